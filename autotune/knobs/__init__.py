@@ -1,0 +1,1 @@
+"""One file per tunable dimension: its choices here, why others are excluded, how to apply one."""

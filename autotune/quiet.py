@@ -1,0 +1,41 @@
+"""The one place that silences libraries: their warnings and bars would fight with ours.
+
+Call `silence_libraries()` before the first import of torch, diffusers or transformers.
+"""
+
+import logging
+import os
+import warnings
+
+NOISY_LOGGERS = (
+    "torch",
+    "torch.utils._pytree",
+    "torchao",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "optuna",
+    "huggingface_hub",
+    "PIL",
+)
+
+
+def silence_libraries() -> None:
+    """Let only errors through, and switch off the libraries' own progress bars. Safe to call twice."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+
+
+def silence_progress_bars() -> None:
+    """Switch off the bars of diffusers and transformers; imports both."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,1 @@
+"""Which candidate to try next, when to stop, which one wins."""

@@ -1,0 +1,1 @@
+"""The executor: data, caches, the step, the loop, checkpoints and the report."""
