@@ -20,7 +20,7 @@ QWEN_TEMPLATE = (
     "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships"
     " of the objects and background:\nuser\nassistant\n"
 )
-"""Words of the pipeline's own prompt template: trained in, so that they take about as many tokens as in the original."""
+"""Words of the pipeline's prompt template: trained in, so they take about as many tokens as in the original."""
 
 
 def qwen_tokenizer(captions: Sequence[str]) -> Any:
