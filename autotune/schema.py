@@ -300,6 +300,9 @@ class Expected(Frozen):
     step_seconds: float = Field(gt=0)
     images_per_second: float = Field(gt=0)
     peak_memory_bytes: int = PositiveInt
+    """Of a training step, as the device's allocator counts it."""
+    process_memory_bytes: int = NaturalInt
+    """What the process takes besides: on CPU its libraries, on a GPU its context."""
 
 
 class PlannedHardware(Frozen):
@@ -320,8 +323,8 @@ class Job(Frozen):
 
     model: str
     """Folder in the diffusers layout, or a hub id."""
-    data: str
-    """Folder of images with same-stem `.txt` captions."""
+    data: str | None
+    """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
     output: str = "output"
     num_steps: int = PositiveInt
     learning_rate: float = Field(gt=0, le=1)
