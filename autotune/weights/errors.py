@@ -1,11 +1,11 @@
 """What can be wrong with weights, one type each, so that callers and tests can tell them apart.
 
-    InvalidInput
-    └── BadWeights
-        ├── TruncatedFile, CorruptFile, HeaderTooLarge     a file that cannot be read
-        ├── MissingWeights, PickledWeights                 a folder without weights that can be read
-        ├── KeyMismatch, ShapeMismatch, DtypeMismatch      sound files for another model
-        └── HubError                                       a repository that cannot be fetched
+InvalidInput
+└── BadWeights
+    ├── TruncatedFile, CorruptFile, HeaderTooLarge     a file that cannot be read
+    ├── MissingWeights, PickledWeights                 a folder without weights that can be read
+    ├── KeyMismatch, ShapeMismatch, DtypeMismatch      sound files for another model
+    └── HubError                                       a repository that cannot be fetched
 """
 
 from autotune.errors import InvalidInput

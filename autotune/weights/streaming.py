@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from autotune.weights.building import DtypePolicy
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
 from autotune.weights.loaders import Named, loader_called
 from autotune.weights.sources import WeightSource
@@ -26,66 +27,10 @@ Transform = Callable[[str, "nn.Module"], "nn.Module | None"]
 """Called once with a module's qualified name and the module, as soon as all parameters and buffers of its own have
 arrived. It may change the module in place, or return another to put in its place."""
 
-DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]
-"""The dtype that a tensor should have in the model, from its name and its dtype as stored."""
-
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far, and in all."""
 
 OTHER_MODEL = "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
-
-
-def build_empty[Model: nn.Module](factory: Callable[[], Model], *, dtype: "torch.dtype | None" = None) -> Model:
-    """What `factory` builds, with every parameter on the meta device and everything else real.
-
-    Buffers and tensors kept as plain attributes (rotary tables) are computed by constructors and are in no file, so
-    they must be real from the beginning. `dtype` is the default dtype while building, as in `from_pretrained`.
-    """
-    import torch
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
-    previous = torch.get_default_dtype()
-    handle = register_module_parameter_registration_hook(_on_meta)
-    try:
-        torch.set_default_dtype(dtype or previous)
-        return factory()
-    finally:
-        torch.set_default_dtype(previous)
-        handle.remove()
-
-
-def _on_meta(module: "nn.Module", name: str, parameter: "nn.Parameter | None") -> "nn.Parameter | None":
-    from torch import nn
-
-    if parameter is None or parameter.is_meta:  # a tied parameter must stay the same object
-        return None
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-
-def dtype_of_from_pretrained(model: "nn.Module", dtype: "torch.dtype") -> DtypePolicy:
-    """Real numbers become `dtype`, except where the model's class keeps float32; whole numbers stay.
-
-    diffusers keeps `_keep_in_fp32_modules` always; transformers keeps those for float16 only, and the strict ones for
-    bfloat16 too.
-    """
-    import torch
-
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if hasattr(model, "_keep_in_fp32_modules_strict"):
-        kept = kept if dtype == torch.float16 else set()
-        kept |= set(model._keep_in_fp32_modules_strict or ())
-
-    def policy(name: str, stored: torch.dtype) -> torch.dtype:
-        if not stored.is_floating_point:
-            return stored
-        return torch.float32 if kept.intersection(name.split(".")) else dtype
-
-    return policy
-
-
-def as_stored(name: str, stored: "torch.dtype") -> "torch.dtype":  # noqa: ARG001
-    """The policy that converts nothing."""
-    return stored
 
 
 def load_into(
@@ -250,7 +195,7 @@ class _Arrivals:
             for leaf, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
                 if _is_meta(value):
                     message = f"{name}.{leaf} has no values: it is in no file and was built on the meta device"
-                    raise BadWeights(message, hint="build the model with autotune.weights.streaming.build_empty")
+                    raise BadWeights(message, hint="build the model with autotune.weights.building.build_empty")
         self.model.eval()
 
 
