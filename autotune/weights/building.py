@@ -61,6 +61,6 @@ def dtype_of_from_pretrained(model: "nn.Module", dtype: "torch.dtype") -> DtypeP
     return policy
 
 
-def as_stored(name: str, stored: "torch.dtype") -> "torch.dtype":  # noqa: ARG001
+def as_stored(name: str, stored: "torch.dtype") -> "torch.dtype":
     """The policy that converts nothing."""
     return stored

@@ -16,7 +16,7 @@ from zlib import crc32
 
 from autotune.weights.building import DtypePolicy
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
-from autotune.weights.loaders import Named, loader_called
+from autotune.weights.loaders import loader_called
 from autotune.weights.sources import WeightSource
 
 if TYPE_CHECKING:
