@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -87,16 +88,16 @@ class TorchSource:
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
 
-    def _cuda(self):  # type: ignore[no-untyped-def]
+    def _cuda(self) -> Any:
         if self._kind() != "cuda":
             raise Unanswered("torch sees no CUDA device")
         return _torch().cuda
 
-    def _properties(self, index: int):  # type: ignore[no-untyped-def]
+    def _properties(self, index: int) -> Any:
         return self._cuda().get_device_properties(index)
 
 
-def _torch():  # type: ignore[no-untyped-def]
+def _torch() -> Any:
     import torch
 
     return torch

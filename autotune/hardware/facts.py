@@ -2,12 +2,11 @@
 
 import platform
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Literal
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.hardware.memory import host_budget, memory_kind, own_memory_budget, shared_memory_budget
 from autotune.hardware.reader import Nonsense, Reader
-from autotune.machine import DeviceKind
 from autotune.schema import Device, Host, Link, Versions
 
 PACKAGES: Mapping[str, str] = {
@@ -94,8 +93,9 @@ def read_device(reader: Reader, host: Host, *, reserve_bytes: int | None = None)
             f"there is no {kind} device {reader.index}: {count} visible",
             hint="indices start at 0; see `autotune probe`",
         )
-    build = {"cuda": _cuda_device, "mps": _mps_device, "cpu": _cpu_device}[cast(DeviceKind, kind)]
-    return build(reader, host, count, reserve_bytes)
+    if kind == "cuda":
+        return _cuda_device(reader, host, count, reserve_bytes)
+    return _mps_device(reader, host, reserve_bytes) if kind == "mps" else _cpu_device(host, reserve_bytes)
 
 
 def _cuda_device(reader: Reader, host: Host, count: int, reserve: int | None) -> Device:
@@ -146,7 +146,7 @@ def _cuda_device(reader: Reader, host: Host, count: int, reserve: int | None) ->
     )
 
 
-def _mps_device(reader: Reader, host: Host, count: int, reserve: int | None) -> Device:
+def _mps_device(reader: Reader, host: Host, reserve: int | None) -> Device:
     total = reader.integer("device.total_memory_bytes", "torch:recommended_bytes")
     budget, why = shared_memory_budget(total, host.available_memory_bytes, reserve)
     return Device(
@@ -161,7 +161,7 @@ def _mps_device(reader: Reader, host: Host, count: int, reserve: int | None) -> 
     )
 
 
-def _cpu_device(reader: Reader, host: Host, count: int, reserve: int | None) -> Device:
+def _cpu_device(host: Host, reserve: int | None) -> Device:
     budget, why = host_budget(host.memory_bytes, host.available_memory_bytes, reserve)
     return Device(
         kind="cpu",

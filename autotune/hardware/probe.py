@@ -6,6 +6,7 @@ from collections.abc import Callable
 import psutil
 
 from autotune.hardware.answers import RealSystem
+from autotune.hardware.catalogue import matching
 from autotune.hardware.facts import read_device, read_host, read_versions
 from autotune.hardware.gates import gates_of
 from autotune.hardware.reader import Reader
@@ -42,11 +43,13 @@ def profile_of(system: System, index: int = 0, *, reserve_bytes: int | None = No
     host = read_host(reader)
     versions = read_versions(reader)
     device = read_device(reader, host, reserve_bytes=reserve_bytes)
+    known = matching(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
     return HardwareProfile(
         device=device,
         host=host,
         versions=versions,
         gates=gates_of(device, host, versions),
+        datasheet=known.datasheet if known else None,
         notes=notes_of(reader, versions),
         provenance=tuple(reader.provenance),
     )
@@ -69,7 +72,7 @@ def measured(profile: HardwareProfile, system: System, tell: Progress) -> Hardwa
     """The profile with rates measured now. What cannot be measured is left out, with a note."""
     from autotune.hardware.rates import Meter, is_noisy
 
-    overhead = process_overhead(profile, system)
+    overhead = process_overhead(profile)
     meter = Meter(profile, lambda: conditions_of(profile, system))
     begin = time.perf_counter()
     rates, notes = [overhead] if overhead else [], list(profile.notes)
@@ -96,7 +99,7 @@ def with_rates(
     return HardwareProfile(**(fields | {"rates": rates, "notes": notes, "noisy": noisy}))
 
 
-def process_overhead(profile: HardwareProfile, system: System) -> Rate | None:
+def process_overhead(profile: HardwareProfile) -> Rate | None:
     """Bytes that a process costs before its first tensor: a CUDA context, or the libraries in the host's memory."""
     if profile.device.kind == "cuda":
         import torch
