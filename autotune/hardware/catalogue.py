@@ -15,7 +15,7 @@ from pydantic import Field
 
 from autotune.hardware.facts import PACKAGES
 from autotune.hardware.gates import gates_of
-from autotune.hardware.memory import own_memory_budget, shared_memory_budget
+from autotune.hardware.memory import budget
 from autotune.machine import MemoryKind
 from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, Versions
 
@@ -49,7 +49,7 @@ class CatalogueGpu(Frozen):
     power_watts: float
     pcie_generation: int | None = None
     dense_tflops: dict[str, float]
-    measured_tflops: dict[str, float] = {}
+    measured_tflops: dict[str, float] = Field(default_factory=dict)
     """Products measured by others with cuBLASLt."""
     confidence: str
     source: str
@@ -140,11 +140,8 @@ def profile_of_gpu(gpu: CatalogueGpu) -> HardwareProfile:
 
 def _device(gpu: CatalogueGpu) -> Device:
     total = gpu.memory_bytes
-    if gpu.memory_kind == "integrated":
-        budget, why = shared_memory_budget(total, int(0.9 * total), None)
-    else:
-        # A card that nobody uses has its context's few hundred MiB taken and the rest free.
-        budget, why = own_memory_budget(total, None, False, None)
+    free = int(0.9 * total) if gpu.memory_kind == "integrated" else total
+    budget_bytes, why = budget(gpu.memory_kind, total, free, None)
     major, minor = gpu.compute_capability.split(".")
     return Device(
         kind="cuda",
@@ -156,7 +153,8 @@ def _device(gpu: CatalogueGpu) -> Device:
         memory_kind=gpu.memory_kind,
         memory_kind_reason=f"the catalogue says: {gpu.memory}",
         total_memory_bytes=total,
-        budget_bytes=budget,
+        free_memory_bytes=free,
+        budget_bytes=budget_bytes,
         budget_reason=why,
         pcie_generation=gpu.pcie_generation,
         power_limit_watts=gpu.power_watts,
