@@ -2,17 +2,21 @@
 
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import psutil
 
 from autotune.hardware.answers import RealSystem
+from autotune.hardware.catalogue import matching
 from autotune.hardware.facts import read_device, read_host, read_versions
 from autotune.hardware.gates import gates_of
+from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
-from autotune.schema import Conditions, HardwareProfile, Rate, Versions
+from autotune.schema import Conditions, Frozen, HardwareProfile, Rate, Versions
 
+T = TypeVar("T", bound=Frozen)
 Progress = Callable[[str], None]
 
 
@@ -31,7 +35,7 @@ def probe(*, quick: bool = False, index: int = 0, on_progress: Progress | None =
     return profile if quick else measured(profile, system, tell)
 
 
-def profile_of(system: System, index: int = 0, *, reserve_bytes: int | None = None) -> HardwareProfile:
+def profile_of(system: System, index: int = 0) -> HardwareProfile:
     """Facts, budget and gates from what `system` answers; no rates.
 
     Raises:
@@ -41,12 +45,14 @@ def profile_of(system: System, index: int = 0, *, reserve_bytes: int | None = No
     reader = Reader(system, index)
     host = read_host(reader)
     versions = read_versions(reader)
-    device = read_device(reader, host, reserve_bytes=reserve_bytes)
+    device = read_device(reader, host)
+    known = matching(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
     return HardwareProfile(
         device=device,
         host=host,
         versions=versions,
         gates=gates_of(device, host, versions),
+        datasheet=known.datasheet if known else None,
         notes=notes_of(reader, versions),
         provenance=tuple(reader.provenance),
     )
@@ -69,7 +75,7 @@ def measured(profile: HardwareProfile, system: System, tell: Progress) -> Hardwa
     """The profile with rates measured now. What cannot be measured is left out, with a note."""
     from autotune.hardware.rates import Meter, is_noisy
 
-    overhead = process_overhead(profile, system)
+    overhead = process_overhead(profile)
     meter = Meter(profile, lambda: conditions_of(profile, system))
     begin = time.perf_counter()
     rates, notes = [overhead] if overhead else [], list(profile.notes)
@@ -91,21 +97,37 @@ def measured(profile: HardwareProfile, system: System, tell: Progress) -> Hardwa
 def with_rates(
     profile: HardwareProfile, rates: tuple[Rate, ...], notes: tuple[str, ...], noisy: bool
 ) -> HardwareProfile:
-    """The profile with these rates, validated anew (`model_copy` would not)."""
-    fields = {name: getattr(profile, name) for name in HardwareProfile.model_fields}
-    return HardwareProfile(**(fields | {"rates": rates, "notes": notes, "noisy": noisy}))
+    """The profile with these rates."""
+    return _changed(profile, {"rates": rates, "notes": notes, "noisy": noisy})
 
 
-def process_overhead(profile: HardwareProfile, system: System) -> Rate | None:
+def with_reserve(profile: HardwareProfile, reserve_bytes: int) -> HardwareProfile:
+    """The profile with a budget that leaves `reserve_bytes` untouched, in place of the usual reserve."""
+    device = profile.device
+    num_bytes, why = budget(
+        device.memory_kind, device.total_memory_bytes, device.free_memory_bytes, device.drives_display, reserve_bytes
+    )
+    return _changed(profile, {"device": _changed(device, {"budget_bytes": num_bytes, "budget_reason": why})})
+
+
+def _changed(whole: T, changes: dict[str, object]) -> T:
+    """A copy with some fields changed, validated anew (`model_copy` would not)."""
+    fields: dict[str, Any] = {name: getattr(whole, name) for name in type(whole).model_fields}
+    return type(whole)(**(fields | changes))
+
+
+def process_overhead(profile: HardwareProfile) -> Rate | None:
     """Bytes that a process costs before its first tensor: a CUDA context, or the libraries in the host's memory."""
     if profile.device.kind == "cuda":
         import torch
 
-        before = profile.device.free_memory_bytes
-        torch.ones(8, 8, device=f"cuda:{profile.device.index}").matmul(torch.ones(8, 8, device="cuda"))
-        torch.cuda.synchronize()
-        after = torch.cuda.mem_get_info(profile.device.index)[0]
-        num_bytes = 0 if before is None else before - after - torch.cuda.memory_reserved(profile.device.index)
+        index, before = profile.device.index, profile.device.free_memory_bytes
+        if before is None or profile.device.memory_kind == "integrated":
+            return None
+        some = torch.ones(8, 8, device=f"cuda:{index}")
+        some @ some
+        torch.cuda.synchronize(index)
+        num_bytes = before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index)
     else:
         num_bytes = psutil.Process().memory_info().rss
     return (

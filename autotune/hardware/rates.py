@@ -6,6 +6,7 @@ Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<toke
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.hardware.disk import LOADERS, disk_timings
@@ -46,11 +47,8 @@ EFFORTS: dict[DeviceKind, Effort] = {
         (4096, 16384), HEADS, 2**30, 2**28, 0.5, 22.0,
     ),
     "mps": Effort(((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**28, 2**28, 0.5, 15.0),
-    "cpu": Effort(((256, 3072, 3072), (256, 3072, 12288)), (256, 1024), 8, 2**27, 2**26, 0.5, 11.0),
+    "cpu": Effort(((128, 3072, 3072), (128, 3072, 12288)), (256, 1024), 4, 2**27, 2**26, 0.4, 10.0),
 }  # fmt: skip
-
-Measurement = tuple[str, Callable[[], tuple[float, Timings, str] | None]]
-"""A name, and a call that gives (work, timings, unit), or None when the device cannot."""
 
 
 class Meter:
@@ -171,23 +169,20 @@ class Meter:
         ]  # fmt: skip
         first, *more = self.effort.matmul_shapes
         for name in dtypes:
-            yield f"matmul {name}", lambda name=name: self.matmul(name, *first)  # type: ignore[misc]
+            yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         for shape in more:
-            yield f"matmul {dtype} {shape}", lambda shape=shape: self.matmul(dtype, *shape)  # type: ignore[misc]
+            yield f"matmul {dtype} {shape}", partial(self.matmul, dtype, *shape)
         for tokens in self.effort.tokens:
             for name in backends:
-                yield (
-                    f"attention {name} {tokens}",
-                    lambda name=name, tokens=tokens: self.attention(name, dtype, tokens),  # type: ignore[misc]
-                )
+                yield f"attention {name} {tokens}", partial(self.attention, name, dtype, tokens)
         if self.kind == "cuda":
-            yield "pinned copies", lambda: self.host_to_device(True)
-            yield "pageable copies", lambda: self.host_to_device(False)
+            yield "pinned copies", partial(self.host_to_device, True)
+            yield "pageable copies", partial(self.host_to_device, False)
         for loader in LOADERS:
-            yield f"disk {loader}", lambda loader=loader: self.disk(loader)  # type: ignore[misc]
-        for name in ("fp16",) if self.kind == "cpu" else ("int8",):
-            yield f"matmul {name}", lambda name=name: self.matmul(name, *first)  # type: ignore[misc]
+            yield f"disk {loader}", partial(self.disk, loader)
+        last = "fp16" if self.kind == "cpu" else "int8"
+        yield f"matmul {last}", partial(self.matmul, last, *first)
 
 
 def attention_call(backend: str) -> Callable[..., "torch.Tensor"]:
@@ -203,8 +198,8 @@ def attention_call(backend: str) -> Callable[..., "torch.Tensor"]:
     }
 
     def plain(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
-        heads_first = (x.transpose(1, 2) for x in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
     def chosen(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
         with sdpa_kernel([kernels[backend]]):

@@ -37,8 +37,8 @@ def timed(
 ) -> Timings:
     """Time `call` until the limit or 25 samples, at least once.
 
-    The first call warms up and is dropped, unless it alone took four times the limit. `finish` waits for the device. Quick calls
-    are grouped so that a sample takes at least a millisecond: clocks and launches have their own noise.
+    The first call warms up and is dropped, unless it alone took four times the limit. `finish` waits for the device.
+    Quick calls are grouped so that a sample takes at least a millisecond: clocks and launches have their own noise.
     """
 
     def sample(repeats: int) -> float:
