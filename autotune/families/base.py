@@ -84,9 +84,9 @@ class Family(ABC):
 
     def encode_edits(
         self,
-        pipeline: Any,  # noqa: ARG002
-        captions: Sequence[str],  # noqa: ARG002
-        controls: Sequence[Sequence["Tensor"]],  # noqa: ARG002
+        pipeline: Any,
+        captions: Sequence[str],
+        controls: Sequence[Sequence["Tensor"]],
     ) -> list[Sample]:
         """Encode each caption with the control images (3, 1, height, width) in [-1, 1] that its text encoder sees."""
         raise InvalidInput(f"{self.name} takes no control images", hint="leave --control out, or use an edit model")

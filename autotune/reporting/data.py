@@ -46,7 +46,7 @@ def _texts(report: DataReport) -> Iterator[str]:
 
 def _remarks(report: DataReport) -> Iterator[str]:
     if report.num_enlarged:
-        yield f"  {report.num_enlarged} scaled up more than {MAX_ENLARGEMENT}x: sharper originals or a lower resolution help"
+        yield f"  {report.num_enlarged} scaled up more than {MAX_ENLARGEMENT}x: use larger originals or less resolution"
     if report.num_cropped:
         yield f"  {report.num_cropped} lose more than {MAX_CROP:.0%} of their area to the crop"
     if report.num_unverified:
