@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from autotune.errors import InvalidInput
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
@@ -80,6 +81,15 @@ class Family(ABC):
     @abstractmethod
     def encode_captions(self, pipeline: Any, captions: Sequence[str]) -> list[Sample]:
         """Encode each caption at its own length with the pipeline's own template."""
+
+    def encode_edits(
+        self,
+        pipeline: Any,
+        captions: Sequence[str],
+        controls: Sequence[Sequence["Tensor"]],
+    ) -> list[Sample]:
+        """Encode each caption with the control images (3, 1, height, width) in [-1, 1] that its text encoder sees."""
+        raise InvalidInput(f"{self.name} takes no control images", hint="leave --control out, or use an edit model")
 
     @abstractmethod
     def count_text_tokens(self, folder: Path, captions: Sequence[str]) -> list[int]:

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from autotune.errors import InvalidInput
 
@@ -128,7 +129,7 @@ def _chunks(groups: Sequence[int], images: Chunk, micro_batch_size: int) -> list
 
 def _even_parts(images: Chunk, number: int) -> list[Chunk]:
     bounds = [len(images) * part // number for part in range(number + 1)]
-    return [images[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [images[start:end] for start, end in pairwise(bounds)]
 
 
 def _split_to(chunks: list[Chunk], number: int) -> list[Chunk]:

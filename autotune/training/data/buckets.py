@@ -21,7 +21,7 @@ less, but scatter a small set over many shapes, each with a remainder and a reco
 def bucket_sizes(resolution_px: int, multiple_px: int) -> tuple[tuple[int, int], ...]:
     """All (width, height) on offer: multiples of `multiple_px`, never more pixels than `resolution_px` squared.
 
-    For each width the greatest height that fits, and the greatest square.
+    For each width the greatest height that fits, all of these upright as well, and the greatest square.
 
     Raises:
         InvalidInput: the resolution is smaller than one multiple.
@@ -36,7 +36,7 @@ def bucket_sizes(resolution_px: int, multiple_px: int) -> tuple[tuple[int, int],
     for width in range(step, int(resolution_px * math.sqrt(MAX_ASPECT_RATIO)) + 1, step):
         height = resolution_px**2 // width // step * step
         if height and max(width / height, height / width) <= MAX_ASPECT_RATIO:
-            sizes.add((width, height))
+            sizes |= {(width, height), (height, width)}
     return tuple(sorted(sizes))
 
 

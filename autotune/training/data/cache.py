@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -51,9 +52,9 @@ class Cache:
             with safe_open(path, framework="pt") as file:
                 digest = (file.metadata() or {}).get("digest")
                 tensors = {name: torch.clone(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError:
+        except OSError:
             return None
-        except (SafetensorError, OSError, ValueError):
+        except (SafetensorError, ValueError):
             tensors, digest = {}, None
         if not tensors or digest != tensors_digest(tensors):
             path.unlink(missing_ok=True)
@@ -117,12 +118,11 @@ class Cache:
         Raises:
             AutotuneError: less than `needed_bytes` is free.
         """
-        import shutil
-
         free = shutil.disk_usage(self.folder).free
         if needed_bytes > free:
             raise AutotuneError(
-                f"caching needs about {needed_bytes / 1e9:.1f} GB more in {self.folder}, and {free / 1e9:.1f} GB is free",
+                f"caching needs about {needed_bytes / 1e9:.1f} GB more in {self.folder}, where "
+                f"{free / 1e9:.1f} GB is free",
                 hint="free some space or choose another cache folder",
             )
 
@@ -170,5 +170,5 @@ def tensors_digest(tensors: Mapping[str, "Tensor"]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
