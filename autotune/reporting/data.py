@@ -20,9 +20,9 @@ TITLES = {
 }
 
 
-def render_data_report(report: DataReport) -> str:
+def data_report_lines(report: DataReport) -> list[str]:
     """Everything that is known about a data folder: verdict first, then shapes, then each file by name."""
-    return "\n".join(line for text in _texts(report) for line in _wrapped(text))
+    return [line for text in _texts(report) for line in _wrapped(text)]
 
 
 def _texts(report: DataReport) -> Iterator[str]:

@@ -41,13 +41,14 @@ def bucket_sizes(resolution_px: int, multiple_px: int) -> tuple[tuple[int, int],
 
 
 def bucket_size(width: int, height: int, resolution_px: int, multiple_px: int) -> tuple[int, int]:
-    """The size on offer whose aspect ratio is closest to `width:height`; of equals the one with more pixels."""
+    """The size on offer whose aspect ratio is closest to `width:height`; of equals the one with more pixels, then the
+    squarer one."""
     return min(bucket_sizes(resolution_px, multiple_px), key=lambda size: _distance(width, height, *size))
 
 
-def _distance(width: int, height: int, to_width: int, to_height: int) -> tuple[float, int, int]:
+def _distance(width: int, height: int, to_width: int, to_height: int) -> tuple[float, int, int, int]:
     ratio = abs(math.log(width * to_height / (height * to_width)))
-    return round(ratio, 9), -to_width * to_height, to_width
+    return round(ratio, 9), -to_width * to_height, max(to_width, to_height), to_width
 
 
 def make_buckets(dataset: Dataset, resolution_px: int, multiple_px: int) -> tuple[Bucket, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.atomic import replacing
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
@@ -73,14 +74,9 @@ class Cache:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         data = save(plain, metadata={"digest": tensors_digest(plain)})
         path = self._path(key)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                _write_synced(temporary, data)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replacing(path) as temporary:
+                temporary.write_bytes(data)
         except OSError as error:
             raise self._write_error(error) from error
         return len(data)
@@ -105,7 +101,7 @@ class Cache:
 
     def remove_stale(self) -> None:
         """Remove temporary files of writers that died."""
-        for path in self.folder.glob(".*.tmp"):
+        for path in self.folder.glob(".*.part"):
             try:
                 if time.time() - path.stat().st_mtime > STALE_SECONDS:
                     path.unlink(missing_ok=True)
@@ -154,13 +150,6 @@ class Cache:
         return AutotuneError(
             f"cannot write to the cache folder {self.folder}: {error.strerror}", hint="choose another cache folder"
         )
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def tensors_digest(tensors: Mapping[str, "Tensor"]) -> str:

@@ -3,7 +3,8 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from autotune.schema import Bucket, Frozen, NaturalInt, PositiveInt
+from autotune.frozen import Frozen, NaturalInt, PositiveInt
+from autotune.schema import Bucket
 from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.dataset import VERIFY_SECONDS, Item, OnProgress, ProblemKind, scan_dataset
 

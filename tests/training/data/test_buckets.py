@@ -54,7 +54,9 @@ def test_known_sizes(width: int, height: int, resolution: int, expected: tuple[i
 
 
 @given(sides, sides, resolutions, multiples)
-def test_a_picture_on_its_side_gets_the_bucket_on_its_side(width: int, height: int, resolution: int, multiple: int) -> None:
+def test_a_picture_on_its_side_gets_the_bucket_on_its_side(
+    width: int, height: int, resolution: int, multiple: int
+) -> None:
     upright, sideways = (bucket_size(*size, resolution, multiple) for size in ((width, height), (height, width)))
     assert upright == sideways[::-1] or width == height
 

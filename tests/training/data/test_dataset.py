@@ -70,7 +70,9 @@ def test_no_metadata_file_crashes_the_reader(tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("metadata")
     (folder / "metadata.jsonl").write_bytes(content)
     captions, complaints = read_metadata(folder)
-    assert len(captions) + len(complaints) == sum(bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n"))
+    assert len(captions) + len(complaints) == sum(
+        bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    )
 
 
 def test_missing_captions_are_an_error_that_names_files_and_options(tmp_path: Path) -> None:
