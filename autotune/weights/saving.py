@@ -96,7 +96,8 @@ def save_model(
         return (single,)
     index.unlink(missing_ok=True)
     single.unlink(missing_ok=True)
-    weight_map, written = {}, []
+    weight_map: dict[str, str] = {}
+    written = []
     for number, names in enumerate(shards, start=1):
         path = folder / f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
         save_file(path, {name: tensors[name] for name in names}, metadata)

@@ -16,7 +16,7 @@ from zlib import crc32
 
 from autotune.weights.building import DtypePolicy
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
-from autotune.weights.loaders import Named, loader_called
+from autotune.weights.loaders import loader_called
 from autotune.weights.sources import WeightSource
 
 if TYPE_CHECKING:
@@ -172,7 +172,8 @@ class _Arrivals:
         self.filled.add(slot.name)
         new = tensor if slot.is_buffer else nn.Parameter(tensor, requires_grad=_may_learn(slot, tensor))
         for module, leaf in slot.holders:
-            (module._buffers if slot.is_buffer else module._parameters)[leaf] = new  # type: ignore[index]
+            places: dict[str, Any] = module._buffers if slot.is_buffer else module._parameters
+            places[leaf] = new
         for module, _ in slot.holders:
             self.missing[module] -= 1
             if not self.missing[module]:
