@@ -35,6 +35,8 @@ class Defaults:
     weight_decay: float
     effective_batch_size: int
     resolution_px: int
+    text_tokens: int
+    """Assumed length of an encoded caption where no data is at hand."""
     timestep_shift: float
     preview_steps: int
 
@@ -49,6 +51,8 @@ class Family(ABC):
     transformer_class: ClassVar[str]
     transformer_config: ClassVar[Mapping[str, Any]]
     """Constructor arguments that give the published model; enough to build it without downloading anything."""
+    components: ClassVar[tuple[str, ...]]
+    """Folders that a complete pipeline has, in the diffusers layout."""
     defaults: ClassVar[Defaults]
     size_multiple_px: ClassVar[int]
     """Width and height must be multiples of this: VAE factor times patch size."""
@@ -76,6 +80,10 @@ class Family(ABC):
     @abstractmethod
     def encode_captions(self, pipeline: Any, captions: Sequence[str]) -> list[Sample]:
         """Encode each caption at its own length with the pipeline's own template."""
+
+    @abstractmethod
+    def count_text_tokens(self, folder: Path, captions: Sequence[str]) -> list[int]:
+        """Length of each encoded caption, from the tokenizer in the model's `folder` alone: no encoder is loaded."""
 
     @abstractmethod
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":

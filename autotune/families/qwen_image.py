@@ -21,6 +21,7 @@ class QwenImage(Family):
     hub_id = "Qwen/Qwen-Image"
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
+    components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {}  # the class's own defaults are the published model
     # Rank and rate: what musubi-tuner, SimpleTuner and diffusers users run; shift 2.2 is musubi-tuner's.
     defaults = Defaults(
@@ -30,6 +31,7 @@ class QwenImage(Family):
         weight_decay=1e-3,
         effective_batch_size=4,
         resolution_px=1024,
+        text_tokens=256,
         timestep_shift=2.2,
         preview_steps=20,
     )
@@ -49,6 +51,23 @@ class QwenImage(Family):
     def encode_captions(self, pipeline: Any, captions: Sequence[str]) -> list[Sample]:
         # One at a time: a lone prompt has no padding, so what is cached is exact and needs no mask.
         return [{"prompt_embeds": pipeline.encode_prompt(prompt=[caption])[0][0]} for caption in captions]
+
+    def count_text_tokens(self, folder: Path, captions: Sequence[str]) -> list[int]:
+        from diffusers import QwenImagePipeline
+        from transformers import AutoTokenizer
+
+        # The template and what it drops are attributes that the pipeline sets in its constructor.
+        pipeline = QwenImagePipeline(
+            scheduler=None,
+            vae=None,
+            text_encoder=None,
+            transformer=None,
+            tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        )
+        template, dropped = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
+        longest = pipeline.tokenizer_max_length
+        ids = pipeline.tokenizer([template.format(caption) for caption in captions])["input_ids"]
+        return [min(len(tokens) - dropped, longest) for tokens in ids]
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         vae = pipeline.vae
