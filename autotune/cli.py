@@ -44,7 +44,7 @@ def probe(
     """Find out what this machine can really do, and keep the answer."""
     from autotune.hardware.probe import probe as read_machine
     from autotune.hardware.store import cached_profile
-    from autotune.reporting.hardware import profile_lines
+    from autotune.reporting.hardware import profile_view
     from autotune.terminal import err, out
 
     with err.status("probing") as status:
@@ -53,7 +53,7 @@ def probe(
     if as_json:
         typer.echo(profile.model_dump_json(indent=1))
     else:
-        out.print("\n".join(profile_lines(profile)), markup=False)
+        out.print(profile_view(profile))
 
 
 @app.command()

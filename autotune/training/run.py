@@ -18,7 +18,9 @@ from autotune.schema import HardwareProfile, RunReport, TrainingPlan, Workload
 from autotune.training.data.batches import Order
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.data.encode import EncodedDataset, encode_dataset, read_identity
+from autotune.training.data.encode import encode_dataset
+from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.identity import read_identity
 from autotune.training.describe import describe_workload
 from autotune.training.events import Events, StepEvent
 from autotune.training.memory import allocated_bytes, live_tensors, peak_memory_bytes

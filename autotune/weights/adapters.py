@@ -222,7 +222,9 @@ def _config_alphas(metadata: Mapping[str, str], modules: Iterable[str]) -> dict[
         common = config.get(prefix + "lora_alpha")
         alphas = {} if common is None else dict.fromkeys(modules, float(common))
         for module in modules:
-            alphas |= {module: value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)}
+            found = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
+            if found:
+                alphas[module] = found[0]
     except (ValueError, TypeError, AttributeError, re.error) as error:
         raise CorruptFile(f"its LoRA configuration is damaged: {error}", hint="export the adapter again") from error
     return alphas
@@ -230,8 +232,6 @@ def _config_alphas(metadata: Mapping[str, str], modules: Iterable[str]) -> dict[
 
 def render_adapter(adapter: Adapter, to: AdapterFormat) -> tuple[dict[str, "Tensor"], dict[str, str]]:
     """Tensors and metadata of the file that holds `adapter` in the format `to`. Pure."""
-    import torch
-
     down, up = ("lora_down", "lora_up") if to == "kohya" else ("lora_A", "lora_B")
     tensors: dict[str, Tensor] = {}
     for module, layer in adapter.layers.items():
@@ -239,10 +239,18 @@ def render_adapter(adapter: Adapter, to: AdapterFormat) -> tuple[dict[str, "Tens
         tensors[f"{key}.{down}.weight"] = layer.down
         tensors[f"{key}.{up}.weight"] = layer.up
         if to != "diffusers":
-            tensors[f"{key}.alpha"] = torch.tensor(layer.alpha)
+            tensors[f"{key}.alpha"] = _scalar(layer.alpha)
     if len(tensors) < len(adapter.layers) * (2 if to == "diffusers" else 3):
         raise InvalidInput("two modules have one name once dots are underscores", hint="choose diffusers or comfyui")
     return tensors, {**METADATA_OF[to](adapter.layers), **adapter.metadata}
+
+
+def _scalar(value: float) -> "Tensor":
+    """In float32 as others store it, or in float64 where that would round."""
+    import torch
+
+    short = torch.tensor(value, dtype=torch.float32)
+    return short if short.item() == value else short.new_tensor(value, dtype=torch.float64)
 
 
 def _peft_config(layers: Mapping[str, Layer]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Build a model without weights, and say which dtypes its weights shall have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def build_empty(factory: Callable[[], Model], *, dtype: "torch.dtype | None" = N
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
     previous = torch.get_default_dtype()
-    handle = register_module_parameter_registration_hook(_on_meta)
+    handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]  # torch's annotation forgets the result
     try:
         torch.set_default_dtype(dtype or previous)
         return factory()
@@ -32,7 +32,7 @@ def build_empty(factory: Callable[[], Model], *, dtype: "torch.dtype | None" = N
         handle.remove()
 
 
-def _on_meta(module: "nn.Module", name: str, parameter: "nn.Parameter | None") -> "nn.Parameter | None":
+def _on_meta(_module: "nn.Module", _name: str, parameter: "nn.Parameter | None") -> "nn.Parameter | None":
     from torch import nn
 
     if parameter is None or parameter.is_meta:  # a tied parameter must stay the same object
@@ -48,10 +48,10 @@ def dtype_of_from_pretrained(model: "nn.Module", dtype: "torch.dtype") -> DtypeP
     """
     import torch
 
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept: set[str] = set(_names(model, "_keep_in_fp32_modules"))
     if hasattr(model, "_keep_in_fp32_modules_strict"):
         kept = kept if dtype == torch.float16 else set()
-        kept |= set(model._keep_in_fp32_modules_strict or ())
+        kept |= set(_names(model, "_keep_in_fp32_modules_strict"))
 
     def policy(name: str, stored: torch.dtype) -> torch.dtype:
         if not stored.is_floating_point:
@@ -59,6 +59,11 @@ def dtype_of_from_pretrained(model: "nn.Module", dtype: "torch.dtype") -> DtypeP
         return torch.float32 if kept.intersection(name.split(".")) else dtype
 
     return policy
+
+
+def _names(model: "nn.Module", attribute: str) -> Iterable[str]:
+    names: Iterable[str] | None = getattr(model, attribute, None)
+    return names or ()
 
 
 def as_stored(name: str, stored: "torch.dtype") -> "torch.dtype":

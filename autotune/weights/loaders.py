@@ -54,9 +54,9 @@ class Loader(Protocol):
 class MappedLoader:
     """Hugging Face's own reader over a memory map."""
 
-    name = "safetensors"
+    name: ClassVar[str] = "safetensors"
 
-    def unavailable(self, device: "torch.device") -> str | None:
+    def unavailable(self, device: "torch.device") -> str | None:  # noqa: ARG002
         return None
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
@@ -71,9 +71,9 @@ class MappedLoader:
 class PreadLoader:
     """Positional reads into one fresh buffer per tensor, by a few threads that run a bounded way ahead."""
 
-    name = "pread"
+    name: ClassVar[str] = "pread"
 
-    def unavailable(self, device: "torch.device") -> str | None:
+    def unavailable(self, device: "torch.device") -> str | None:  # noqa: ARG002
         return None if hasattr(os, "preadv") else "this system has no preadv"
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
@@ -124,7 +124,7 @@ def _read(descriptor: int, entry: TensorEntry, file: WeightFile) -> "Tensor":
     tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
     if not entry.size_bytes:
         return tensor
-    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
     done = 0
     while done < entry.size_bytes:  # one call moves at most 2 GiB on Linux
         count = os.preadv(descriptor, [view[done:]], entry.start + done)
@@ -151,7 +151,7 @@ def return_freed_buffers_at_once() -> None:
 class FastLoader:
     """IBM's fastsafetensors, in chunks, so that the device holds one chunk beyond what the caller keeps."""
 
-    name = "fastsafetensors"
+    name: ClassVar[str] = "fastsafetensors"
 
     def unavailable(self, device: "torch.device") -> str | None:
         if device.type not in {"cpu", "cuda"}:

@@ -1,12 +1,11 @@
 """Save safetensors so that a reader finds the old file or the new one whole, never a half; large models in shards."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
+
+from autotune.atomic import replacing, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,40 +15,6 @@ MAX_SHARD_BYTES = 10 * 10**9
 
 METADATA = {"format": "pt"}
 """What diffusers and transformers demand to find in a file's metadata."""
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; what was written there takes its place if nothing failed.
-
-    The bytes are on disk before the name changes (fsync), and the name before this returns.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
-        part = Path(file.name)
-    try:
-        yield part
-        part.chmod(0o666 & ~_umask())
-        _sync(part)
-        part.replace(path)
-        _sync(path.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_file(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None) -> None:
@@ -96,7 +61,8 @@ def save_model(
         return (single,)
     index.unlink(missing_ok=True)
     single.unlink(missing_ok=True)
-    weight_map, written = {}, []
+    weight_map: dict[str, str] = {}
+    written = []
     for number, names in enumerate(shards, start=1):
         path = folder / f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
         save_file(path, {name: tensors[name] for name in names}, metadata)
@@ -121,8 +87,7 @@ def _into_shards(tensors: Mapping[str, "Tensor"], max_shard_bytes: int) -> list[
 
 def _write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
     document = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    with replacing(path) as part:
-        part.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    write_whole(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
 
 
 def _remove(paths: set[Path]) -> None:

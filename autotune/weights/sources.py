@@ -98,7 +98,7 @@ def read_index(index: Path) -> dict[str, str]:
     hint = "fetch the index again, or save the model again"
     try:
         document = json.loads(index.read_bytes())
-        weight_map = document["weight_map"]
+        weight_map: dict[str, str] = document["weight_map"]
         sound = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptFile(f"{index} is no index of shards ({type(error).__name__}: {error})", hint=hint) from error

@@ -172,7 +172,8 @@ class _Arrivals:
         self.filled.add(slot.name)
         new = tensor if slot.is_buffer else nn.Parameter(tensor, requires_grad=_may_learn(slot, tensor))
         for module, leaf in slot.holders:
-            (module._buffers if slot.is_buffer else module._parameters)[leaf] = new  # type: ignore[index]
+            places: dict[str, Any] = module._buffers if slot.is_buffer else module._parameters
+            places[leaf] = new
         for module, _ in slot.holders:
             self.missing[module] -= 1
             if not self.missing[module]:
