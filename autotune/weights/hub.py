@@ -45,7 +45,7 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str]) -> Fe
     try:
         with _explained(repo, revision):
             info = HfApi().model_info(repo, revision=revision)
-    except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
+    except (OfflineModeIsEnabled, *HfHubHTTPError.__bases__) as error:  # its HTTP client's errors: the client varies
         if isinstance(error, HfHubHTTPError):
             raise HubError(f"the hub did not answer for {repo}: {error}", hint="try again later") from error
         return _from_cache(repo, revision, wanted)

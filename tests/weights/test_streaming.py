@@ -19,6 +19,7 @@ QWEN = {
 FLUX = {
     "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
     "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6),
+    "guidance_embeds": True,
 }  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def flux_inputs(dtype):
 
 MODELS = {
     "QwenImageTransformer2DModel": (QWEN, qwen_inputs),
-    "FluxTransformer2DModel": ({**FLUX, "guidance_embeds": True}, flux_inputs),
+    "FluxTransformer2DModel": (FLUX, flux_inputs),
 }
 
 
