@@ -70,7 +70,7 @@ def read_versions(reader: Reader) -> Versions:
     packages = {field: reader.text(f"versions.{field}", f"packages:{package}") for field, package in PACKAGES.items()}
     return Versions(
         python=reader.text("versions.python", "os:python") or platform.python_version(),
-        cuda_runtime=reader.text("versions.cuda_runtime", "torch:cuda", "packages:torch_cuda"),
+        cuda_runtime=reader.text("versions.cuda_runtime", "packages:torch_cuda", "torch:cuda"),
         cuda_driver=reader.text("versions.cuda_driver", "nvml:cuda_driver", "driver:cuda_driver"),
         driver=reader.text("versions.driver", "nvml:driver"),
         cudnn=reader.text("versions.cudnn", "torch:cudnn"),

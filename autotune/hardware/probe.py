@@ -63,6 +63,8 @@ def notes_of(reader: Reader, versions: Versions) -> tuple[str, ...]:
     notes = []
     if reader.quiet("torch:kind") == "rocm":
         notes.append("this torch is a ROCm build: AMD GPUs are not supported, the processor is profiled instead")
+    elif reader.quiet("torch:kind") == "cpu" and reader.quiet("nvml:count"):
+        notes.append("there is an NVIDIA GPU, but torch does not use it: `autotune doctor` says why")
     override = reader.quiet("environment:AUTOTUNE_MEMORY_KIND")
     if override:
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
