@@ -1,0 +1,133 @@
+"""Trials in real child processes, with real faults: each ends as a typed outcome, and the next trial runs."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.demo import draw_images
+from autotune.families.registry import family_named
+from autotune.families.resolve import resolve_model
+from autotune.schema import Bucket, Candidate, Workload
+from autotune.trials.runner import ProcessTrialRunner
+
+GIB = 2**30
+FIRST = Candidate(micro_batch_size=1, checkpointed_blocks=5, precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trial")
+    family_named("qwen-image").write_small_pipeline(folder / "model", draw_images(folder / "images"), seed=0)
+    return folder / "model"
+
+
+def workload(model: Path, side_px: int = 64) -> Workload:
+    return Workload(
+        model=resolve_model(str(model)).spec,
+        resolution_px=side_px,
+        buckets=(Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=12),),
+        max_text_tokens=12,
+        text_padding="masked",
+        rank=4,
+        lora_alpha=4.0,
+        targets="attention",
+        effective_batch_size=4,
+    )
+
+
+@pytest.fixture
+def runner(model: Path) -> Iterator[ProcessTrialRunner]:
+    with ProcessTrialRunner(str(model), workload(model), "cpu", memory_cap_bytes=8 * GIB) as runner:
+        yield runner
+
+
+def child(runner: ProcessTrialRunner) -> psutil.Process:
+    assert runner._child is not None
+    return psutil.Process(runner._child.process.pid)
+
+
+def test_cheap_knobs_share_a_child_and_a_reload_gets_a_fresh_one(runner: ProcessTrialRunner) -> None:
+    first = runner.run(FIRST)
+    assert first.outcome == "ok", first.message
+    pid = child(runner).pid
+    second = runner.run(first.candidate.model_copy(update={"micro_batch_size": 4, "checkpointed_blocks": 0}))
+    assert second.outcome == "ok"
+    assert child(runner).pid == pid
+    quantized = runner.run(first.candidate.model_copy(update={"quantization": "torchao-int8"}))
+    assert quantized.outcome == "ok"
+    assert child(runner).pid != pid
+    assert not psutil.pid_exists(pid)
+    assert (second.peak_memory_bytes or 0) > (first.peak_memory_bytes or 0) > (quantized.peak_memory_bytes or 0)
+
+
+def test_the_same_learning_whatever_the_micro_batch_and_backend(runner: ProcessTrialRunner) -> None:
+    settings = (
+        FIRST,
+        Candidate(micro_batch_size=2, checkpointed_blocks=3, precision="fp32"),
+        Candidate(micro_batch_size=4, checkpointed_blocks=0, attention="_native_math", precision="fp32"),
+    )
+    losses = [runner.run(candidate).final_loss for candidate in settings]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(model: Path) -> None:
+    huge = workload(model, side_px=4096)
+    with ProcessTrialRunner(str(model), huge, "cpu", memory_cap_bytes=2 * GIB) as runner:
+        result = runner.run(FIRST.model_copy(update={"checkpointed_blocks": 0}))
+        assert result.outcome == "oom", result
+        assert "allocate" in result.message
+        again = runner.run(FIRST)
+        assert again.outcome == "oom"
+
+
+def test_a_hanging_trial_times_out_and_its_child_is_gone(model: Path) -> None:
+    with ProcessTrialRunner(str(model), workload(model), "cpu", 8 * GIB, timeout_seconds=600) as runner:
+        assert runner.run(FIRST).outcome == "ok"
+        stopped = child(runner)
+        stopped.send_signal(signal.SIGSTOP)
+        runner.timeout_seconds = 0.5
+        result = runner.run(FIRST)
+        assert result.outcome == "timeout"
+        assert not stopped.is_running()
+        runner.timeout_seconds = 600
+        assert runner.run(FIRST).outcome == "ok"
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(signal.SIGSEGV, "crash"), (signal.SIGKILL, "oom")])
+def test_a_child_that_dies_is_an_outcome(runner: ProcessTrialRunner, fault: signal.Signals, outcome: str) -> None:
+    assert runner.run(FIRST).outcome == "ok"
+    victim = child(runner).pid
+    runner.num_steps = 10_000
+
+    def kill() -> None:
+        time.sleep(0.5)
+        os.kill(victim, fault)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    result = runner.run(FIRST)
+    killer.join()
+    assert result.outcome == outcome, result
+    runner.num_steps = 3
+    assert runner.run(FIRST).outcome == "ok"
+
+
+def test_a_backend_that_refuses_masks_is_named_not_hidden(runner: ProcessTrialRunner) -> None:
+    result = runner.run(FIRST.model_copy(update={"micro_batch_size": 2, "attention": "_native_flash"}))
+    assert result.outcome in ("crash", "unsupported")
+    assert "mask" in result.message
+
+
+def test_leaving_the_runner_leaves_no_child_and_no_log(model: Path) -> None:
+    with ProcessTrialRunner(str(model), workload(model), "cpu", 8 * GIB) as runner:
+        assert runner.run(FIRST).outcome == "ok"
+        running = child(runner)
+        log = runner._log
+    assert not running.is_running()
+    assert not log.exists()
