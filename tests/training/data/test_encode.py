@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,15 @@ class EditFamily(CountingFamily):
         self.controls += [len(images) for images in controls]
         assert all(image.shape == (3, 1, 64, 64) for images in controls for image in images)
         return self.encode_captions(pipeline, captions)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small only lose time to threads that wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
