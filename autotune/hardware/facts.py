@@ -40,15 +40,13 @@ def read_host(reader: Reader) -> Host:
     if memory is None or available is None:
         reason = reader.provenance[-1 if available is None else -2].absent_because
         raise AutotuneError(f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil")
-    limit = reader.quiet("os:container_free_bytes")
-    if isinstance(limit, int) and 0 <= limit < available:
-        available = limit
+    limit = reader.integer("host.container_free_bytes", "os:container_free_bytes", least=0)
     return Host(
         cpu=reader.text("host.cpu", "os:cpu") or "unknown processor",
         physical_cores=reader.integer("host.physical_cores", "os:physical_cores", most=4096),
         logical_cores=reader.integer("host.logical_cores", "os:logical_cores", most=8192) or 1,
         memory_bytes=memory,
-        available_memory_bytes=min(available, memory),
+        available_memory_bytes=min(size for size in (available, memory, limit) if size is not None),
         swap_bytes=reader.integer("host.swap_bytes", "os:swap_bytes", least=0),
         system=reader.text("host.system", "os:system") or "unknown",
         memory_model=_memory_model(reader),
@@ -60,7 +58,7 @@ def read_host(reader: Reader) -> Host:
 
 def _memory_model(reader: Reader) -> Literal["linux", "wsl", "windows", "macos"]:
     system = str(reader.quiet("os:system")).lower()
-    if reader.quiet("os:wsl"):
+    if reader.flag("host.wsl", "os:wsl"):
         return "wsl"
     return "windows" if system.startswith("windows") else "macos" if system.startswith("darwin") else "linux"
 
@@ -70,7 +68,7 @@ def read_versions(reader: Reader) -> Versions:
     packages = {field: reader.text(f"versions.{field}", f"packages:{package}") for field, package in PACKAGES.items()}
     return Versions(
         python=reader.text("versions.python", "os:python") or platform.python_version(),
-        cuda_runtime=reader.text("versions.cuda_runtime", "torch:cuda", "packages:torch_cuda"),
+        cuda_runtime=reader.text("versions.cuda_runtime", "packages:torch_cuda", "torch:cuda"),
         cuda_driver=reader.text("versions.cuda_driver", "nvml:cuda_driver", "driver:cuda_driver"),
         driver=reader.text("versions.driver", "nvml:driver"),
         cudnn=reader.text("versions.cudnn", "torch:cudnn"),

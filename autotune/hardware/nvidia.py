@@ -52,7 +52,6 @@ class NvmlSource:
             "clock_mhz": lambda index: self._nvml().nvmlDeviceGetClockInfo(self._handle(index), 1),
             "temperature_celsius": lambda index: self._nvml().nvmlDeviceGetTemperature(self._handle(index), 0),
             "power_watts": self._get("nvmlDeviceGetPowerUsage", _watts),
-            "utilisation_percent": self._get("nvmlDeviceGetUtilizationRates", lambda rates: rates.gpu),
         }
 
     def _nvml(self) -> Any:

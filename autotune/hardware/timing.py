@@ -49,13 +49,14 @@ def timed(
         finish()
         return (clock() - begin) / repeats
 
-    begin = clock()
     first = sample(1)
     if first >= 4 * limit_seconds:
         return Timings((first,))
-    repeats = max(1, min(1000, round(1e-3 / max(sample(1), 1e-9))))
-    seconds: list[float] = []
-    while not seconds or (len(seconds) < MOST_SAMPLES and clock() - begin < limit_seconds):
+    begin = clock()
+    second = sample(1)
+    repeats = max(1, min(1000, round(1e-3 / max(second, 1e-9))))
+    seconds = [second] if repeats == 1 else [sample(repeats)]
+    while len(seconds) < MOST_SAMPLES and clock() - begin < limit_seconds:
         seconds.append(sample(repeats))
     return Timings(tuple(seconds))
 

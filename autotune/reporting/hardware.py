@@ -106,10 +106,16 @@ def _where(profile: HardwareProfile) -> str:
 
 
 def _gates(gates: Sequence[Gate]) -> Table:
-    table = _grid()
+    """One row per group of what is available, and one per reason of what is not."""
+    rows: dict[tuple[str, bool, str], list[str]] = {}
     for gate in gates:
-        sign = Text("yes", style="green") if gate.available else Text("no", style="dim")
-        table.add_row(sign, gate.name, Text(gate.reason, style="" if gate.available else "dim"))
+        group, _, choice = gate.name.rpartition(".")
+        rows.setdefault((group, gate.available, "" if gate.available else gate.reason), []).append(choice)
+    table = _grid()
+    for (group, available, reason), choices in sorted(rows.items(), key=lambda row: (row[0][0], not row[0][1])):
+        sign = Text("yes", style="green") if available else Text("no", style="dim")
+        text = Text(", ".join(choices), style="" if available else "dim")
+        table.add_row(group or "other", sign, text + Text(f": {reason}", style="dim") if reason else text)
     return table
 
 

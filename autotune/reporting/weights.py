@@ -15,7 +15,7 @@ def render_file(summary: FileSummary, *, width: int = 80) -> str:
         f"values that are not finite: {_nonfinite(summary)}",
     ]
     lines += [f"metadata {key}: {' '.join(value.split())}" for key, value in sorted(summary.metadata.items())]
-    lines += ["", *(_row(tensor, width) for tensor in summary.tensors)]
+    lines += ["", *_table(summary.tensors, width)]
     return "\n".join(_cut(line, width) for line in lines).rstrip() + "\n"
 
 
@@ -23,12 +23,17 @@ def _nonfinite(summary: FileSummary) -> str:
     return "not counted" if summary.num_nonfinite is None else str(summary.num_nonfinite)
 
 
-def _row(tensor: TensorSummary, width: int) -> str:
+def _table(tensors: tuple[TensorSummary, ...], width: int) -> list[str]:
+    """One line per tensor, sorted by name; the name takes what its facts leave."""
+    rows = [(tensor.name, _facts(tensor)) for tensor in sorted(tensors, key=lambda tensor: tensor.name)]
+    room = max(width - max((len(facts) for _, facts in rows), default=0) - 1, 12)
+    return [f"{_cut_left(name, room):<{room}} {facts}" for name, facts in rows]
+
+
+def _facts(tensor: TensorSummary) -> str:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
     bad = "".join(f" {count} {word}" for count, word in ((tensor.num_nan, "NaN"), (tensor.num_inf, "Inf")) if count)
-    facts = f"{tensor.dtype:>7} {shape:>16} {_size(tensor.size_bytes):>9}{bad}"
-    room = max(width - len(facts) - 1, 12)
-    return f"{_cut_left(tensor.name, room):<{room}} {facts}"
+    return f"{tensor.dtype:>7} {shape:>16} {_size(tensor.size_bytes):>9}{bad}"
 
 
 def _cut(line: str, width: int) -> str:

@@ -4,6 +4,7 @@
 what to do.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -45,7 +46,7 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str]) -> Fe
     try:
         with _explained(repo, revision):
             info = HfApi().model_info(repo, revision=revision)
-    except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
+    except (OfflineModeIsEnabled, *HfHubHTTPError.__bases__) as error:  # its HTTP client's errors: the client varies
         if isinstance(error, HfHubHTTPError):
             raise HubError(f"the hub did not answer for {repo}: {error}", hint="try again later") from error
         return _from_cache(repo, revision, wanted)
@@ -90,12 +91,12 @@ def _weights_of(own: list[str], component: str) -> list[str]:
     if _has_no_weights(component):
         return []
     found = ", ".join(PurePosixPath(name).name for name in variants) or "none"
-    raise MissingWeights(f"{component}/ has no weights under a known name (safetensors there: {found})", hint="")
+    message = f"{component}/ has no weights under a known name (safetensors there: {found})"
+    raise MissingWeights(message, hint="use another revision, or download by hand and name the folder")
 
 
 def _is_shard(short: str, stem: str) -> bool:
-    parts = short.removesuffix(".safetensors").removeprefix(stem).split("-")
-    return short.startswith(stem) and short.endswith(".safetensors") and len(parts) == 4 and parts[2] == "of"
+    return re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors", short) is not None
 
 
 def _has_no_weights(component: str) -> bool:
@@ -124,10 +125,11 @@ def missing_files(folder: Path, components: Iterable[str]) -> tuple[str, ...]:
     missing = [] if (folder / "model_index.json").is_file() else ["model_index.json"]
     for component in components:
         place = folder / component
-        if not any(place.glob("*.json")):
-            missing.append(f"{component}/config.json")
-        elif not _has_no_weights(component):
-            missing += [f"{component}/{name}" for name in _missing_weights(place)]
+        if _has_no_weights(component):
+            missing += [] if any(place.glob("*.json")) else [f"{component}/*.json"]
+            continue
+        missing += [] if (place / "config.json").is_file() else [f"{component}/config.json"]
+        missing += [f"{component}/{name}" for name in _missing_weights(place)]
     return tuple(missing)
 
 
@@ -135,7 +137,7 @@ def _missing_weights(place: Path) -> list[str]:
     try:
         weights = weights_in(place)
     except MissingWeights:
-        return [f"{STEMS[0]}.safetensors"]
+        return ["*.safetensors"]
     shards = set(read_index(weights).values()) if weights.suffix == ".json" else ()
     return [shard for shard in sorted(shards) if not (place / shard).is_file()]
 
