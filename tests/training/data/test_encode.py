@@ -35,7 +35,9 @@ class CountingFamily(QwenImage):
         self.fail_at_image: int | None = None
         self.controls: list[int] = []
 
-    def encode_captions(self, pipeline: Any, captions: Sequence[str]) -> list[Sample]:
+    def encode_captions(
+        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
+    ) -> list[Sample]:
         self.captions += captions
         return super().encode_captions(pipeline, captions)
 
@@ -49,12 +51,14 @@ class CountingFamily(QwenImage):
 class EditFamily(CountingFamily):
     """One whose prompts see their control images."""
 
-    def encode_edits(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]]
+    max_controls = 2
+
+    def encode_captions(
+        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
     ) -> list[Sample]:
         self.controls += [len(images) for images in controls]
         assert all(image.shape == (3, 1, 64, 64) for images in controls for image in images)
-        return self.encode_captions(pipeline, captions)
+        return super().encode_captions(pipeline, captions)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -271,8 +275,10 @@ def test_control_images_become_latents_and_part_of_the_prompt(tmp_path: Path, pi
     control.mkdir()
     for seed, name in enumerate(("000.png", "001_1.png", "001_2.png"), start=40):
         picture(seed, 90, 80).save(control / name)
-    with pytest.raises(InvalidInput, match="takes no control images"):
-        encode(data, pipeline, control=control)
+    with pytest.raises(InvalidInput, match="takes none"):
+        encode(data, pipeline, load=refuse, control=control)
+    with pytest.raises(InvalidInput, match="takes 1 to 2"):
+        encode(data, pipeline, EditFamily(), load=refuse)
     family = EditFamily()
     encoded = encode(data, pipeline, family, control=control, caption_dropout=0.1)
     assert sorted(family.controls) == [1, 1, 2, 2]
