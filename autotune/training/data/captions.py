@@ -56,7 +56,7 @@ def read_caption(found: Found, metadata: Mapping[str, str]) -> str:
         UnreadableCaption: its text file is not UTF-8 or cannot be read.
     """
     text = metadata.get(found.name)
-    file = found.path.with_suffix(".txt") if found.path.is_file() else found.path.parent / f"{found.path.name}.txt"
+    file = found.path.parent / f"{Path(found.stem).name}.txt"
     if text is None and file.is_file():
         try:
             text = file.read_text(encoding="utf-8-sig")

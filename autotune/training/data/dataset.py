@@ -227,8 +227,7 @@ class _Reader:
             return Problem(found.name, skip.kind, skip.message)
 
     def _item(self, found: Found) -> Item:
-        is_clip = found.frame_paths != (found.path,)
-        if is_clip and len(found.frame_paths) < self.num_frames:
+        if found.is_clip and len(found.frame_paths) < self.num_frames:
             raise _Skip("short", f"has {len(found.frame_paths)} frames, {self.num_frames} are needed")
         frames = found.frame_paths[: self.num_frames]
         controls = self.controls.of(found) if self.controls else ()
@@ -236,7 +235,7 @@ class _Reader:
             raise _Skip("control", f"has no control image in {self.controls.folder}")
         decode = time.monotonic() < self.deadline
         self.num_unverified += not decode
-        sizes = [self._size(path, decode) for path in (*frames, *controls)]
+        sizes = [_size(found, path, decode) for path in (*frames, *controls)]
         return Item(
             path=found.path,
             caption=self._caption(found),
@@ -244,17 +243,8 @@ class _Reader:
             height_px=sizes[0][1],
             control_paths=controls,
             repeats=self.repeats,
-            frame_paths=frames if is_clip else (),
+            frame_paths=frames if found.is_clip else (),
         )
-
-    def _size(self, path: Path, decode: bool) -> tuple[int, int]:
-        try:
-            width, height = read_size(path, decode=decode)
-        except Exception as error:  # decoders raise anything for damaged files
-            raise _Skip("broken", f"{path.name} cannot be decoded: {error}".replace(f" '{path}'", "")) from error
-        if min(width, height) < MIN_SIDE_PX:
-            raise _Skip("tiny", f"{path.name} is {width} x {height} px, under {MIN_SIDE_PX} px")
-        return width, height
 
     def _caption(self, found: Found) -> str:
         try:
@@ -265,6 +255,18 @@ class _Reader:
         if not text:
             raise _Skip("captionless", "has no caption")
         return text
+
+
+def _size(found: Found, path: Path, decode: bool) -> tuple[int, int]:
+    where = "" if path == found.path else f"{path.name} "
+    try:
+        width, height = read_size(path, decode=decode)
+    except Exception as error:  # decoders raise anything for damaged files
+        reason = getattr(error, "strerror", None) or str(error).replace(f" '{path}'", "")
+        raise _Skip("broken", f"{where}cannot be decoded: {reason}") from error
+    if min(width, height) < MIN_SIDE_PX:
+        raise _Skip("tiny", f"{where}is {width} x {height} px, under {MIN_SIDE_PX} px")
+    return width, height
 
 
 def _drop_duplicates(items: list[tuple[str, Item]]) -> tuple[tuple[Item, ...], tuple[Problem, ...]]:

@@ -65,9 +65,9 @@ def encode_dataset(
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, or the family takes no control images and the data has some.
+        InvalidInput: no image could be read, or an item has more or fewer control images than the family takes.
     """
-    _require_controls_fit(family, dataset)
+    _check_controls(family, dataset)
     assigned = assign_buckets(dataset, buckets)
     recipes: dict[int, Recipe] = {}
     problems: dict[int, Problem] = {}
@@ -106,14 +106,18 @@ def encode_dataset(
     )
 
 
-def _require_controls_fit(family: Family, dataset: Dataset) -> None:
-    most = max(len(item.control_paths) for item in dataset.items)
-    if most > family.max_controls:
-        takes = f"at most {family.max_controls}" if family.max_controls else "no"
-        raise InvalidInput(
-            f"{family.name} takes {takes} control images, an item has {most}",
-            hint="leave --control out, or use an edit model",
-        )
+def _check_controls(family: Family, dataset: Dataset) -> None:
+    """Before any long work: families for editing need control images, others take none."""
+    fewest, most = min(1, family.max_controls), family.max_controls
+    for item in dataset.items:
+        number = len(item.control_paths)
+        if not fewest <= number <= most:
+            takes, hint = "none", "leave --control out, or use a model for editing"
+            if most:
+                takes, hint = f"{fewest} to {most}", "give --control FOLDER with the images that belong to each"
+            raise InvalidInput(
+                f"{item.path.name} has {number} control image(s); {family.name} takes {takes}", hint=hint
+            )
 
 
 def _broken(item: Item, message: str) -> Problem:
@@ -166,7 +170,9 @@ def _encode_each(wanted: Sequence[T], encode: Callable[[T], Sample], store: "_St
 
 
 def _encode_prompt(family: Family, pipeline: Any, prompt: Prompt) -> Sample:
-    controls = [_open((path,), prompt.bucket) for path in prompt.control_paths] if prompt.bucket else []
+    if prompt.bucket is None:
+        return family.encode_captions(pipeline, [prompt.caption])[0]
+    controls = [_open((path,), prompt.bucket) for path in prompt.control_paths]
     return family.encode_captions(pipeline, [prompt.caption], [controls])[0]
 
 

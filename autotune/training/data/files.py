@@ -20,6 +20,16 @@ class Found:
     path: Path
     frame_paths: tuple[Path, ...]
 
+    @property
+    def is_clip(self) -> bool:
+        """Whether `path` is a folder of frames."""
+        return self.frame_paths != (self.path,)
+
+    @property
+    def stem(self) -> str:
+        """What its caption and its controls are called after, below their folders."""
+        return self.name if self.is_clip else Path(self.name).with_suffix("").as_posix()
+
 
 def find_items(folder: Path, *, clips: bool, without: Path | None = None) -> tuple[Found, ...]:
     """Images below `folder` in the order of their names; with `clips`, each folder of images below it is one item.
@@ -46,7 +56,7 @@ def _files(folder: Path, without: Path | None) -> list[Path]:
     found = []
     for path in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and path.is_file() and (without is None or without not in path.parents):
+        if not hidden and (path.is_file() or path.is_symlink()) and (without is None or without not in path.parents):
             found.append(path)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
@@ -62,16 +72,13 @@ class Controls:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._by_stem = {
-            Path(found.name).with_suffix("").as_posix(): found.path for found in find_items(folder, clips=False)
-        }
+        self._by_stem = {found.stem: found.path for found in find_items(folder, clips=False)}
 
     def of(self, found: Found) -> tuple[Path, ...]:
         """`NAME.*`, or else `NAME_1.*`, `NAME_2.*` and on without a gap; empty where a control is missing."""
-        stem = Path(found.name).with_suffix("").as_posix() if found.path.is_file() else found.name
-        if stem in self._by_stem:
-            return (self._by_stem[stem],)
-        pattern = re.compile(re.escape(stem) + r"_(\d+)")
+        if found.stem in self._by_stem:
+            return (self._by_stem[found.stem],)
+        pattern = re.compile(re.escape(found.stem) + r"_(\d+)")
         numbered = {int(match[1]): name for name in self._by_stem if (match := pattern.fullmatch(name))}
         if sorted(numbered) != list(range(1, len(numbered) + 1)):
             return ()

@@ -1,6 +1,7 @@
 """A folder is read completely, and every file that is no good is named."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,16 @@ def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
     }
     assert dataset.summary().count("1 ") == 4
     assert "2 broken" in dataset.summary()
+
+
+def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 64))
+    (tmp_path / "lost.png").symlink_to(tmp_path / "elsewhere.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    dataset = scan_dataset(tmp_path, caption="x")
+    assert len(dataset.items) == 1
+    assert kinds(dataset) == {"lost.png": "broken"}
+    assert "elsewhere" not in dataset.problems[0].message
 
 
 def test_what_time_was_too_short_to_decode_is_counted(tmp_path: Path) -> None:

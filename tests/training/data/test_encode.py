@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,18 @@ class EditFamily(CountingFamily):
     def encode_captions(
         self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
     ) -> list[Sample]:
-        self.controls += [len(images) for images in controls if images]
+        self.controls += [len(images) for images in controls]
         assert all(image.shape == (3, 1, 64, 64) for images in controls for image in images)
-        return super().encode_captions(pipeline, captions, controls)
+        return super().encode_captions(pipeline, captions)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small only lose time to threads that wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +275,10 @@ def test_control_images_become_latents_and_part_of_the_prompt(tmp_path: Path, pi
     control.mkdir()
     for seed, name in enumerate(("000.png", "001_1.png", "001_2.png"), start=40):
         picture(seed, 90, 80).save(control / name)
-    with pytest.raises(InvalidInput, match="takes no control images"):
-        encode(data, pipeline, control=control)
+    with pytest.raises(InvalidInput, match="takes none"):
+        encode(data, pipeline, load=refuse, control=control)
+    with pytest.raises(InvalidInput, match="takes 1 to 2"):
+        encode(data, pipeline, EditFamily(), load=refuse)
     family = EditFamily()
     encoded = encode(data, pipeline, family, control=control, caption_dropout=0.1)
     assert sorted(family.controls) == [1, 1, 2, 2]
