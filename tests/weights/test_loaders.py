@@ -28,7 +28,7 @@ def sharded(tmp_path_factory, every_dtype):
 
 
 def open_files() -> set[str]:
-    return {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    return {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
 
 
 def mapped_files() -> str:
