@@ -116,7 +116,8 @@ def touch(model):
             tensor.data.reshape(-1).view(torch.uint8)[::4096].sum()
 
 
-def run_load(queue, method, storage, cache, folder, num_layers):
+def run_load(queue, case, folder, num_layers):
+    method, storage, cache = case
     from autotune.quiet import silence_libraries, silence_progress_bars
 
     silence_libraries()
@@ -175,7 +176,7 @@ def measure(context, folder, gigabytes, repetitions, modes):
         cases += [("save", method, "bf16", "-") for method in rotated(SAVERS, repetition)]
         for action, method, storage, cache in cases:
             if action == "load":
-                result = in_fresh_process(context, run_load, method, storage, cache, folder, num_layers)
+                result = in_fresh_process(context, run_load, (method, storage, cache), folder, num_layers)
             else:
                 result = in_fresh_process(context, run_save, method, folder, num_layers)
             yield {
