@@ -222,6 +222,8 @@ class FrozenPart(Frozen):
     reasons: tuple[Reason, ...]
     fallbacks: tuple[Candidate, ...] = ()
     """The next safer settings, in order: where to turn when memory is shorter than planned."""
+    search_seconds: float = Field(ge=0)
+    """What the search cost."""
     trials: tuple[TrialResult, ...]
 
 
@@ -243,7 +245,8 @@ class RunReport(Frozen):
     expected_step_seconds: float
     measured_step_seconds: float
     expected_peak_memory_bytes: int
-    measured_peak_memory_bytes: int
+    measured_peak_memory_bytes: int | None
+    """None for a run too short to measure it."""
     images_per_second: float
     first_loss: float
     final_loss: float

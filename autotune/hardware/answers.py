@@ -10,9 +10,9 @@ import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,15 +26,14 @@ class RealSystem:
     """Asks this machine."""
 
     def __init__(self, *, torch: bool = True) -> None:
-        torch_source = TorchSource() if torch else None
-        nvml = NvmlSource(torch_source.uuid if torch_source else None)
-        sources: dict[str, Mapping[str, Answer]] = {
+        driver = DriverSource()
+        self._sources: dict[str, Mapping[str, Answer]] = {
             "os": OS_QUESTIONS,
-            "nvml": nvml.questions,
-            "driver": DriverSource().questions,
-            "torch": torch_source.questions if torch_source else {},
+            # The doctor looks at every GPU in NVML's order, also at those hidden from CUDA.
+            "nvml": NvmlSource(driver.uuid if torch else None).questions,
+            "driver": driver.questions,
+            "torch": TorchSource().questions if torch else {},
         }
-        self._sources = sources
 
     def ask(self, source: str, question: str, index: int = 0) -> object:
         """The raw answer.
@@ -50,6 +49,8 @@ class RealSystem:
             return self._sources[source][question](index)
         except Unanswered:
             raise
+        except importlib.metadata.PackageNotFoundError:
+            raise Unanswered("not installed") from None
         except KeyError:
             raise Unanswered("not reported") from None
         except Exception as error:  # whatever a driver or a library throws means the same here
@@ -75,10 +76,6 @@ class TorchSource:
             "free_bytes": lambda index: self._cuda().mem_get_info(index)[0],
         }
 
-    def uuid(self, index: int) -> str:
-        """UUID of a CUDA device: NVML counts devices in another order, and past CUDA_VISIBLE_DEVICES."""
-        return str(self._properties(index).uuid)
-
     def _kind(self) -> str:
         torch = _torch()
         if torch.version.hip is not None:
@@ -87,16 +84,16 @@ class TorchSource:
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
 
-    def _cuda(self):  # type: ignore[no-untyped-def]
+    def _cuda(self) -> Any:
         if self._kind() != "cuda":
             raise Unanswered("torch sees no CUDA device")
         return _torch().cuda
 
-    def _properties(self, index: int):  # type: ignore[no-untyped-def]
+    def _properties(self, index: int) -> Any:
         return self._cuda().get_device_properties(index)
 
 
-def _torch():  # type: ignore[no-untyped-def]
+def _torch() -> Any:
     import torch
 
     return torch
@@ -116,7 +113,11 @@ def _cudnn_text(version: object) -> str:
 
 
 def _package(name: str) -> str:
-    """Version of a distribution; `torch_cuda` and `torch_hip` read how torch was built, without importing it."""
+    """Version of a distribution. `torch_cuda` and `torch_hip` say how torch was built without importing it,
+    `torchvision_needs` which torch an installed torchvision was built for."""
+    if name == "torchvision_needs":
+        needs = importlib.metadata.requires("torchvision") or []
+        return str(_known(next((need for need in needs if need.startswith("torch==")), None), "any torch"))
     if name in ("torch_cuda", "torch_hip"):
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
@@ -124,10 +125,7 @@ def _package(name: str) -> str:
         text = (Path(spec.origin).parent / "version.py").read_text()
         found = re.search(rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'", text, re.MULTILINE)
         return str(_known(found and found.group(1), "this torch is built without it"))
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        raise Unanswered("not installed") from None
+    return importlib.metadata.version(name)
 
 
 # --- operating system --------------------------------------------------------------------------------------------
@@ -182,17 +180,21 @@ def _compiler(_: int) -> str:
     return str(_known(next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"))
 
 
-def _cpu_bf16(_: int) -> bool:
-    flags = Path("/proc/cpuinfo").read_text()
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
 def _disk_free_bytes(_: int) -> int:
     """Free where models are kept: Hugging Face's cache, or the nearest folder above it that exists."""
     folder = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def _nvidia_cards(_: int) -> int:
+    """NVIDIA display controllers (PCI vendor 0x10de, class 0x03....) on the bus, with or without a driver."""
+    cards = 0
+    for device in Path("/sys/bus/pci/devices").iterdir():
+        vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        cards += vendor == "0x10de" and kind.startswith("0x03")
+    return cards
 
 
 OS_QUESTIONS: Mapping[str, Answer] = {
@@ -207,10 +209,8 @@ OS_QUESTIONS: Mapping[str, Answer] = {
     "wsl": _wsl,
     "container": _container,
     "compiler": _compiler,
-    "cpu_bf16": _cpu_bf16,
     "gpu_direct_storage": lambda _: Path("/dev/nvidia-fs0").exists(),
     "disk_free_bytes": _disk_free_bytes,
-    "load": lambda _: os.getloadavg()[0],
+    "nvidia_cards": _nvidia_cards,
     "python": lambda _: platform.python_version(),
-    "platform": lambda _: sys.platform,
 }

@@ -2,12 +2,11 @@
 
 import platform
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Literal
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.hardware.memory import host_budget, memory_kind, own_memory_budget, shared_memory_budget
+from autotune.hardware.memory import budget, memory_kind
 from autotune.hardware.reader import Nonsense, Reader
-from autotune.machine import DeviceKind
 from autotune.schema import Device, Host, Link, Versions
 
 PACKAGES: Mapping[str, str] = {
@@ -41,15 +40,13 @@ def read_host(reader: Reader) -> Host:
     if memory is None or available is None:
         reason = reader.provenance[-1 if available is None else -2].absent_because
         raise AutotuneError(f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil")
-    limit = reader.quiet("os:container_free_bytes")
-    if isinstance(limit, int) and 0 <= limit < available:
-        available = limit
+    limit = reader.integer("host.container_free_bytes", "os:container_free_bytes", least=0)
     return Host(
         cpu=reader.text("host.cpu", "os:cpu") or "unknown processor",
         physical_cores=reader.integer("host.physical_cores", "os:physical_cores", most=4096),
         logical_cores=reader.integer("host.logical_cores", "os:logical_cores", most=8192) or 1,
         memory_bytes=memory,
-        available_memory_bytes=min(available, memory),
+        available_memory_bytes=min(size for size in (available, memory, limit) if size is not None),
         swap_bytes=reader.integer("host.swap_bytes", "os:swap_bytes", least=0),
         system=reader.text("host.system", "os:system") or "unknown",
         memory_model=_memory_model(reader),
@@ -61,7 +58,7 @@ def read_host(reader: Reader) -> Host:
 
 def _memory_model(reader: Reader) -> Literal["linux", "wsl", "windows", "macos"]:
     system = str(reader.quiet("os:system")).lower()
-    if reader.quiet("os:wsl"):
+    if reader.flag("host.wsl", "os:wsl"):
         return "wsl"
     return "windows" if system.startswith("windows") else "macos" if system.startswith("darwin") else "linux"
 
@@ -71,7 +68,7 @@ def read_versions(reader: Reader) -> Versions:
     packages = {field: reader.text(f"versions.{field}", f"packages:{package}") for field, package in PACKAGES.items()}
     return Versions(
         python=reader.text("versions.python", "os:python") or platform.python_version(),
-        cuda_runtime=reader.text("versions.cuda_runtime", "torch:cuda", "packages:torch_cuda"),
+        cuda_runtime=reader.text("versions.cuda_runtime", "packages:torch_cuda", "torch:cuda"),
         cuda_driver=reader.text("versions.cuda_driver", "nvml:cuda_driver", "driver:cuda_driver"),
         driver=reader.text("versions.driver", "nvml:driver"),
         cudnn=reader.text("versions.cudnn", "torch:cudnn"),
@@ -79,7 +76,7 @@ def read_versions(reader: Reader) -> Versions:
     )
 
 
-def read_device(reader: Reader, host: Host, *, reserve_bytes: int | None = None) -> Device:
+def read_device(reader: Reader, host: Host) -> Device:
     """The device that torch would train on: CUDA before MPS before the processor.
 
     Raises:
@@ -94,28 +91,25 @@ def read_device(reader: Reader, host: Host, *, reserve_bytes: int | None = None)
             f"there is no {kind} device {reader.index}: {count} visible",
             hint="indices start at 0; see `autotune probe`",
         )
-    build = {"cuda": _cuda_device, "mps": _mps_device, "cpu": _cpu_device}[cast(DeviceKind, kind)]
-    return build(reader, host, count, reserve_bytes)
+    if kind == "cuda":
+        return _cuda_device(reader, count)
+    return _mps_device(reader, host) if kind == "mps" else _cpu_device(host)
 
 
-def _cuda_device(reader: Reader, host: Host, count: int, reserve: int | None) -> Device:
-    # NVML first where it answers: it looks without opening a context, so free memory is what it was before us.
-    free = reader.integer("device.free_memory_bytes", "nvml:free_bytes", "torch:free_bytes", least=0)
-    total = reader.integer("device.total_memory_bytes", "torch:total_bytes", "nvml:total_bytes")
-    shares = reader.flag("device.integrated", "torch:integrated", "driver:integrated")
+def _cuda_device(reader: Reader, count: int) -> Device:
+    shares = reader.flag("device.integrated", "driver:integrated", "torch:integrated")
     pages = reader.flag("device.host_page_tables", "driver:host_page_tables")
     override = reader.quiet("environment:AUTOTUNE_MEMORY_KIND")
     kind, why = memory_kind(shares, pages, override if isinstance(override, str) else None)
+    # NVML before torch: it opens no context, so free memory is what it was before us. Where memory is shared, the
+    # host's counts, and not a container's part of it: a limit there does not contain CUDA's allocations.
+    questions = ("os:available_bytes",) if kind in ("integrated", "host") else ("nvml:free_bytes", "torch:free_bytes")
+    free = reader.integer("device.free_memory_bytes", *questions, least=0)
+    total = reader.integer("device.total_memory_bytes", "torch:total_bytes", "nvml:total_bytes")
     display = reader.flag("device.drives_display", "nvml:display_active")
     if total is not None and free is not None:
         free = min(free, total)
-    if kind in ("integrated", "host"):
-        available = reader.quiet("os:available_bytes")  # a container's limit does not contain CUDA's allocations
-        budget, budget_why = shared_memory_budget(
-            total, available if isinstance(available, int) and available > 0 else host.available_memory_bytes, reserve
-        )
-    else:
-        budget, budget_why = own_memory_budget(total, free, display, reserve)
+    budget_bytes, budget_reason = budget(kind, total, free, display)
     return Device(
         kind="cuda",
         index=reader.index,
@@ -130,8 +124,8 @@ def _cuda_device(reader: Reader, host: Host, count: int, reserve: int | None) ->
         memory_kind_reason=why,
         total_memory_bytes=total,
         free_memory_bytes=free,
-        budget_bytes=budget,
-        budget_reason=budget_why,
+        budget_bytes=budget_bytes,
+        budget_reason=budget_reason,
         pcie_generation=reader.integer("device.pcie_generation", "nvml:pcie_generation", most=16),
         pcie_width=reader.integer("device.pcie_width", "nvml:pcie_width", most=64),
         pcie_max_width=reader.integer("device.pcie_max_width", "nvml:pcie_max_width", most=64),
@@ -146,9 +140,9 @@ def _cuda_device(reader: Reader, host: Host, count: int, reserve: int | None) ->
     )
 
 
-def _mps_device(reader: Reader, host: Host, count: int, reserve: int | None) -> Device:
+def _mps_device(reader: Reader, host: Host) -> Device:
     total = reader.integer("device.total_memory_bytes", "torch:recommended_bytes")
-    budget, why = shared_memory_budget(total, host.available_memory_bytes, reserve)
+    budget_bytes, why = budget("integrated", total, host.available_memory_bytes, None)
     return Device(
         kind="mps",
         index=0,
@@ -156,13 +150,14 @@ def _mps_device(reader: Reader, host: Host, count: int, reserve: int | None) -> 
         memory_kind="integrated",
         memory_kind_reason="Apple GPUs share the host's memory",
         total_memory_bytes=total,
-        budget_bytes=budget,
+        free_memory_bytes=host.available_memory_bytes,
+        budget_bytes=budget_bytes,
         budget_reason=why,
     )
 
 
-def _cpu_device(reader: Reader, host: Host, count: int, reserve: int | None) -> Device:
-    budget, why = host_budget(host.memory_bytes, host.available_memory_bytes, reserve)
+def _cpu_device(host: Host) -> Device:
+    budget_bytes, why = budget("host", host.memory_bytes, host.available_memory_bytes, None)
     return Device(
         kind="cpu",
         index=0,
@@ -171,7 +166,7 @@ def _cpu_device(reader: Reader, host: Host, count: int, reserve: int | None) -> 
         memory_kind_reason="the processor trains in the host's memory",
         total_memory_bytes=host.memory_bytes,
         free_memory_bytes=host.available_memory_bytes,
-        budget_bytes=budget,
+        budget_bytes=budget_bytes,
         budget_reason=why,
     )
 

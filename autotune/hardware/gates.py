@@ -120,6 +120,11 @@ def triton(m: Machine) -> str | None:
     return package("triton")(m) if m.device.kind == "cuda" else None
 
 
+def fast_fp16(m: Machine) -> str | None:
+    """Processors compute fp16 in emulation."""
+    return "hardware: fp16 products crawl on a processor" if m.device.kind == "cpu" else None
+
+
 def storage_device(m: Machine) -> str | None:
     """The kernel module of GPU direct storage."""
     return None if m.host.gpu_direct_storage else "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
@@ -132,7 +137,7 @@ NO_BACKWARD = never("no backward: gradients vanish without an error")
 RULES: tuple[Rule, ...] = (
     Rule("precision.fp32", "everywhere"),
     Rule("precision.bf16", "bf16 arithmetic", (on("cuda", "cpu", "mps"), capability((8, 0)))),
-    Rule("precision.fp16", "fp16 arithmetic", (on("cuda", "mps"), capability((7, 0)))),
+    Rule("precision.fp16", "fp16 arithmetic", (fast_fp16, capability((7, 0)))),
     Rule("precision.tf32", "tensor cores round fp32 inputs", (CUDA, capability((8, 0)))),
     Rule("precision.fp8", "fp8 matrix units", (CUDA, capability((8, 9)))),
     Rule("attention.native", "PyTorch chooses the kernel"),

@@ -12,6 +12,7 @@ GIB = 2**30
 MEMORY_KINDS: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent", "host")
 DISPLAY_RESERVE_BYTES = GIB
 """A desktop takes this much more as windows open."""
+LEAST_MARGIN_BYTES = 256 * 2**20
 MOST_SHARED_RESERVE_BYTES = 16 * GIB
 MOST_HOST_RESERVE_BYTES = 4 * GIB
 
@@ -44,47 +45,40 @@ def _said(signal: bool | None) -> str:
     return "unknown" if signal is None else str(int(signal))
 
 
-def own_memory_budget(
-    total: int | None, free: int | None, drives_display: bool | None, reserve: int | None
+def budget(
+    kind: MemoryKind, total: int | None, free: int | None, drives_display: bool | None, reserve: int | None = None
 ) -> tuple[int, str]:
-    """Budget in bytes and why, on a device with memory of its own.
+    """What a run may take of a device, in bytes, and why. `reserve` (bytes) replaces the usual one.
 
-    The margin (2%, at least 256 MiB) is for what fragmentation and the driver take; `reserve` (bytes) replaces the
-    one for a display.
+    `free` is what the device has free or, where it shares the host's memory, MemAvailable: what CUDA calls free there
+    ignores page cache that the kernel would give back. The reserve is an eighth of shared memory (16 GiB at most,
+    because an over-allocation hangs the machine), an eighth of the host's (4 GiB at most) when the processor trains,
+    and 1 GiB on a card that drives a display. Cards also keep a margin of 2%, at least 256 MiB, for fragmentation.
 
     Raises:
         AutotuneError: neither free nor total memory is known.
     """
-    known = free if free is not None else total
-    if known is None:
+    if free is None and total is None:
         raise AutotuneError(
             "neither the CUDA runtime nor NVML says how much memory the device has",
-            hint="see `autotune doctor`; a machine without a working GPU can be planned for with --hardware",
+            hint="see `autotune doctor`; a GPU of the catalogue can be planned for with --hardware",
         )
-    basis = "free" if free is not None else "in total (what is free is unknown)"
-    margin = max(256 * 2**20, (total or known) // 50)
-    kept = reserve if reserve is not None else (DISPLAY_RESERVE_BYTES if drives_display else 0)
-    why = f"{_gib(known)} {basis}, less a margin of {_gib(margin)}"
+    most = min(size for size in (free, total) if size is not None)
+    whole = total if total is not None else most
+    why = f"{_gib(most)} " + ("free" if free is not None else "in total (what is free is unknown)")
+    margin = 0
+    if kind == "integrated":
+        usual = min(MOST_SHARED_RESERVE_BYTES, whole // 8)
+    elif kind == "host":
+        usual = min(MOST_HOST_RESERVE_BYTES, whole // 8)
+    else:
+        margin = max(LEAST_MARGIN_BYTES, whole // 50)
+        usual = DISPLAY_RESERVE_BYTES if drives_display else 0
+        why += f", less a margin of {_gib(margin)}"
+    kept = usual if reserve is None else reserve
     if kept:
-        why += f" and a reserve of {_gib(kept)}" + (" for the display" if reserve is None else "")
-    return max(0, known - margin - kept), why
-
-
-def shared_memory_budget(total: int | None, available: int, reserve: int | None) -> tuple[int, str]:
-    """Budget in bytes and why, on a device that shares the host's memory: an over-allocation hangs the machine.
-
-    What CUDA calls free ignores page cache that the kernel would give back, so MemAvailable counts instead. The
-    reserve is an eighth of all memory, at most 16 GiB.
-    """
-    kept = reserve if reserve is not None else min(MOST_SHARED_RESERVE_BYTES, (total or available) // 8)
-    most = available if total is None else min(total, available)
-    return max(0, most - kept), f"{_gib(most)} available on the host, less a reserve of {_gib(kept)}"
-
-
-def host_budget(total: int, available: int, reserve: int | None) -> tuple[int, str]:
-    """Budget in bytes and why, when the processor trains. The reserve is an eighth of all memory, at most 4 GiB."""
-    kept = reserve if reserve is not None else min(MOST_HOST_RESERVE_BYTES, total // 8)
-    return max(0, available - kept), f"{_gib(available)} available, less a reserve of {_gib(kept)}"
+        why += f", less a reserve of {_gib(kept)}" + (" for the display" if drives_display and reserve is None else "")
+    return max(0, most - margin - kept), why
 
 
 def _gib(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,8 @@ TOPOLOGY_PATHS = {
 
 
 class NvmlSource:
-    """NVML. `uuid_of` maps torch's device index to a UUID; None takes NVML's own order."""
+    """NVML. `uuid_of` maps CUDA's device index to a UUID (NVML counts in another order, and past
+    CUDA_VISIBLE_DEVICES); None takes NVML's own order."""
 
     def __init__(self, uuid_of: Callable[[int], str] | None) -> None:
         self._uuid_of = uuid_of
@@ -50,7 +52,6 @@ class NvmlSource:
             "clock_mhz": lambda index: self._nvml().nvmlDeviceGetClockInfo(self._handle(index), 1),
             "temperature_celsius": lambda index: self._nvml().nvmlDeviceGetTemperature(self._handle(index), 0),
             "power_watts": self._get("nvmlDeviceGetPowerUsage", _watts),
-            "utilisation_percent": self._get("nvmlDeviceGetUtilizationRates", lambda rates: rates.gpu),
         }
 
     def _nvml(self) -> Any:
@@ -68,13 +69,13 @@ class NvmlSource:
         nvml = self._nvml()
         if self._uuid_of is None:
             return nvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = self._uuid_of(index)
+        name = self._uuid_of(index)
         for prefix in ("GPU-", "MIG-"):
             try:
-                return nvml.nvmlDeviceGetHandleByUUID(prefix + uuid.removeprefix(prefix))
+                return nvml.nvmlDeviceGetHandleByUUID(prefix + name)
             except nvml.NVMLError:
                 continue
-        raise Unanswered(f"no device with UUID {uuid}")
+        raise Unanswered(f"no device with UUID {name}")
 
     def _get(self, function: str, convert: Callable[[Any], object] = lambda value: value) -> Answer:
         return lambda index: convert(getattr(self._nvml(), function)(self._handle(index)))
@@ -138,6 +139,14 @@ class DriverSource:
         if status != 0:
             raise Unanswered(f"{function} failed with error {status}")
         return value.value
+
+    def uuid(self, index: int) -> str:
+        """UUID of CUDA device `index`; of the slice, under MIG."""
+        buffer = (ctypes.c_ubyte * 16)()
+        status = self._cuda().cuDeviceGetUuid_v2(buffer, self._integer("cuDeviceGet", index))
+        if status != 0:
+            raise Unanswered(f"cuDeviceGetUuid failed with error {status}")
+        return str(uuid.UUID(bytes=bytes(buffer)))
 
     def _count(self) -> int:
         return self._integer("cuDeviceGetCount")

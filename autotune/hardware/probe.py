@@ -1,19 +1,26 @@
 """The probe: everything autotune knows about a machine, read and measured in under half a minute."""
 
-import time
-from collections.abc import Callable
-
-import psutil
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from autotune.hardware.answers import RealSystem
+from autotune.hardware.catalogue import matching
 from autotune.hardware.facts import read_device, read_host, read_versions
 from autotune.hardware.gates import gates_of
+from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
-from autotune.schema import Conditions, HardwareProfile, Rate, Versions
+from autotune.schema import Frozen, HardwareProfile, Rate, Versions
 
+T = TypeVar("T", bound=Frozen)
 Progress = Callable[[str], None]
+MEASURE = (sys.executable, "-m", "autotune.hardware.measure")
 
 
 def probe(*, quick: bool = False, index: int = 0, on_progress: Progress | None = None) -> HardwareProfile:
@@ -28,10 +35,10 @@ def probe(*, quick: bool = False, index: int = 0, on_progress: Progress | None =
     tell("reading facts")
     system = RealSystem()
     profile = profile_of(system, index)
-    return profile if quick else measured(profile, system, tell)
+    return profile if quick else measured(profile, tell)
 
 
-def profile_of(system: System, index: int = 0, *, reserve_bytes: int | None = None) -> HardwareProfile:
+def profile_of(system: System, index: int = 0) -> HardwareProfile:
     """Facts, budget and gates from what `system` answers; no rates.
 
     Raises:
@@ -41,12 +48,14 @@ def profile_of(system: System, index: int = 0, *, reserve_bytes: int | None = No
     reader = Reader(system, index)
     host = read_host(reader)
     versions = read_versions(reader)
-    device = read_device(reader, host, reserve_bytes=reserve_bytes)
+    device = read_device(reader, host)
+    known = matching(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
     return HardwareProfile(
         device=device,
         host=host,
         versions=versions,
         gates=gates_of(device, host, versions),
+        datasheet=known.datasheet if known else None,
         notes=notes_of(reader, versions),
         provenance=tuple(reader.provenance),
     )
@@ -57,6 +66,8 @@ def notes_of(reader: Reader, versions: Versions) -> tuple[str, ...]:
     notes = []
     if reader.quiet("torch:kind") == "rocm":
         notes.append("this torch is a ROCm build: AMD GPUs are not supported, the processor is profiled instead")
+    elif reader.quiet("torch:kind") == "cpu" and reader.quiet("nvml:count"):
+        notes.append("there is an NVIDIA GPU, but torch does not use it: `autotune doctor` says why")
     override = reader.quiet("environment:AUTOTUNE_MEMORY_KIND")
     if override:
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
@@ -65,61 +76,68 @@ def notes_of(reader: Reader, versions: Versions) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def measured(profile: HardwareProfile, system: System, tell: Progress) -> HardwareProfile:
-    """The profile with rates measured now. What cannot be measured is left out, with a note."""
-    from autotune.hardware.rates import Meter, is_noisy
+def measured(
+    profile: HardwareProfile, tell: Progress, command: tuple[str, ...] = MEASURE, limit_seconds: float = 60.0
+) -> HardwareProfile:
+    """The profile with rates measured now. What cannot be measured is left out, with a note.
 
-    overhead = process_overhead(profile, system)
-    meter = Meter(profile, lambda: conditions_of(profile, system))
-    begin = time.perf_counter()
-    rates, notes = [overhead] if overhead else [], list(profile.notes)
-    for name, measure in meter.measurements():
-        if time.perf_counter() - begin > meter.effort.total_seconds:
-            notes.append(f"not measured for lack of time: {name}")
-            continue
-        tell(f"measuring {name}")
+    A child measures: a kernel that crashes or hangs costs its own rate only, and this process never holds a context
+    on a device whose memory is about to be planned.
+    """
+    rates, notes, noisy, last = [], list(profile.notes), False, "the start"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        timer = threading.Timer(limit_seconds, child.kill)
+        timer.start()
         try:
-            rates.append(measure())
-        except Exception as error:  # a kernel that fails here says so, and the rest is still worth having
-            notes.append(f"not measured: {name}: {type(error).__name__}: {error}".split("\n")[0][:200])
-    matmul = next((rate for rate in rates if rate.name.startswith("matmul.")), None)
-    again = next(meter.measurements())[1]() if matmul else None
-    noisy = is_noisy(tuple(rates), again)
+            for kind, value in _reports(child, profile):
+                if kind == "rate":
+                    rates.append(Rate.model_validate_json(value))
+                elif kind == "note":
+                    notes.append(value)
+                elif kind == "noisy":
+                    noisy = True
+                else:
+                    last = value
+                    tell(f"measuring {value}")
+        finally:
+            timer.cancel()
+            child.kill()
+    if last != "done":
+        notes.append(f"measuring ended early, in {last}: the process died or took over {limit_seconds:g} s")
     return with_rates(profile, tuple(rates), tuple(notes), noisy)
+
+
+def _reports(child: "subprocess.Popen[str]", profile: HardwareProfile) -> Iterator[tuple[str, str]]:
+    """(kind, value) of every report; lines that are none come from libraries and are skipped."""
+    if child.stdin is None or child.stdout is None:
+        return
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(profile.model_dump_json())
+        child.stdin.close()
+    for line in child.stdout:
+        with contextlib.suppress(ValueError):
+            report = json.loads(line)
+            if isinstance(report, dict) and len(report) == 1:
+                yield next(iter(report.items()))
 
 
 def with_rates(
     profile: HardwareProfile, rates: tuple[Rate, ...], notes: tuple[str, ...], noisy: bool
 ) -> HardwareProfile:
-    """The profile with these rates, validated anew (`model_copy` would not)."""
-    fields = {name: getattr(profile, name) for name in HardwareProfile.model_fields}
-    return HardwareProfile(**(fields | {"rates": rates, "notes": notes, "noisy": noisy}))
+    """The profile with these rates."""
+    return _changed(profile, {"rates": rates, "notes": notes, "noisy": noisy})
 
 
-def process_overhead(profile: HardwareProfile, system: System) -> Rate | None:
-    """Bytes that a process costs before its first tensor: a CUDA context, or the libraries in the host's memory."""
-    if profile.device.kind == "cuda":
-        import torch
-
-        before = profile.device.free_memory_bytes
-        torch.ones(8, 8, device=f"cuda:{profile.device.index}").matmul(torch.ones(8, 8, device="cuda"))
-        torch.cuda.synchronize()
-        after = torch.cuda.mem_get_info(profile.device.index)[0]
-        num_bytes = 0 if before is None else before - after - torch.cuda.memory_reserved(profile.device.index)
-    else:
-        num_bytes = psutil.Process().memory_info().rss
-    return (
-        Rate(name="process.overhead", value=num_bytes, unit="B", spread=0.0, num_samples=1) if num_bytes > 0 else None
+def with_reserve(profile: HardwareProfile, reserve_bytes: int) -> HardwareProfile:
+    """The profile with a budget that leaves `reserve_bytes` untouched, in place of the usual reserve."""
+    device = profile.device
+    num_bytes, why = budget(
+        device.memory_kind, device.total_memory_bytes, device.free_memory_bytes, device.drives_display, reserve_bytes
     )
+    return _changed(profile, {"device": _changed(device, {"budget_bytes": num_bytes, "budget_reason": why})})
 
 
-def conditions_of(profile: HardwareProfile, system: System) -> Conditions | None:
-    """Clock, temperature and power of a GPU now; None on other devices."""
-    if profile.device.kind != "cuda":
-        return None
-    reader = Reader(system, profile.device.index)
-    return Conditions(
-        clock_mhz=reader.integer("clock", "nvml:clock_mhz", most=10_000),
-        temperature_celsius=reader.integer("temperature", "nvml:temperature_celsius", most=150),
-        power_watts=reader.number("power", "nvml:power_watts", most=1e5),
-    )
+def _changed(whole: T, changes: dict[str, object]) -> T:
+    """A copy with some fields changed, validated anew (`model_copy` would not)."""
+    fields: dict[str, Any] = {name: getattr(whole, name) for name in type(whole).model_fields}
+    return type(whole)(**(fields | changes))

@@ -6,9 +6,11 @@ Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<toke
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.hardware.disk import LOADERS, disk_timings
+from autotune.hardware.system import Unanswered
 from autotune.hardware.timing import Timings, disagreement, timed
 from autotune.schema import Conditions, DeviceKind, HardwareProfile, Rate
 
@@ -23,6 +25,10 @@ HEADS, HEAD_SIZE = 24, 128
 
 ATTENTION_FLOPS = 14
 """Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's convention)."""
+
+
+BACKENDS = ("native", "_native_flash", "_native_cudnn", "_native_efficient", "flash", "xformers", "_native_math")
+"""Those that are measured. Hub kernels would be downloaded first, and flex compiled."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,8 @@ EFFORTS: dict[DeviceKind, Effort] = {
         (4096, 16384), HEADS, 2**30, 2**28, 0.5, 22.0,
     ),
     "mps": Effort(((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**28, 2**28, 0.5, 15.0),
-    "cpu": Effort(((256, 3072, 3072), (256, 3072, 12288)), (256, 1024), 8, 2**27, 2**26, 0.5, 11.0),
+    "cpu": Effort(((128, 3072, 3072), (128, 3072, 12288)), (256, 1024), 4, 2**27, 2**26, 0.3, 9.0),
 }  # fmt: skip
-
-Measurement = tuple[str, Callable[[], tuple[float, Timings, str] | None]]
-"""A name, and a call that gives (work, timings, unit), or None when the device cannot."""
 
 
 class Meter:
@@ -91,13 +94,16 @@ class Meter:
     def matmul(self, dtype: str, m: int, k: int, n: int) -> Rate:
         """One product (m, k) x (k, n); where even a thin slice of it is slow, the slice is what is measured."""
         thin = 8
-        if self.kind == "cpu" and m > thin:
-            pilot = self._product(dtype, thin, k, n)
-            if self.time_once(pilot) * (m / thin) > 4 * self.effort.limit_seconds:
+        before = self.torch.get_float32_matmul_precision()
+        self.torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        try:
+            pilot = self._product(dtype, thin, k, n) if self.kind == "cpu" else None
+            if pilot is not None and self.time_once(pilot) * (m / thin) > 4 * self.effort.limit_seconds:
                 return self.rate(f"matmul.{dtype}.{thin}x{k}x{n}", 2 * thin * k * n, self.time(pilot), "FLOP/s")
-        return self.rate(
-            f"matmul.{dtype}.{m}x{k}x{n}", 2 * m * k * n, self.time(self._product(dtype, m, k, n)), "FLOP/s"
-        )
+            timings = self.time(self._product(dtype, m, k, n))
+        finally:
+            self.torch.set_float32_matmul_precision(before)
+        return self.rate(f"matmul.{dtype}.{m}x{k}x{n}", 2 * m * k * n, timings, "FLOP/s")
 
     def time_once(self, call: Callable[[], object]) -> float:
         return timed(call, limit_seconds=0.0, finish=self.finish).median
@@ -116,21 +122,15 @@ class Meter:
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
         left = torch.randn(m, k, device=self.device).to(kind)
         right = torch.randn(n, k, device=self.device).to(kind).t()
-        if dtype != "tf32":
-            return lambda: left @ right
-
-        def rounded() -> None:
-            before = torch.backends.cuda.matmul.allow_tf32
-            torch.backends.cuda.matmul.allow_tf32 = True
-            left @ right
-            torch.backends.cuda.matmul.allow_tf32 = before
-
-        return rounded
+        return lambda: left @ right
 
     def attention(self, backend: str, dtype: str, tokens: int) -> Rate:
         """Forward and backward of self-attention without a mask, through the kernel that training would call."""
         torch = self.torch
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        scores_bytes = 24 * self.effort.heads * tokens**2
+        if backend == "_native_math" and scores_bytes > self.profile.device.budget_bytes // 4:
+            raise Unanswered(f"keeps every score, {scores_bytes / 2**30:.0f} GiB of them")
         shape = (1, tokens, self.effort.heads, HEAD_SIZE)
         query, key, value = (torch.randn(shape, device=self.device).to(kind).requires_grad_() for _ in range(3))
         gradient = torch.ones(shape, device=self.device, dtype=kind)
@@ -164,30 +164,27 @@ class Meter:
     def measurements(self) -> Iterator[tuple[str, Callable[[], Rate]]]:
         """(what, call) in the order of their worth: what the time does not reach is the least missed."""
         available = [gate.name for gate in self.profile.gates if gate.available]
-        backends = [name.removeprefix("attention.") for name in available if name.startswith("attention.")]
+        backends = [name for name in BACKENDS if f"attention.{name}" in available]
         dtype = "bf16" if "precision.bf16" in available else "fp32"
         dtypes = ["bf16", "fp32"] if self.kind != "cuda" else [
             name for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if f"precision.{name}" in available
         ]  # fmt: skip
         first, *more = self.effort.matmul_shapes
         for name in dtypes:
-            yield f"matmul {name}", lambda name=name: self.matmul(name, *first)  # type: ignore[misc]
+            yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         for shape in more:
-            yield f"matmul {dtype} {shape}", lambda shape=shape: self.matmul(dtype, *shape)  # type: ignore[misc]
+            yield f"matmul {dtype} {shape}", partial(self.matmul, dtype, *shape)
         for tokens in self.effort.tokens:
             for name in backends:
-                yield (
-                    f"attention {name} {tokens}",
-                    lambda name=name, tokens=tokens: self.attention(name, dtype, tokens),  # type: ignore[misc]
-                )
+                yield f"attention {name} {tokens}", partial(self.attention, name, dtype, tokens)
         if self.kind == "cuda":
-            yield "pinned copies", lambda: self.host_to_device(True)
-            yield "pageable copies", lambda: self.host_to_device(False)
+            yield "pinned copies", partial(self.host_to_device, True)
+            yield "pageable copies", partial(self.host_to_device, False)
         for loader in LOADERS:
-            yield f"disk {loader}", lambda loader=loader: self.disk(loader)  # type: ignore[misc]
-        for name in ("fp16",) if self.kind == "cpu" else ("int8",):
-            yield f"matmul {name}", lambda name=name: self.matmul(name, *first)  # type: ignore[misc]
+            yield f"disk {loader}", partial(self.disk, loader)
+        last = "fp16" if self.kind == "cpu" else "int8"
+        yield f"matmul {last}", partial(self.matmul, last, *first)
 
 
 def attention_call(backend: str) -> Callable[..., "torch.Tensor"]:
@@ -203,8 +200,8 @@ def attention_call(backend: str) -> Callable[..., "torch.Tensor"]:
     }
 
     def plain(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
-        heads_first = (x.transpose(1, 2) for x in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
     def chosen(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
         with sdpa_kernel([kernels[backend]]):

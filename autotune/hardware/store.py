@@ -14,6 +14,7 @@ import platformdirs
 from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
+from autotune.hardware.catalogue import catalogue, profile_of_gpu
 from autotune.hardware.probe import probe, with_rates
 from autotune.schema import HardwareProfile, digest_of
 
@@ -86,6 +87,23 @@ def load_profile(path: Path | str) -> HardwareProfile:
     if digest != digest_of(profile):
         raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
     return profile
+
+
+def hardware_named(name_or_path: str) -> HardwareProfile:
+    """The profile of a catalogue GPU (`nvidia-rtx-4090`), or of a saved probe's file.
+
+    Raises:
+        InvalidInput: the catalogue has no such GPU and there is no such file, or the file is damaged.
+    """
+    gpu = next((gpu for gpu in catalogue() if gpu.id == name_or_path.lower()), None)
+    if gpu is not None:
+        return profile_of_gpu(gpu)
+    if Path(name_or_path).is_file():
+        return load_profile(name_or_path)
+    raise InvalidInput(
+        f"no hardware called {name_or_path!r}: neither a catalogue name nor a saved profile",
+        hint="`autotune probe --list` shows the catalogue",
+    )
 
 
 def _readable(path: Path) -> HardwareProfile | None:

@@ -37,8 +37,8 @@ def timed(
 ) -> Timings:
     """Time `call` until the limit or 25 samples, at least once.
 
-    The first call warms up and is dropped, unless it alone took four times the limit. `finish` waits for the device. Quick calls
-    are grouped so that a sample takes at least a millisecond: clocks and launches have their own noise.
+    The first call warms up and is dropped, unless it alone took four times the limit. `finish` waits for the device.
+    Quick calls are grouped so that a sample takes at least a millisecond: clocks and launches have their own noise.
     """
 
     def sample(repeats: int) -> float:
@@ -49,13 +49,14 @@ def timed(
         finish()
         return (clock() - begin) / repeats
 
-    begin = clock()
     first = sample(1)
     if first >= 4 * limit_seconds:
         return Timings((first,))
-    repeats = max(1, min(1000, round(1e-3 / max(sample(1), 1e-9))))
-    seconds: list[float] = []
-    while not seconds or (len(seconds) < MOST_SAMPLES and clock() - begin < limit_seconds):
+    begin = clock()
+    second = sample(1)
+    repeats = max(1, min(1000, round(1e-3 / max(second, 1e-9))))
+    seconds = [second] if repeats == 1 else [sample(repeats)]
+    while len(seconds) < MOST_SAMPLES and clock() - begin < limit_seconds:
         seconds.append(sample(repeats))
     return Timings(tuple(seconds))
 

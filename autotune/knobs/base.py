@@ -48,5 +48,5 @@ class Knob(ABC):
         return None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        """Make `transformer` use `choice`; may be called again with another. Knobs that shape the batch do nothing."""
+        """Make `transformer` use `choice`; may be called again with another. Nothing for the rest."""
         return

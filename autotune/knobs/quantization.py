@@ -1,5 +1,6 @@
 """How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never quantised."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autotune.families.base import Family
@@ -36,24 +37,26 @@ class Quantization(Knob):
         admitted.sort(key=lambda name: name == "none")  # the one that needs least memory first
         return Choices(admitted=tuple(admitted), rejected=tuple(rejected))
 
-    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        if choice == "none":
-            return
-        for block in family.blocks(transformer):
-            quantize_linears(block, str(choice))
 
+def quantize_on_arrival(
+    family: Family, transformer: "nn.Module", choice: str
+) -> "Callable[[str, nn.Module], None] | None":
+    """What to do with each module as its weights arrive: quantise the Linears of the repeated blocks, in place.
 
-def quantize_linears(module: "nn.Module", choice: str) -> None:
-    """Store the weights of every Linear in `module` as `choice` says, in place.
-
-    One Linear at a time: torchao needs several times one layer's size for a moment.
+    One Linear at a time, because quantising needs several times one layer's size for a moment. None for `none`.
     """
     from torch import nn
     from torchao.quantization import quantize_
 
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            quantize_(layer, _torchao_config(choice))
+    if choice == "none":
+        return None
+    inside = {id(layer) for block in family.blocks(transformer) for layer in block.modules()}
+
+    def quantize(name: str, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and id(module) in inside:
+            quantize_(module, _torchao_config(choice))
+
+    return quantize
 
 
 def _torchao_config(choice: str) -> Any:

@@ -7,6 +7,9 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
+
+from autotune.training.step import AdapterOptimizer
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -62,6 +65,12 @@ def _stderr_to_null() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(null)
+
+
+def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[torch.Tensor]:
+    """What stays on the device between steps: weights, master weights and the optimizer's moments."""
+    states = [value for state in optimizer.adamw.state.values() for value in state.values()]
+    return [*transformer.parameters(), *transformer.buffers(), *optimizer.masters, *states]
 
 
 def host_memory_bytes() -> int:

@@ -6,13 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.errors import InvalidInput
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.precision import torch_dtype
+from autotune.knobs.quantization import quantize_on_arrival
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Workload
+from autotune.weights.building import build_empty, dtype_of_from_pretrained
+from autotune.weights.sources import open_source, weights_in
+from autotune.weights.streaming import fill_random, load_into
 
 
 @dataclass
@@ -32,12 +35,10 @@ def load_model(
     """Load the transformer, quantise it, add the adapter, and apply all other settings.
 
     Raises:
-        InvalidInput: the model has no files here, or they are damaged.
+        BadWeights: files are missing, damaged or of another model.
     """
     dtype = torch_dtype(settings.precision)
-    transformer = _load_transformer(model, dtype).to(device)
-    knobs = {knob.name: knob for knob in KNOBS}
-    knobs["quantization"].apply(transformer, model.family, settings.quantization)
+    transformer = _load_transformer(model, settings, dtype, device)
     adapter = add_adapter(
         model.family,
         transformer,
@@ -47,7 +48,7 @@ def load_model(
         dtype=dtype,
         seed=seed,
     )
-    loaded = TrainingModel(model.family, transformer.to(device), adapter, device, dtype)
+    loaded = TrainingModel(model.family, transformer, adapter, device, dtype)
     apply_settings(loaded, settings)
     return loaded
 
@@ -59,23 +60,21 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
             knob.apply(model.transformer, model.family, getattr(settings, knob.name))
 
 
-def _load_transformer(model: ResolvedModel, dtype: torch.dtype) -> Any:
-    import diffusers
+def _load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Stream the weights in and quantise each layer as it arrives, so that loading never needs much more than the end.
 
+    Without files the architecture gets random weights: enough for a trial, which measures memory and time.
+    """
+    family = model.family
+    transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
+    policy = dtype_of_from_pretrained(transformer, dtype)
+    transform = quantize_on_arrival(family, transformer, settings.quantization)
     if model.folder is None:
-        raise InvalidInput(
-            f"the weights of {model.spec.name} are not on this machine",
-            hint=f"download {model.family.hub_id} and pass its folder: --model FOLDER",
-        )
-    cls = getattr(diffusers, model.family.transformer_class)
-    try:
-        transformer = cls.from_pretrained(model.folder / "transformer", torch_dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidInput(
-            f"cannot load the transformer in {model.folder}: {str(error).splitlines()[0]}",
-            hint="download the model again; a file is missing or damaged",
-        ) from error
-    return transformer
+        fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
+    else:
+        source = open_source(weights_in(model.folder / "transformer"))
+        load_into(transformer, source, device=str(device), dtype_policy=policy, transform=transform)
+    return transformer.eval()
 
 
 def synthetic_samples(model: ResolvedModel, workload: Workload, count: int, dtype: torch.dtype) -> list[dict[str, Any]]:

@@ -200,10 +200,10 @@ class _Trial:
 
     def live_tensors(self) -> "list[torch.Tensor]":
         """Everything that stays on the device between steps."""
-        transformer = self.model.transformer
-        states = [value for state in self.optimizer.adamw.state.values() for value in state.values()]
+        from autotune.training.memory import live_tensors
+
         batches = [tensor for batch in self.batches for tensor in batch.values()]
-        return [*transformer.parameters(), *transformer.buffers(), *self.optimizer.masters, *states, *batches]
+        return [*live_tensors(self.model.transformer, self.optimizer), *batches]
 
     def broken(self, outcome: "StepOutcome") -> str | None:
         """Why what was computed cannot be training: a non-finite loss, or layers that never moved."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from autotune.schema import Frozen
+from autotune.frozen import Frozen
 from autotune.weights.errors import HubError, MissingWeights, PickledWeights
 from autotune.weights.sources import PICKLES, STEMS, read_index, weights_in
 

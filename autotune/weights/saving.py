@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.atomic import whole_file, write_whole
+from autotune.atomic import replacing, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ def save_file(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str
     """Save tensors of any layout and device into one file, atomically. Tied tensors are stored under each name."""
     from safetensors.torch import save_file as write
 
-    with whole_file(path) as part:
+    with replacing(path) as part:
         write(_storable(tensors), part, metadata={**METADATA, **(metadata or {})})
 
 

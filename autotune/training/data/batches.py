@@ -12,11 +12,15 @@ two epochs; its images of one bucket then form micro-batches of as even a size a
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 
 from autotune.errors import InvalidInput
+
+Chunk = Sequence[tuple[int, bool]]
+"""Images as (index, caption dropped)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Order:
-    """The endless order of a dataset. Hashable, so that an epoch is laid out once.
+    """The endless order of a dataset.
 
     Args:
         groups: for each item the group (bucket) it may share a batch with.
@@ -49,7 +53,7 @@ class Order:
     seed: int
     caption_dropout: float = 0.0
 
-    @property
+    @cached_property
     def epoch_size(self) -> int:
         """Images per epoch, repeats included."""
         return sum(self.repeats)
@@ -60,11 +64,18 @@ class Order:
 
     def images(self, step: int) -> tuple[tuple[int, bool], ...]:
         """(index, caption dropped) of every image of one step, in the order seen."""
-        start = step * self.effective_batch_size
-        return tuple(
-            _epoch(self, position // self.epoch_size)[position % self.epoch_size]
-            for position in range(start, start + self.effective_batch_size)
-        )
+        position, end = step * self.effective_batch_size, (step + 1) * self.effective_batch_size
+        images: list[tuple[int, bool]] = []
+        while position < end:
+            epoch, offset = divmod(position, self.epoch_size)
+            images += self._layout(epoch)[offset : offset + end - position]
+            position = step * self.effective_batch_size + len(images)
+        return tuple(images)
+
+    @cached_property
+    def _layout(self) -> Callable[[int], Chunk]:
+        """Epochs by number; the last few are kept, as a step may span several."""
+        return lru_cache(maxsize=4)(partial(_epoch, self))
 
     def micro_batches(
         self, step: int, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
@@ -92,11 +103,7 @@ class Order:
         )
 
 
-Chunk = Sequence[tuple[int, bool]]
-
-
-@lru_cache(maxsize=4)
-def _epoch(order: Order, epoch: int) -> tuple[tuple[int, bool], ...]:
+def _epoch(order: Order, epoch: int) -> Chunk:
     """All images of one epoch in order."""
     rng = random.Random(f"{order.seed} order {epoch}")
     dropout = random.Random(f"{order.seed} dropout {epoch}")
@@ -128,7 +135,7 @@ def _chunks(groups: Sequence[int], images: Chunk, micro_batch_size: int) -> list
 
 def _even_parts(images: Chunk, number: int) -> list[Chunk]:
     bounds = [len(images) * part // number for part in range(number + 1)]
-    return [images[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [images[start:end] for start, end in pairwise(bounds)]
 
 
 def _split_to(chunks: list[Chunk], number: int) -> list[Chunk]:

@@ -21,7 +21,7 @@ less, but scatter a small set over many shapes, each with a remainder and a reco
 def bucket_sizes(resolution_px: int, multiple_px: int) -> tuple[tuple[int, int], ...]:
     """All (width, height) on offer: multiples of `multiple_px`, never more pixels than `resolution_px` squared.
 
-    For each width the greatest height that fits, and the greatest square.
+    For each width the greatest height that fits, all of these upright as well, and the greatest square.
 
     Raises:
         InvalidInput: the resolution is smaller than one multiple.
@@ -36,18 +36,19 @@ def bucket_sizes(resolution_px: int, multiple_px: int) -> tuple[tuple[int, int],
     for width in range(step, int(resolution_px * math.sqrt(MAX_ASPECT_RATIO)) + 1, step):
         height = resolution_px**2 // width // step * step
         if height and max(width / height, height / width) <= MAX_ASPECT_RATIO:
-            sizes.add((width, height))
+            sizes |= {(width, height), (height, width)}
     return tuple(sorted(sizes))
 
 
 def bucket_size(width: int, height: int, resolution_px: int, multiple_px: int) -> tuple[int, int]:
-    """The size on offer whose aspect ratio is closest to `width:height`; of equals the one with more pixels."""
+    """The size on offer whose aspect ratio is closest to `width:height`; of equals the one with more pixels, then the
+    squarer one."""
     return min(bucket_sizes(resolution_px, multiple_px), key=lambda size: _distance(width, height, *size))
 
 
-def _distance(width: int, height: int, to_width: int, to_height: int) -> tuple[float, int, int]:
+def _distance(width: int, height: int, to_width: int, to_height: int) -> tuple[float, int, int, int]:
     ratio = abs(math.log(width * to_height / (height * to_width)))
-    return round(ratio, 9), -to_width * to_height, to_width
+    return round(ratio, 9), -to_width * to_height, max(to_width, to_height), to_width
 
 
 def make_buckets(dataset: Dataset, resolution_px: int, multiple_px: int) -> tuple[Bucket, ...]:

@@ -8,11 +8,13 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.atomic import replacing
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ FORMAT = "1"
 
 STALE_SECONDS = 3600.0
 """Temporary files older than this belong to a writer that died."""
+
+TOUCH_SECONDS = 60.0
+"""How exactly the last use is known: touching a file at every read costs more than reading it."""
 
 Tensors = dict[str, "Tensor"]
 
@@ -43,18 +48,18 @@ class Cache:
 
     def read(self, key: str) -> Tensors | None:
         """The tensors of an entry, or None where it is missing; a damaged one is removed and counts as missing."""
-        import torch
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
+        from safetensors.torch import load
 
         path = self._path(key)
         try:
-            with safe_open(path, framework="pt") as file:
-                digest = (file.metadata() or {}).get("digest")
-                tensors = {name: torch.clone(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError:
+            data = path.read_bytes()
+        except OSError:
             return None
-        except (SafetensorError, OSError, ValueError):
-            tensors, digest = {}, None
+        try:
+            tensors, digest = load(data), _stored_digest(data)
+        except (SafetensorError, ValueError, KeyError, TypeError):
+            tensors, digest = {}, ""
         if not tensors or digest != tensors_digest(tensors):
             path.unlink(missing_ok=True)
             return None
@@ -72,14 +77,9 @@ class Cache:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         data = save(plain, metadata={"digest": tensors_digest(plain)})
         path = self._path(key)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                _write_synced(temporary, data)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replacing(path) as temporary:
+                temporary.write_bytes(data)
         except OSError as error:
             raise self._write_error(error) from error
         return len(data)
@@ -104,7 +104,7 @@ class Cache:
 
     def remove_stale(self) -> None:
         """Remove temporary files of writers that died."""
-        for path in self.folder.glob(".*.tmp"):
+        for path in self.folder.glob(".*.part"):
             try:
                 if time.time() - path.stat().st_mtime > STALE_SECONDS:
                     path.unlink(missing_ok=True)
@@ -117,12 +117,11 @@ class Cache:
         Raises:
             AutotuneError: less than `needed_bytes` is free.
         """
-        import shutil
-
         free = shutil.disk_usage(self.folder).free
         if needed_bytes > free:
             raise AutotuneError(
-                f"caching needs about {needed_bytes / 1e9:.1f} GB more in {self.folder}, and {free / 1e9:.1f} GB is free",
+                f"caching needs about {needed_bytes / 1e9:.1f} GB more in {self.folder}, where "
+                f"{free / 1e9:.1f} GB is free",
                 hint="free some space or choose another cache folder",
             )
 
@@ -141,7 +140,8 @@ class Cache:
 
     def _touch(self, path: Path) -> None:
         try:
-            os.utime(path)
+            if time.time() - path.stat().st_mtime > TOUCH_SECONDS:
+                os.utime(path)
         except OSError:
             return  # a read-only cache still serves; it only forgets what was used
 
@@ -156,11 +156,10 @@ class Cache:
         )
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _stored_digest(data: bytes) -> str:
+    """The digest in a safetensors header: 8 bytes of its length, then JSON."""
+    length = int.from_bytes(data[:8], "little")
+    return str(json.loads(data[8 : 8 + length])["__metadata__"]["digest"])
 
 
 def tensors_digest(tensors: Mapping[str, "Tensor"]) -> str:
@@ -170,5 +169,5 @@ def tensors_digest(tensors: Mapping[str, "Tensor"]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

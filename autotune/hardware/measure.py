@@ -1,0 +1,87 @@
+"""The probe's child: reads a profile, measures its device, and reports each result as soon as it has it.
+
+Reports are JSON objects of one entry, a line each: `measuring`, `rate`, `note`, `noisy`; `measuring: done` is the last.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+
+from autotune.hardware.answers import RealSystem
+from autotune.hardware.rates import Meter, is_noisy
+from autotune.hardware.reader import Reader
+from autotune.hardware.system import System
+from autotune.quiet import silence_libraries
+from autotune.schema import Conditions, HardwareProfile, Rate
+
+Report = Callable[[str, str], None]
+
+
+def main() -> None:
+    """Measure the device of the profile on stdin."""
+    silence_libraries()
+    profile = HardwareProfile.model_validate_json(sys.stdin.read())
+    measure(profile, RealSystem(), lambda kind, value: print(json.dumps({kind: value}), flush=True))  # noqa: T201
+
+
+def measure(profile: HardwareProfile, system: System, report: Report) -> None:
+    """Report every rate of the profile's device; what fails, or finds no time, is a note."""
+    report("measuring", "the start of a process")
+    meter = Meter(profile, lambda: conditions_of(profile, system))
+    begin = time.perf_counter()
+    rates: list[Rate] = []
+    overhead = process_overhead(profile)
+    if overhead is not None:
+        report("rate", overhead.model_dump_json())
+    for name, call in meter.measurements():
+        if time.perf_counter() - begin > meter.effort.total_seconds:
+            report("note", f"not measured for lack of time: {name}")
+            continue
+        report("measuring", name)
+        try:
+            rates.append(call())
+        except Exception as error:  # a kernel that fails here says so, and the rest is still worth having
+            report("note", f"not measured: {name}: {error or type(error).__name__}".split("\n")[0][:200])
+        else:
+            report("rate", rates[-1].model_dump_json())
+    if rates and is_noisy(tuple(rates), next(meter.measurements())[1]()):
+        report("noisy", "timings disagreed")
+    report("measuring", "done")
+
+
+def process_overhead(profile: HardwareProfile) -> Rate | None:
+    """Bytes that a process costs before its first tensor: a CUDA context, or the libraries in the host's memory."""
+    if profile.device.kind == "cuda":
+        import torch
+
+        index, before = profile.device.index, profile.device.free_memory_bytes
+        if before is None or profile.device.memory_kind == "integrated":
+            return None
+        some = torch.ones(8, 8, device=f"cuda:{index}")
+        some @ some
+        torch.cuda.synchronize(index)
+        num_bytes = before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index)
+    else:
+        num_bytes = psutil.Process().memory_info().rss
+    return (
+        Rate(name="process.overhead", value=num_bytes, unit="B", spread=0.0, num_samples=1) if num_bytes > 0 else None
+    )
+
+
+def conditions_of(profile: HardwareProfile, system: System) -> Conditions | None:
+    """Clock, temperature and power of a GPU now; None on other devices."""
+    if profile.device.kind != "cuda":
+        return None
+    reader = Reader(system, profile.device.index)
+    return Conditions(
+        clock_mhz=reader.integer("clock", "nvml:clock_mhz", most=10_000),
+        temperature_celsius=reader.integer("temperature", "nvml:temperature_celsius", most=150),
+        power_watts=reader.number("power", "nvml:power_watts", most=1e5),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The catalogue finds a card by the name that CUDA reports, and mistakes no sibling for it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from autotune.errors import InvalidInput
+from autotune.hardware.catalogue import catalogue, matching
+from autotune.hardware.store import hardware_named
+
+GIB = 2**30
+
+
+def test_every_name_finds_its_own_entry_alone():
+    assert len(catalogue()) == 24
+    for gpu in catalogue():
+        assert matching(gpu.name, gpu.memory_bytes) is gpu
+        others = [other for other in catalogue() if other is not gpu and other.name != gpu.name]
+        assert all(matching(other.name, None) is not gpu for other in others)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA GeForce RTX 4070 Ti",
+        "NVIDIA GeForce RTX 4070 Ti SUPER",
+        "NVIDIA GeForce RTX 3060 Ti",
+        "NVIDIA GeForce RTX 3060 Laptop GPU",
+        "NVIDIA GeForce RTX 3080 Ti Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 5090 D",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA L40",
+        "NVIDIA A10",
+        "NVIDIA H200 NVL",
+        "NVIDIA H100 NVL",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "AMD Radeon RX 7900 XTX",
+    ],
+)
+def test_siblings_are_not_mistaken(name):
+    assert matching(name, None) is None
+
+
+def test_a_card_of_the_same_name_and_another_size_is_another_card():
+    assert matching("NVIDIA GeForce RTX 3060", 8 * GIB) is None
+    assert matching("NVIDIA GeForce RTX 3060", 12 * GIB) is not None
+
+
+def test_every_entry_gives_a_profile_that_says_what_is_assumed():
+    for gpu in catalogue():
+        profile = hardware_named(gpu.id)
+        assert profile.origin == "catalogue"
+        assert not profile.rates
+        assert profile.datasheet is not None
+        assert profile.datasheet.bf16_flops_per_second == gpu.dense_tflops["bf16"] * 1e12
+        assert profile.device.memory_kind == gpu.memory_kind
+        assert 0 < profile.device.budget_bytes < gpu.memory_bytes
+        assert any("assumed" in note for note in profile.notes)
+
+
+def test_an_unknown_name_is_refused_with_the_way_to_a_known_one():
+    with pytest.raises(InvalidInput, match="nvidia-rtx-9090") as caught:
+        hardware_named("nvidia-rtx-9090")
+    assert "--list" in caught.value.hint
+
+
+def test_planning_doctor_and_catalogue_import_no_torch():
+    modules = "autotune.hardware.doctor, autotune.hardware.store, autotune.reporting.hardware, sys"
+    use = "autotune.hardware.doctor.doctor(); autotune.hardware.store.hardware_named('nvidia-h200-sxm')"
+    check = "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'transformers', 'optuna')))"
+    assert subprocess.run([sys.executable, "-c", f"import {modules}\n{use}\n{check}"], check=False).returncode == 0

@@ -1,0 +1,194 @@
+"""Real machines, as their tools report them, give exactly the profile that a person would write down."""
+
+import os
+
+import pytest
+
+from autotune.errors import InvalidInput
+from autotune.hardware.doctor import findings
+from autotune.hardware.patient import examine
+from autotune.hardware.probe import profile_of, with_reserve
+from autotune.hardware.system import FakeSystem
+from tests.hardware.fleet import ANSWERS, HERE, MACHINES, as_text, machine
+
+GIB = 2**30
+DISK = 90 * GIB
+
+# Written by hand, apart from the recorded profiles below: (kind, memory kind, findings).
+TRUTH = {
+    "rtx-3060": ("cuda", "discrete", {"drives-display"}),
+    "rtx-4090": ("cuda", "discrete", {"power-limited", "narrow-pcie", "sage-installed"}),
+    "rtx-5090": ("cuda", "discrete", set()),
+    "a100-40gb": ("cuda", "discrete", {"cuda-12"}),
+    "h100-sxm": ("cuda", "discrete", set()),
+    "h200": ("cuda", "discrete", set()),
+    "gh200": ("cuda", "coherent", set()),
+    "gb10": ("cuda", "integrated", {"shared-memory", "little-host-memory"}),
+    "orin": ("cuda", "integrated", {"shared-memory", "cuda-12"}),
+    "thor": ("cuda", "integrated", {"shared-memory"}),
+    "two-gpus": ("cuda", "discrete", {"gpu-busy"}),
+    "mig-slice": ("cuda", "discrete", set()),
+    "wsl2-4090": ("cuda", "discrete", {"wsl-spill", "drives-display", "little-host-memory"}),
+    "driver-550": ("cpu", "host", {"driver-too-old"}),
+    "cpu-only-torch": ("cpu", "host", {"cpu-only-torch"}),
+    "no-nvml": ("cuda", "discrete", {"no-nvml", "little-host-memory"}),
+    "no-gpu": ("cpu", "host", set()),
+    "apple-m3-max": ("mps", "integrated", {"little-host-memory"}),
+    "rocm": ("cpu", "host", {"rocm-torch"}),
+}
+
+
+def found(system):
+    return {finding.name: finding for finding in findings(examine(system, DISK))}
+
+
+def changed(name, **sources):
+    """The machine with some answers of some sources replaced."""
+    return FakeSystem({**ANSWERS[name], **{s: {**ANSWERS[name].get(s, {}), **new} for s, new in sources.items()}})
+
+
+def test_every_machine_has_a_truth():
+    assert set(TRUTH) == set(MACHINES)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_kind_memory_and_findings_are_true(name):
+    profile = profile_of(machine(name))
+    assert (profile.device.kind, profile.device.memory_kind, set(found(machine(name)))) == TRUTH[name]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_whole_profile_is_as_recorded(name):
+    """After a wanted change: REWRITE_EXPECTED=1 pytest tests/hardware/test_machines.py, and review the difference."""
+    told = [f"{f.severity} {f.name}: {f.what} -- {f.fix}" for f in findings(examine(machine(name), DISK))]
+    text, path = as_text(profile_of(machine(name)), told), HERE / "expected" / f"{name}.yaml"
+    if os.environ.get("REWRITE_EXPECTED"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(name):
+    busy = changed(name, nvml={"other_process_bytes": 9 * GIB, "free_bytes": GIB}, os={"available_bytes": 20 * GIB})
+    assert profile_of(machine(name)).fingerprint == profile_of(busy).fingerprint
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_absent_fact_says_why(name):
+    profile = profile_of(machine(name))
+    for fact in profile.provenance:
+        assert (fact.source is None) == bool(fact.absent_because)
+        part, _, field = fact.fact.partition(".")
+        if fact.source is None and hasattr(getattr(profile, part), field) and field != "links":
+            assert getattr(getattr(profile, part), field) is None
+
+
+def test_gb10_budgets_from_available_memory_not_from_a_container_limit():
+    device = profile_of(machine("gb10")).device
+    assert device.budget_bytes == 110_000_000_000 - device.total_memory_bytes // 8
+
+
+def test_orin_ignores_what_cuda_calls_free():
+    assert profile_of(machine("orin")).device.budget_bytes > 40 * GIB
+
+
+def test_a_display_keeps_a_reserve_and_the_user_can_set_it():
+    profile = profile_of(machine("rtx-3060"))
+    assert "display" in profile.device.budget_reason
+    assert with_reserve(profile, 0).device.budget_bytes == profile.device.budget_bytes + GIB
+
+
+def test_each_of_two_gpus_has_its_own_profile():
+    first, second = profile_of(machine("two-gpus"), 0).device, profile_of(machine("two-gpus"), 1).device
+    assert (first.links[0].peer_index, second.links[0].peer_index, first.links[0].path) == (1, 0, "nvlink")
+    assert second.budget_bytes < 5_000_000_000 < first.budget_bytes
+    with pytest.raises(InvalidInput, match="no cuda device 2"):
+        profile_of(machine("two-gpus"), 2)
+
+
+def test_memory_kind_can_be_overridden_and_says_so():
+    profile = profile_of(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "coherent"}))
+    assert profile.device.memory_kind == "coherent"
+    assert "AUTOTUNE_MEMORY_KIND=coherent" in profile.device.memory_kind_reason
+    assert any("AUTOTUNE_MEMORY_KIND" in note for note in profile.notes)
+    with pytest.raises(InvalidInput):
+        profile_of(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "unified"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "gate", "available", "because"),
+    [
+        ("rtx-3060", "precision.fp8", False, "8.9"),
+        ("rtx-4090", "precision.fp8", True, ""),
+        ("h100-sxm", "attention._flash_3_hub", True, ""),
+        ("rtx-5090", "attention._flash_3_hub", False, "12.0"),
+        ("a100-40gb", "attention._flash_3_hub", False, "9.x"),
+        ("rtx-4090", "attention.sage", False, "no backward"),
+        ("rtx-4090", "attention.flash", True, ""),
+        ("gb10", "quantization.bnb-nf4", False, "not installed"),
+        ("no-gpu", "quantization.torchao-int8", True, ""),
+        ("no-gpu", "attention._native_flash", True, ""),
+        ("no-gpu", "precision.fp16", False, "processor"),
+        ("orin", "compile", False, "triton"),
+        ("h100-sxm", "gds", True, ""),
+        ("rtx-4090", "gds", False, "nvidia-fs"),
+        ("apple-m3-max", "attention._native_flash", False, "mps"),
+    ],
+)
+def test_gates_are_true_and_say_why(name, gate, available, because):
+    told = profile_of(machine(name)).gate(gate)
+    assert told.available == available
+    assert because in told.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "sources", "finding"),
+    [
+        ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": "all"}}, "visible-devices"),
+        ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, "visible-devices"),
+        ("rtx-4090", {"environment": {"DIFFUSERS_ATTN_BACKEND": "sage"}}, "sage-chosen"),
+        ("rtx-4090", {"os": {"compiler": {"absent": "none on PATH"}}}, "no-compiler"),
+        ("rtx-4090", {"os": {"disk_free_bytes": 20 * GIB}}, "little-disk"),
+        ("rtx-4090", {"packages": {"torch": {"absent": "not installed"}}}, "no-torch"),
+        ("rtx-4090", {"packages": {"torch": "2.6.0"}}, "old-torch"),
+        ("rtx-4090", {"packages": {"torchvision_needs": "torch==2.12.0"}}, "torchvision-mismatch"),
+        ("no-gpu", {"os": {"nvidia_cards": 1}}, "no-driver"),
+    ],
+)
+def test_the_doctor_notices(name, sources, finding):
+    assert finding in found(changed(name, **sources))
+    assert finding not in found(machine(name))
+
+
+@pytest.mark.parametrize("value", ["0", "0,1", "GPU-8f1c", "MIG-aa", "1"])
+def test_the_doctor_accepts_indices_and_uuids(value):
+    assert "visible-devices" not in found(changed("rtx-4090", environment={"CUDA_VISIBLE_DEVICES": value}))
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "build"),
+    [
+        ("580.95.05", [8, 9], "cu130"),
+        ("550.163.01", [8, 9], "cu126"),
+        ("570.10", [12, 0], "cu129"),
+        ("580.95.05", [7, 0], "cu126"),
+        ("1000.1", [8, 9], "cu130"),
+    ],
+)
+def test_the_doctor_names_the_torch_for_a_driver_before_one_is_installed(driver, capability, build):
+    card = {"name": "GPU", "capability": capability}
+    system = changed(
+        "rtx-4090",
+        packages={"torch": {"absent": "not installed"}, "torch_cuda": {"absent": "torch is not installed"}},
+        nvml={"driver": driver, "devices": [card]},
+    )
+    assert build in found(system)["no-torch"].fix
+
+
+def test_findings_come_worst_first():
+    built_without = {"torch_cuda": {"absent": "built without"}}
+    system = changed("wsl2-4090", packages=built_without, torch={"cuda": {"absent": "not asked"}})
+    order = [finding.severity for finding in findings(examine(system, DISK))]
+    assert order == sorted(order, key=("blocks", "hurts", "note").index)
+    assert order[0] == "blocks"

@@ -1,0 +1,115 @@
+"""A saved profile is used while it holds, and never trusted once it is damaged."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autotune.errors import InvalidInput
+from autotune.hardware import store
+from autotune.hardware.probe import profile_of, with_rates
+from autotune.hardware.store import cached_profile, hardware_named, load_profile, profile_path, save_profile
+from autotune.schema import Conditions, Rate
+from tests.hardware.fleet import MACHINES, machine
+
+RATES = (
+    Rate(
+        name="matmul.bf16.4096x3072x3072",
+        value=1.5e14,
+        unit="FLOP/s",
+        spread=0.01,
+        num_samples=25,
+        conditions=Conditions(clock_mhz=2520, temperature_celsius=61, power_watts=312.5),
+    ),
+)
+
+
+def measured(name):
+    return with_rates(profile_of(machine(name)), RATES, ("a note",), False)
+
+
+@pytest.fixture
+def probes(monkeypatch, tmp_path):
+    """Probes of this list's machine, in a cache folder of its own; every full probe is recorded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    state = {"machine": "rtx-4090", "full": 0}
+
+    def probe(*, quick=False, index=0, on_progress=None):
+        state["full"] += not quick
+        return profile_of(machine(state["machine"]), index) if quick else measured(state["machine"])
+
+    monkeypatch.setattr(store, "probe", probe)
+    return state
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_saved_is_read_back_equal(name, tmp_path):
+    save_profile(measured(name), tmp_path / "deep" / "p.json")
+    assert load_profile(tmp_path / "deep" / "p.json") == measured(name)
+    assert hardware_named(str(tmp_path / "deep" / "p.json")) == measured(name)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["p.json"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(st.data())
+def test_any_damage_is_noticed(tmp_path, data):
+    path = tmp_path / "p.json"
+    save_profile(measured("gb10"), path)
+    whole = path.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 2))
+    damage = data.draw(st.sampled_from(["cut", "flip"]))
+    path.write_bytes(whole[:at] if damage == "cut" else whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    try:
+        assert load_profile(path) == measured("gb10")  # blanks between the values may change
+    except InvalidInput:
+        return
+
+
+def test_rates_are_reused_with_a_fresh_budget(probes):
+    first, again = cached_profile(), cached_profile()
+    assert probes["full"] == 1
+    assert first.rates == again.rates == RATES
+
+
+def test_another_card_or_stack_is_measured_again(probes):
+    cached_profile()
+    probes["machine"] = "rtx-5090"
+    cached_profile()
+    assert probes["full"] == 2
+    save_profile(measured("wsl2-4090"), profile_path(profile_of(machine("rtx-4090"))))
+    probes["machine"] = "rtx-4090"
+    cached_profile()
+    assert probes["full"] == 3
+
+
+def test_fresh_measures_again(probes):
+    cached_profile()
+    cached_profile(fresh=True)
+    assert probes["full"] == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"profile": {}, "digest": ""}', "\x00" * 50, "[" * 9999])
+def test_a_damaged_file_is_measured_again(probes, content):
+    path = profile_path(profile_of(machine("rtx-4090")))
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert cached_profile().rates == RATES
+    assert probes["full"] == 1
+    assert load_profile(path).rates == RATES
+
+
+def test_an_edited_rate_is_not_trusted(probes):
+    path = profile_path(cached_profile())
+    content = json.loads(path.read_text())
+    content["profile"]["rates"][0]["value"] = 9e99
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidInput, match="damaged or edited"):
+        load_profile(path)
+    assert cached_profile().rates == RATES
+
+
+def test_a_missing_file_says_what_to_do(tmp_path):
+    with pytest.raises(InvalidInput) as caught:
+        load_profile(tmp_path / "none.json")
+    assert "autotune probe" in caught.value.hint
