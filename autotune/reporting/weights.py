@@ -37,7 +37,9 @@ def _facts(tensor: TensorSummary) -> str:
 
 
 def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: width - 3] + "..."
+    """Names come from strangers: no control character of theirs reaches the terminal."""
+    plain = "".join(character if character.isprintable() else "?" for character in line)
+    return plain if len(plain) <= width else plain[: width - 3] + "..."
 
 
 def _cut_left(name: str, width: int) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from pydantic import Field, ValidationError
 
 from autotune.errors import InvalidInput
-from autotune.schema import Frozen, NaturalInt, PositiveInt
+from autotune.frozen import Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
 from autotune.weights.files import read_file
 from autotune.weights.loaders import read_all

@@ -1,7 +1,9 @@
-"""Build a model without weights, and say which dtypes its weights shall have."""
+"""Build a model without weights, and say which dtypes and names its weights shall have."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
+
+from autotune.weights.errors import BadWeights
 
 if TYPE_CHECKING:
     import torch
@@ -69,3 +71,26 @@ def _names(model: "nn.Module", attribute: str) -> Iterable[str]:
 def as_stored(name: str, stored: "torch.dtype") -> "torch.dtype":
     """The policy that converts nothing."""
     return stored
+
+
+def names_in_transformers(model: "nn.Module") -> Callable[[str], str]:
+    """How a transformers model calls the tensors that its published checkpoints still store under older names.
+
+    Raises, when called: BadWeights, for a tensor that transformers also splits, merges or transposes.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if not isinstance(step, WeightRenaming)]
+    places = model.state_dict()
+
+    def rename(name: str) -> str:
+        renamed, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, places)
+        if converter is not None:
+            message = f"transformers converts {name}, it does not only rename it"
+            raise BadWeights(message, hint="load this component with from_pretrained")
+        return str(renamed)
+
+    return rename

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from autotune.schema import Frozen
+from autotune.frozen import Frozen
 from autotune.weights.errors import HubError, MissingWeights, PickledWeights
 from autotune.weights.sources import PICKLES, STEMS, read_index, weights_in
 
@@ -43,10 +43,12 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str]) -> Fe
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     wanted = tuple(components)
+    # The bases are its HTTP client's error and OSError: which client that is varies between versions.
+    unreachable: tuple[type[Exception], ...] = (OfflineModeIsEnabled, *HfHubHTTPError.__bases__)
     try:
         with _explained(repo, revision):
             info = HfApi().model_info(repo, revision=revision)
-    except (OfflineModeIsEnabled, *HfHubHTTPError.__bases__) as error:  # its HTTP client's errors: the client varies
+    except unreachable as error:
         if isinstance(error, HfHubHTTPError):
             raise HubError(f"the hub did not answer for {repo}: {error}", hint="try again later") from error
         return _from_cache(repo, revision, wanted)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.schema import Frozen, NaturalInt
+from autotune.frozen import Frozen, NaturalInt
 from autotune.weights.files import TensorEntry, WeightFile, read_file
 from autotune.weights.loaders import read_tensor
 

@@ -10,7 +10,7 @@ Adding one is a class and a line in LOADERS; the contract tests pick it up.
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import cache
@@ -83,27 +83,27 @@ class PreadLoader:
             # Entered after the files, so left before them: no thread reads a closed file.
             pool = stack.enter_context(ThreadPoolExecutor(READ_THREADS, thread_name_prefix="pread"))
             stack.callback(pool.shutdown, cancel_futures=True)
-            for entry, tensor in _read_ahead(pool, source, descriptors):
-                yield entry.name, tensor.to(device)
+            yield from _read_ahead(pool, source, descriptors, device)
 
 
 def _read_ahead(
-    pool: ThreadPoolExecutor, source: WeightSource, descriptors: Mapping[Path, int]
-) -> Iterator[tuple[TensorEntry, "Tensor"]]:
+    pool: ThreadPoolExecutor, source: WeightSource, descriptors: Mapping[Path, int], device: "torch.device"
+) -> Generator[Named, None, None]:
     pending: deque[tuple[TensorEntry, Future[Tensor]]] = deque()
     pending_bytes = 0
+
+    def take() -> Named:  # a function, so that no name here keeps a tensor alive while the next is read
+        entry, future = pending.popleft()
+        return entry.name, future.result().to(device)
+
     for file, entry in source:
         while pending and pending_bytes + entry.size_bytes > READ_AHEAD_BYTES:
-            done, future = pending.popleft()
-            pending_bytes -= done.size_bytes
-            yield done, future.result()
-            del future  # or the tensor would live one round longer
+            pending_bytes -= pending[0][0].size_bytes
+            yield take()
         pending.append((entry, pool.submit(_read, descriptors[file.path], entry, file)))
         pending_bytes += entry.size_bytes
     while pending:
-        done, future = pending.popleft()
-        yield done, future.result()
-        del future
+        yield take()
 
 
 def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":

@@ -8,7 +8,7 @@ copies of the model.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from zlib import crc32
 
 from autotune.weights.building import DtypePolicy
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
+from autotune.weights.files import TensorEntry
 from autotune.weights.loaders import loader_called
 from autotune.weights.sources import WeightSource
 
@@ -40,13 +41,15 @@ def load_into(
     loader: str = "safetensors",
     device: str = "cpu",
     dtype_policy: DtypePolicy | None = None,
+    rename: Callable[[str], str] | None = None,
     transform: Transform | None = None,
     on_progress: Progress | None = None,
 ) -> None:
     """Load `source` into `model`, tensor by tensor, onto `device`; the model ends in evaluation mode.
 
-    Without a policy every tensor takes the dtype of its place in the model. Names, shapes and kinds of dtype are
-    checked from the headers before a tensor is read. After an error during reading the model must not be used.
+    Without a policy every tensor takes the dtype of its place in the model. `rename` gives the model's name for a
+    stored one (`building.names_in_transformers`). Names, shapes and kinds of dtype are checked from the headers before
+    a tensor is read. After an error during reading the model must not be used.
 
     Raises:
         KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
@@ -58,11 +61,13 @@ def load_into(
     target = torch.device(device)
     chosen = loader_called(loader, target)
     slots = _slots(model)
-    _check(model, slots, source)
+    names = {stored: rename(stored) if rename else stored for stored in source.places}
+    _check(model, slots, source, names)
     total, done = source.size_bytes, 0
     arrivals = _Arrivals(model, slots, transform)
     with closing(chosen.stream(source, target)) as stream:
-        for name, tensor in stream:
+        for stored, tensor in stream:
+            name = names[stored]
             done += tensor.nbytes
             if name in arrivals.by_name:
                 slot = arrivals.by_name[name]
@@ -208,25 +213,30 @@ def _is_meta(value: Any) -> bool:
     return bool(getattr(value, "is_meta", False))
 
 
-def _check(model: "nn.Module", slots: tuple[_Slot, ...], source: WeightSource) -> None:
+def _check(model: "nn.Module", slots: tuple[_Slot, ...], source: WeightSource, names: Mapping[str, str]) -> None:
+    entries: dict[str, TensorEntry] = {}
+    for stored, name in names.items():
+        entry = source.places[stored][1]
+        if name in entries:
+            raise KeyMismatch(f"{entries[name].name} and {stored} are both {name} in the model", hint=OTHER_MODEL)
+        entries[name] = entry
     known = {name for slot in slots for name in slot.names}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    extra = [name for name in source.places if name not in known and not any(re.search(p, name) for p in ignored)]
-    missing = [slot.name for slot in slots if not any(name in source.places for name in slot.names)]
-    for names, what in ((missing, "lacks"), (extra, "has, but the model has no place for,")):
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    extra = [name for name in entries if name not in known and not any(re.search(p, name) for p in ignored)]
+    missing = [slot.name for slot in slots if not entries.keys() & set(slot.names)]
+    for absent, what in ((missing, "lacks"), (extra, "has, but the model has no place for,")):
+        if absent:
+            shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
             raise KeyMismatch(f"{source.path} {what} {shown}", hint=OTHER_MODEL)
     for slot in slots:
-        for name in set(slot.names) & source.places.keys():
-            _check_kind(slot, name, source)
+        for name in set(slot.names) & entries.keys():
+            _check_kind(slot, name, entries[name])
 
 
-def _check_kind(slot: _Slot, name: str, source: WeightSource) -> None:
-    entry = source.places[name][1]
+def _check_kind(slot: _Slot, name: str, entry: TensorEntry) -> None:
     if entry.shape != tuple(slot.tensor.shape):
-        message = f"{name} has shape {entry.shape} in {source.path}, {tuple(slot.tensor.shape)} in the model"
+        message = f"{name} has shape {entry.shape} in the file, {tuple(slot.tensor.shape)} in the model"
         raise ShapeMismatch(message, hint=OTHER_MODEL)
     if entry.torch_dtype.is_floating_point != slot.dtype.is_floating_point:
-        message = f"{name} is {entry.dtype} in {source.path}, {slot.dtype} in the model"
+        message = f"{name} is {entry.dtype} in the file, {slot.dtype} in the model"
         raise DtypeMismatch(message, hint="quantised files cannot be loaded; load the original and quantise it")

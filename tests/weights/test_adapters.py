@@ -222,8 +222,16 @@ def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("config", ["{", "[]", '{"transformer.lora_alpha": "x"}', '{"transformer.alpha_pattern": {"(": 1}}',
-                                    '{"transformer.alpha_pattern": 3}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        "[]",
+        '{"transformer.lora_alpha": "x"}',
+        '{"transformer.alpha_pattern": {"(": 1}}',
+        '{"transformer.alpha_pattern": 3}',
+    ],
+)
 def test_a_damaged_configuration_is_refused(config):
     state = {"transformer.a.lora_A.weight": torch.ones(1, 2), "transformer.a.lora_B.weight": torch.ones(2, 1)}
     with pytest.raises(CorruptFile):

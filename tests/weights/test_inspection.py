@@ -1,4 +1,4 @@
-import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +46,8 @@ def test_progress_ends_at_the_whole(tmp_path):
     save_file(tmp_path / "a.safetensors", {"a": torch.ones(3), "b": torch.ones(1)})
     calls = []
     inspect_file(tmp_path / "a.safetensors", on_progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(12, 16), (16, 16)] or calls == [(4, 16), (16, 16)]
+    assert calls[-1] == (16, 16)
+    assert len(calls) == 2
 
 
 def test_a_damaged_file_is_refused(tmp_path):
@@ -56,9 +57,9 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 def test_handles_are_released(tmp_path):
     save_file(tmp_path / "a.safetensors", {"a": torch.ones(3)})
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     inspect_file(tmp_path / "a.safetensors")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 tensors = st.builds(

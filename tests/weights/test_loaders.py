@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def sharded(tmp_path_factory, every_dtype):
 
 
 def open_files() -> set[str]:
-    return {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    return {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
 
 
 def mapped_files() -> str:
@@ -147,3 +148,23 @@ def test_a_file_that_shrinks_while_it_is_read_is_truncated(name, tmp_path, reade
     os.truncate(path, path.stat().st_size - 10)
     with pytest.raises(TruncatedFile):
         read_all(source, loader=name) if reader == "stream" else read_tensor(*source.places["a"])
+
+
+def test_no_more_is_held_than_the_read_ahead_and_the_tensor_in_use(name, tmp_path, monkeypatch):
+    if name != "pread":
+        pytest.skip("a map holds nothing, and fastsafetensors holds its chunk outside Python")
+    size, ahead = 40_000, 100_000
+    monkeypatch.setattr(loaders, "READ_AHEAD_BYTES", ahead)
+    save_file(tmp_path / "a.safetensors", {f"t{i}": torch.full((size // 4,), float(i)) for i in range(20)})
+    read, known, most = loaders._read, [], 0
+
+    def watched(*arguments):
+        tensor = read(*arguments)
+        known.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(loaders, "_read", watched)
+    for _, tensor in LOADERS[name].stream(open_source(tmp_path / "a.safetensors"), CPU):
+        del tensor
+        most = max(most, sum(reference() is not None for reference in tuple(known)))
+    assert 1 <= most <= ahead // size + 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.weights.building import as_stored, build_empty, dtype_of_from_pretrained
+from autotune.weights.building import as_stored, build_empty, dtype_of_from_pretrained, names_in_transformers
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
 from autotune.weights.loaders import LOADERS
 from autotune.weights.saving import save_file, save_model
@@ -115,6 +115,28 @@ def test_a_transformers_text_encoder_with_tied_weights_loads(tmp_path):
     load_into(model, open_source(tmp_path), dtype_policy=dtype_of_from_pretrained(model, torch.bfloat16))
     assert_same_tensors(model, reference)
     assert model.shared.weight is model.encoder.embed_tokens.weight
+
+
+def test_an_encoder_whose_modules_transformers_renamed_loads_from_its_published_names(tmp_path):
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    from autotune.families.small.parts import qwen_text_encoder, qwen_tokenizer
+
+    original = qwen_text_encoder(qwen_tokenizer(["a cat"]), hidden_size=64)
+    original.save_pretrained(tmp_path)
+    assert not set(open_source(tmp_path).places) <= original.state_dict().keys()
+    reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = build_empty(lambda: Qwen2_5_VLForConditionalGeneration(reference.config), dtype=torch.bfloat16)
+    policy = dtype_of_from_pretrained(model, torch.bfloat16)
+    load_into(model, open_source(tmp_path), dtype_policy=policy, rename=names_in_transformers(model))
+    assert_same_tensors(model, reference)
+    for (name, mine), (_, theirs) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+        assert mine.equal(theirs), name
+
+
+def test_two_stored_tensors_for_one_place_are_refused(saved):
+    with pytest.raises(KeyMismatch, match="both"):
+        load_into(build_empty(Small), saved[1], rename=lambda name: name.replace("tied", "first"))
 
 
 class Small(nn.Module):
@@ -228,13 +250,14 @@ def test_quantising_on_arrival_equals_quantising_afterwards(published, loader):
         (lambda state: state.update(counts=torch.ones(3)), DtypeMismatch, "counts"),
     ],
 )
-def test_files_of_another_model_are_refused_before_anything_is_read(saved, tmp_path, monkeypatch, change, error, word):
+def test_files_of_another_model_are_refused_before_anything_is_read(saved, monkeypatch, change, error, word):
     state = dict(saved[0].state_dict())
     change(state)
-    save_file(tmp_path / "other.safetensors", state)
+    other = saved[1].path / "other.safetensors"
+    save_file(other, state)
     monkeypatch.setattr(type(LOADERS["pread"]), "stream", None)
     with pytest.raises(error, match=word) as caught:
-        load_into(build_empty(Small), open_source(tmp_path / "other.safetensors"), loader="pread")
+        load_into(build_empty(Small), open_source(other), loader="pread")
     assert caught.value.hint
 
 

@@ -1,0 +1,278 @@
+"""How fast and with how much memory do weights load and save? Each loader against plain `from_pretrained`, paired.
+
+    PYTHONPATH=. python benchmarks/weights.py --gigabytes 1 4 --repetitions 5 --output benchmarks/results
+
+Every load runs in a fresh process, forked from a server that has only imported the libraries. All methods take turns
+within a repetition, so that drift of a shared machine meets them alike. The clock covers building the model, loading,
+and reading one byte of every page of its weights, or a memory map would count as loaded before a byte was read.
+Memory is sampled every 2 ms from /proc/self/status: `anonymous` is what the process really takes, `mapped` is file
+pages that the system can drop. Cold means that the files were dropped from the page cache (posix_fadvise) just before.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+MODES = (("bf16", "cold"), ("bf16", "warm"), ("int8", "warm"))
+METHODS = ("from_pretrained", "safetensors", "pread", "fastsafetensors")
+SAVERS = ("save_pretrained", "save_model")
+BLOCKS_PER_GB = 5.6  # of the reduced Qwen-Image below, in bf16
+MIB = 1 << 20
+
+
+class MemorySampler:
+    """Largest anonymous and mapped resident bytes while it runs, beyond those at its start."""
+
+    def __enter__(self):
+        self.peaks = {"RssAnon": 0, "RssFile": 0}
+        self.stop = threading.Event()
+        self.base = self._read()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop.set()
+        self.thread.join()
+
+    def _run(self):
+        while not self.stop.wait(0.002):
+            now = self._read()
+            self.peaks = {key: max(self.peaks[key], now[key] - self.base[key]) for key in now}
+
+    def _read(self):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        table = dict(line.split(":", 1) for line in lines)
+        return {key: int(table[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
+
+
+def build(num_layers):
+    import torch
+    from diffusers import QwenImageTransformer2DModel
+
+    from autotune.weights.building import build_empty
+
+    return build_empty(lambda: QwenImageTransformer2DModel(**config(num_layers)), dtype=torch.bfloat16)
+
+
+def config(num_layers):
+    return {"num_layers": num_layers, "num_attention_heads": 12}  # half the width of Qwen-Image
+
+
+def write_checkpoint(folder, num_layers):
+    from autotune.weights.saving import save_model
+    from autotune.weights.streaming import fill_random
+
+    model = build(num_layers)
+    fill_random(model, seed=0)
+    model.save_config(folder)
+    save_model(folder, model.state_dict(), max_shard_bytes=2 * 10**9)
+
+
+def load(method, storage, folder, num_layers):
+    import torch
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    from autotune.weights.building import dtype_of_from_pretrained
+    from autotune.weights.sources import open_source
+    from autotune.weights.streaming import load_into
+
+    if method == "from_pretrained":
+        from diffusers import QwenImageTransformer2DModel, TorchAoConfig
+
+        quantized = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())} if storage == "int8" else {}
+        return QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16, **quantized)
+
+    def quantise(_, module):
+        if isinstance(module, torch.nn.Linear):
+            quantize_(module, Int8WeightOnlyConfig())
+
+    model = build(num_layers)
+    load_into(
+        model,
+        open_source(folder),
+        loader=method,
+        dtype_policy=dtype_of_from_pretrained(model, torch.bfloat16),
+        transform=quantise if storage == "int8" else None,
+    )
+    return model
+
+
+def touch(model):
+    import torch
+
+    for tensor in model.parameters():
+        if type(tensor.data) is torch.Tensor:
+            tensor.data.reshape(-1).view(torch.uint8)[::4096].sum()
+
+
+def run_load(queue, case, folder, num_layers):
+    method, storage, cache = case
+    from autotune.quiet import silence_libraries, silence_progress_bars
+
+    silence_libraries()
+    silence_progress_bars()
+    if cache == "cold":
+        drop_from_cache(folder)
+    with MemorySampler() as memory:
+        start = time.perf_counter()
+        model = load(method, storage, folder, num_layers)
+        touch(model)
+        seconds = time.perf_counter() - start
+    queue.put((seconds, memory.peaks["RssAnon"], memory.peaks["RssFile"]))
+
+
+def run_save(queue, method, folder, num_layers):
+    from autotune.weights.saving import save_model
+    from autotune.weights.streaming import fill_random
+
+    model = build(num_layers)
+    fill_random(model, seed=0)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as target, MemorySampler() as memory:
+        os.sync()
+        start = time.perf_counter()
+        if method == "save_pretrained":
+            model.save_pretrained(target, max_shard_size="2GB")
+            os.sync()  # ours ends on the disk, so the other must too
+        else:
+            save_model(Path(target), model.state_dict(), max_shard_bytes=2 * 10**9)
+        seconds = time.perf_counter() - start
+    queue.put((seconds, memory.peaks["RssAnon"], memory.peaks["RssFile"]))
+
+
+def drop_from_cache(folder):
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def in_fresh_process(context, target, *arguments):
+    queue = context.Queue()
+    process = context.Process(target=target, args=(queue, *arguments))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{target.__name__}{arguments} ended with status {process.exitcode}")
+    return queue.get(timeout=10)
+
+
+def measure(context, folder, gigabytes, repetitions, modes):
+    num_layers = round(gigabytes * BLOCKS_PER_GB)
+    in_fresh_process(context, write_and_answer, folder, num_layers)
+    os.sync()
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    for repetition in range(repetitions):
+        cases = [("load", method, *mode) for mode in modes for method in rotated(METHODS, repetition)]
+        cases += [("save", method, "bf16", "-") for method in rotated(SAVERS, repetition)]
+        for action, method, storage, cache in cases:
+            if action == "load":
+                result = in_fresh_process(context, run_load, (method, storage, cache), folder, num_layers)
+            else:
+                result = in_fresh_process(context, run_save, method, folder, num_layers)
+            yield {
+                "action": action, "method": method, "storage": storage, "cache": cache, "repetition": repetition,
+                "checkpoint_bytes": size, "seconds": round(result[0], 4), "peak_anonymous_bytes": result[1],
+                "peak_mapped_bytes": result[2], "load_average": os.getloadavg()[0],
+            }  # fmt: skip
+
+
+def rotated(methods, by):
+    """Another one goes first in each repetition, so that none always meets what the one before left behind."""
+    by %= len(methods)
+    return methods[by:] + methods[:by]
+
+
+def write_and_answer(queue, folder, num_layers):
+    write_checkpoint(folder, num_layers)
+    queue.put(None)
+
+
+def summary(rows, machine):
+    lines = [f"# Loading and saving weights, {machine['date']}", ""]
+    lines += [f"{key}: {value}  " for key, value in machine.items() if key != "date"]
+    lines += ["", __doc__.split("\n\n")[2].replace("\n", " "), "", "Median (smallest to largest).", ""]
+    lines += ["| GB | what | method | seconds | vs diffusers | anonymous MiB | mapped MiB |", "|" + "---|" * 7]
+    groups = {}
+    for row in rows:
+        key = (row["checkpoint_bytes"], row["action"], row["storage"], row["cache"])
+        groups.setdefault(key, {}).setdefault(row["method"], []).append(row)
+    for (size, action, storage, cache), methods in sorted(groups.items()):
+        reference = [row["seconds"] for row in methods[(METHODS if action == "load" else SAVERS)[0]]]
+        for method, found in sorted(methods.items(), key=lambda item: (METHODS + SAVERS).index(item[0])):
+            seconds = [row["seconds"] for row in found]
+            # Paired: each repetition against plain diffusers in the same repetition.
+            ratio = statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
+            anonymous, mapped = ([row[key] / MIB for row in found] for key in PEAKS)
+            lines.append(
+                f"| {size / 1e9:.1f} | {action} {storage} {cache} | {method} | {spread(seconds, 2)} | {ratio:.2f} "
+                f"| {spread(anonymous, 0)} | {statistics.median(mapped):.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+PEAKS = ("peak_anonymous_bytes", "peak_mapped_bytes")
+
+
+def spread(values, digits):
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def describe_machine():
+    cpu = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    versions = ("torch", "diffusers", "safetensors", "fastsafetensors", "torchao")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} x {cpu[0] if cpu else platform.processor()}, no GPU",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "system": platform.platform(),
+        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in versions),
+        "load average at start": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--storage", choices=("bf16", "int8"), nargs="+", default=["bf16", "int8"])
+    parser.add_argument("--scratch", type=Path, default=None, help="folder on the disk to measure")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "diffusers.models.transformers.transformer_qwenimage", "torchao"])
+    machine = describe_machine()
+    options.output.mkdir(parents=True, exist_ok=True)
+    sizes = "-".join(f"{gigabytes:g}gb" for gigabytes in options.gigabytes)
+    stem = options.output / f"weights-{machine['date']}-{sizes}"
+    modes = [mode for mode in MODES if mode[0] in options.storage]
+    rows = []
+    with stem.with_suffix(".jsonl").open("w") as log:
+        log.write(json.dumps(machine) + "\n")
+        for gigabytes in options.gigabytes:
+            folder = Path(tempfile.mkdtemp(dir=options.scratch, prefix="weights-")) / "model"
+            folder.mkdir()
+            try:
+                for row in measure(context, folder, gigabytes, options.repetitions, modes):
+                    rows.append(row)
+                    print(json.dumps(row), file=log, flush=True)
+                    print(row["action"], row["method"], row["storage"], row["cache"], row["seconds"], flush=True)
+            finally:
+                shutil.rmtree(folder.parent)
+    stem.with_suffix(".md").write_text(summary(rows, machine))
+    print(summary(rows, machine))
+
+
+if __name__ == "__main__":
+    main()
