@@ -52,7 +52,7 @@ EFFORTS: dict[DeviceKind, Effort] = {
         (4096, 16384), HEADS, 2**30, 2**28, 0.5, 22.0,
     ),
     "mps": Effort(((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**28, 2**28, 0.5, 15.0),
-    "cpu": Effort(((128, 3072, 3072), (128, 3072, 12288)), (256, 1024), 4, 2**27, 2**26, 0.3, 9.0),
+    "cpu": Effort(((128, 3072, 3072), (128, 3072, 12288)), (256, 512), 4, 2**27, 2**26, 0.3, 9.0),
 }  # fmt: skip
 
 
@@ -173,16 +173,18 @@ class Meter:
         for name in dtypes:
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
-        for shape in more:
-            yield f"matmul {dtype} {shape}", partial(self.matmul, dtype, *shape)
-        for tokens in self.effort.tokens:
-            for name in backends:
-                yield f"attention {name} {tokens}", partial(self.attention, name, dtype, tokens)
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)
             yield "pageable copies", partial(self.host_to_device, False)
+        short, long = self.effort.tokens
+        for name in backends:
+            yield f"attention {name} {short}", partial(self.attention, name, dtype, short)
         for loader in LOADERS:
             yield f"disk {loader}", partial(self.disk, loader)
+        for shape in more:
+            yield f"matmul {dtype} {shape}", partial(self.matmul, dtype, *shape)
+        for name in backends:
+            yield f"attention {name} {long}", partial(self.attention, name, dtype, long)
         last = "fp16" if self.kind == "cpu" else "int8"
         yield f"matmul {last}", partial(self.matmul, last, *first)
 
