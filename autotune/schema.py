@@ -172,6 +172,9 @@ class Expected(Frozen):
     step_seconds: float = Field(gt=0)
     images_per_second: float = Field(gt=0)
     peak_memory_bytes: int = PositiveInt
+    """Of a training step, as the device's allocator counts it."""
+    process_memory_bytes: int = NaturalInt
+    """What the process takes besides: on CPU its libraries, on a GPU its context."""
 
 
 class PlannedHardware(Frozen):
@@ -192,8 +195,8 @@ class Job(Frozen):
 
     model: str
     """Folder in the diffusers layout, or a hub id."""
-    data: str
-    """Folder of images with same-stem `.txt` captions."""
+    data: str | None
+    """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
     output: str = "output"
     num_steps: int = PositiveInt
     learning_rate: float = Field(gt=0, le=1)
@@ -219,6 +222,8 @@ class FrozenPart(Frozen):
     reasons: tuple[Reason, ...]
     fallbacks: tuple[Candidate, ...] = ()
     """The next safer settings, in order: where to turn when memory is shorter than planned."""
+    search_seconds: float = Field(ge=0)
+    """What the search cost."""
     trials: tuple[TrialResult, ...]
 
 
@@ -240,7 +245,8 @@ class RunReport(Frozen):
     expected_step_seconds: float
     measured_step_seconds: float
     expected_peak_memory_bytes: int
-    measured_peak_memory_bytes: int
+    measured_peak_memory_bytes: int | None
+    """None for a run too short to measure it."""
     images_per_second: float
     first_loss: float
     final_loss: float

@@ -1,0 +1,33 @@
+# Everything a newcomer or a build machine needs. `make` alone lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo test check
+
+help:
+	@echo "make demo    set up, then walk the whole journey on a small real model (about two minutes)"
+	@echo "make test    set up, then run the tests"
+	@echo "make check   set up, then lint, types and import contracts"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) with the pinned versions (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	@rm -rf demo
+	@$(BIN)/autotune demo --output demo
+
+test: $(READY)
+	@$(BIN)/python -m pytest
+
+check: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports

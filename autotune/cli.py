@@ -1,0 +1,246 @@
+"""The command line: parses, calls one function, prints. Imports nothing heavy before a command runs.
+
+probe ──> plan ──> plan.yaml ──> train
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autotune.errors import AutotuneError
+
+app = typer.Typer(
+    help="Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Options that stand before a command."""
+    if version:
+        from autotune import __version__
+
+        typer.echo(f"autotune {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def probe(
+    quick: Annotated[bool, typer.Option(help="Facts only; measure nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find out what this machine can really do, and keep the answer."""
+    from autotune.hardware.probe import probe as read_machine
+    from autotune.hardware.store import cached_profile
+    from autotune.reporting.hardware import profile_view
+    from autotune.terminal import err, out
+
+    with err.status("probing") as status:
+        tell = lambda what: status.update(what)  # noqa: E731
+        profile = read_machine(quick=True, on_progress=tell) if quick else cached_profile(fresh=True, on_progress=tell)
+    if as_json:
+        typer.echo(profile.model_dump_json(indent=1))
+    else:
+        out.print(profile_view(profile))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A folder in the diffusers layout, or a known model's name.")],
+    data: Annotated[Path | None, typer.Option(help="Folder of images with same-stem .txt captions.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml"),
+    resolution: Annotated[int | None, typer.Option(min=1, help="Side of a square image, in pixels.")] = None,
+    rank: Annotated[int | None, typer.Option(min=1, help="Rank of the adapter.")] = None,
+    targets: Annotated[str, typer.Option(help="Named set of adapted layers.")] = "attention",
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None,
+    quality: Annotated[
+        str, typer.Option(help="exact: no quantisation; high: 8-bit weights too; compact: 4-bit.")
+    ] = "high",
+    objective: Annotated[str, typer.Option(help="throughput or memory.")] = "throughput",
+    max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8,
+    search_time: Annotated[float, typer.Option(min=1, help="Most seconds to search.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the job.")] = 0,
+    run_output: Annotated[str, typer.Option(help="Output folder that the job will write.")] = "output",
+    as_json: Json = False,
+) -> None:
+    """Search the fastest settings with short real trials, and freeze them into a plan."""
+    from autotune.hardware.store import cached_profile
+    from autotune.plan_file import write_plan
+    from autotune.planner import Events, Question, make_plan
+    from autotune.reporting.plan import plan_lines, workload_lines
+    from autotune.terminal import err, out, trial_display
+
+    question = Question(
+        model=model,
+        data=data,
+        output=run_output,
+        resolution_px=resolution,
+        rank=rank,
+        targets=targets,
+        effective_batch_size=batch,
+        quality=_one_of("--quality", quality, ("exact", "high", "compact")),
+        objective=_one_of("--objective", objective, ("throughput", "memory")),
+        num_steps=steps,
+        learning_rate=learning_rate,
+        seed=seed,
+        max_trials=max_trials,
+        search_seconds=search_time,
+    )
+    with err.status("reading the machine") as status:
+        hardware = cached_profile(on_progress=lambda what: status.update(what))
+    with trial_display(max_trials) as display:
+        events = Events(
+            on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
+            on_trial=display.show,
+        )
+        made = make_plan(question, hardware, events)
+    write_plan(output, made)
+    if as_json:
+        typer.echo(made.model_dump_json(indent=1))
+        return
+    out.print("\n".join(plan_lines(made)), markup=False)
+    out.print(f"written to {output}; train it with: autotune train {output}", markup=False)
+
+
+@app.command()
+def check(plan_file: PlanFile, as_json: Json = False) -> None:
+    """Tell whether a plan fits this machine, without training."""
+    from autotune.fit import hardware_misfits
+    from autotune.hardware.probe import probe as read_machine
+    from autotune.plan_file import read_plan
+
+    misfits = hardware_misfits(read_plan(plan_file), read_machine(quick=True))
+    if as_json:
+        typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
+    else:
+        for misfit in misfits:
+            typer.echo(f"does not fit: {misfit}")
+        if not misfits:
+            typer.echo(f"{plan_file} is valid and fits this machine")
+    if misfits:
+        raise typer.Exit(4)
+
+
+@app.command()
+def explain(plan_file: PlanFile, as_json: Json = False) -> None:
+    """Say why each setting was chosen, and what was rejected and why."""
+    from autotune.plan_file import read_plan
+    from autotune.reporting.plan import explain_lines
+
+    chosen = read_plan(plan_file)
+    if as_json:
+        typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
+    else:
+        typer.echo("\n".join(explain_lines(chosen)))
+
+
+@app.command()
+def train(
+    plan_file: PlanFile,
+    model: Annotated[str | None, typer.Option(help="The same architecture from another folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="Another folder of captioned images.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of initial weights, order and noise.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train exactly what a plan says; options override its job."""
+    import platformdirs
+
+    from autotune.plan_file import read_plan, with_job
+    from autotune.quiet import silence_libraries
+
+    chosen = with_job(
+        read_plan(plan_file),
+        model=model,
+        data=data,
+        output=output,
+        num_steps=steps,
+        learning_rate=learning_rate,
+        seed=seed,
+    )
+    silence_libraries()
+    from autotune.hardware.probe import probe as read_machine
+    from autotune.quiet import silence_progress_bars
+    from autotune.reporting.run import report_lines
+    from autotune.terminal import out, training_display
+    from autotune.training.events import Events
+    from autotune.training.run import train as run
+
+    silence_progress_bars()
+    hardware = read_machine(quick=True)
+    cache = platformdirs.user_cache_path("autotune") / "encoded"
+    with training_display() as display:
+        events = Events(on_phase=display.phase, on_encoded=display.encoded, on_step=display.step)
+        report = run(chosen, hardware, cache, events)
+    if as_json:
+        typer.echo(report.model_dump_json(indent=1))
+        return
+    out.print("\n".join(report_lines(report)), markup=False)
+    out.print(f"adapter: {Path(chosen.job.output) / report.adapter}", markup=False)
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("demo"),
+    model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
+) -> None:
+    """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
+    from autotune.quiet import silence_libraries, silence_progress_bars
+
+    silence_libraries()
+    from autotune.demo import make_demo
+    from autotune.terminal import err, out
+
+    with err.status("writing a small pipeline and drawing images"):
+        silence_progress_bars()
+        folder, images = make_demo(output, model)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    out.print(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {folder}, images in {images}", markup=False)
+    plan_file, result = output / "plan.yaml", output / "result"
+    _announce("autotune probe")
+    probe()
+    _announce(f"autotune plan --model {folder} --data {images} --resolution 64 --steps 60 -o {plan_file}")
+    plan(model=str(folder), data=images, output=plan_file, resolution=64, steps=60, run_output=str(result))
+    _announce(f"autotune train {plan_file}")
+    train(plan_file)
+    out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png", markup=False)
+
+
+def _announce(command: str) -> None:
+    from autotune.terminal import out
+
+    out.print(f"\n$ {command}", style="bold", markup=False)
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
+    if value not in known:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
+    return value
+
+
+def main() -> None:
+    """Run the command line and exit with the status that errors.py lists."""
+    try:
+        app()
+    except AutotuneError as error:
+        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
+        sys.exit(error.exit_status)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

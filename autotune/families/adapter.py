@@ -1,0 +1,55 @@
+"""Put a LoRA adapter on a transformer: the same way for training, trials and tracing."""
+
+from typing import TYPE_CHECKING
+
+from autotune.errors import InvalidInput
+from autotune.families.base import Family
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ADAPTER = "default"
+
+
+def add_adapter(
+    family: Family,
+    transformer: "nn.Module",
+    *,
+    rank: int,
+    lora_alpha: float,
+    targets: str,
+    dtype: "torch.dtype",
+    seed: int = 0,
+) -> list["nn.Parameter"]:
+    """Freeze `transformer`, add a LoRA adapter to the named target set, and return its parameters in order.
+
+    The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input into it and keep
+    the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero).
+
+    Raises:
+        InvalidInput: the family has no target set of that name.
+    """
+    import torch
+    from peft import LoraConfig
+
+    if targets not in family.target_sets:
+        known = ", ".join(family.target_sets)
+        raise InvalidInput(f"{family.name} has no target set called {targets!r}", hint=f"choose one of: {known}")
+    modules = family.target_sets[targets]
+    transformer.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer.add_adapter(  # type: ignore[operator]
+            LoraConfig(
+                r=rank,
+                lora_alpha=lora_alpha,
+                init_lora_weights=True,
+                target_modules=modules if isinstance(modules, str) else list(modules),
+            ),
+            adapter_name=ADAPTER,
+        )
+    parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+    return parameters

@@ -1,0 +1,69 @@
+"""Whether a valid plan fits: this machine, this model, this data. Pure; each misfit is one sentence."""
+
+from collections.abc import Mapping
+
+from autotune.knobs.base import Setting
+from autotune.knobs.registry import KNOBS
+from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
+
+KEY_NAMES: Mapping[str, str] = {
+    "device_kind": "kind of device",
+    "compute_capability": "compute capability",
+    "memory_kind": "memory kind",
+    "memory_model": "operating system's memory model",
+    "torch": "torch version",
+    "cuda": "CUDA major version",
+    "torchao": "torchao version",
+    "bitsandbytes": "bitsandbytes version",
+    "trial_protocol": "autotune's trial protocol",
+}
+
+
+def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why the plan cannot be trusted on this machine; empty when it can."""
+    planned = plan.frozen.hardware
+    here = hardware.hard_keys
+    misfits = [
+        f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is {here.get(key) or 'none'}"
+        for key, value in planned.hard_keys.items()
+        if here.get(key) != value
+    ]
+    needed = plan.frozen.expected.peak_memory_bytes + plan.frozen.expected.process_memory_bytes
+    budget = hardware.device.budget_bytes
+    if needed > budget:
+        misfits.append(f"memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB here")
+    return tuple(misfits)
+
+
+def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
+    """Why the plan is not for this model; empty when it is. Names and places don't matter, the architecture does."""
+    planned = plan.frozen.workload.model
+    if planned.architecture == model.architecture:
+        return ()
+    return (f"model: the plan is for the architecture of {planned.name}, {model.name} has another",)
+
+
+def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
+    """Why this data is outside the class that the plan was made for; `setting.workload` describes the data."""
+    planned, actual = plan.frozen.workload, setting.workload
+    misfits = []
+    if _pixels(actual.largest_bucket) > _pixels(planned.largest_bucket):
+        misfits.append(
+            f"data: a bucket of {_size(actual.largest_bucket)} is larger than the planned {_size(planned.largest_bucket)}"
+        )
+    if actual.max_text_tokens > planned.max_text_tokens:
+        misfits.append(
+            f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"
+        )
+    conflicts = (knob.conflict(plan.frozen.settings, setting) for knob in KNOBS)
+    misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
+    return tuple(misfits)
+
+
+def _pixels(bucket: Bucket) -> int:
+    return bucket.width_px * bucket.height_px * bucket.num_frames
+
+
+def _size(bucket: Bucket) -> str:
+    frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
+    return f"{bucket.width_px} x {bucket.height_px} px{frames}"

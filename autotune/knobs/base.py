@@ -1,0 +1,52 @@
+"""What a knob must answer: its choices here, why others are excluded, and how to apply one.
+
+A knob is one field of `Candidate`. Choices and exclusions are pure and import no torch; `apply` imports it inside.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from autotune.families.base import Family
+from autotune.schema import Candidate, Choice, HardwareProfile, Rejected, Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What choices depend on: where, what and on which model."""
+
+    hardware: HardwareProfile
+    family: Family
+    workload: Workload
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The values that may be tried, safest first, and those that may not, with the reason."""
+
+    admitted: tuple[Choice, ...]
+    rejected: tuple[Rejected, ...] = ()
+
+
+class Knob(ABC):
+    """One tunable dimension. Stateless: instances live in the registry."""
+
+    name: ClassVar[str]
+    """The field of `Candidate` it sets."""
+    needs_reload: ClassVar[bool] = False
+    """Whether another value needs the model loaded anew."""
+
+    @abstractmethod
+    def choices(self, setting: Setting) -> Choices:
+        """The values worth trying for this setting. The first admitted one is the least demanding of memory."""
+
+    def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
+        """Why this knob's value cannot go with the candidate's other values; None when it can."""
+        return None
+
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        """Make `transformer` use `choice`; may be called again with another. Nothing for the rest."""
+        return

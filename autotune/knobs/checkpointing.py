@@ -1,0 +1,42 @@
+"""Gradient checkpointing of the first k blocks: memory for time, in steps instead of all or nothing."""
+
+from typing import TYPE_CHECKING, Any
+
+from autotune.families.base import Family
+from autotune.knobs.base import Choices, Knob, Setting
+from autotune.schema import Choice, Rejected
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Checkpointing(Knob):
+    """k of n blocks; never the last one, whose activations are needed at once anyway."""
+
+    name = "checkpointed_blocks"
+
+    def choices(self, setting: Setting) -> Choices:
+        blocks = setting.workload.model.num_blocks
+        most = blocks - 1
+        steps = sorted({round(most * share / 4) for share in range(5)}, reverse=True)
+        dominated = Rejected(
+            choice=blocks,
+            reason=f"checkpointing all {blocks} blocks needs more memory and time than {most}: the last block's "
+            "activations are used at once",
+        )
+        return Choices(admitted=tuple(steps), rejected=(dominated,))
+
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        chosen = {id(block) for block in family.blocks(transformer)[: int(choice)]}
+
+        def run(block: Any, *inputs: Any) -> Any:
+            if id(block) not in chosen:
+                return block(*inputs)
+            return checkpoint(block, *inputs, use_reentrant=False)
+
+        if chosen:
+            transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
+        else:
+            transformer.disable_gradient_checkpointing()  # type: ignore[operator]

@@ -1,0 +1,13 @@
+"""Micro-batch size: images per forward pass. Accumulation fills the user's effective batch, so learning is the same."""
+
+from autotune.knobs.base import Choices, Knob, Setting
+
+
+class MicroBatch(Knob):
+    """Every divisor of the effective batch size."""
+
+    name = "micro_batch_size"
+
+    def choices(self, setting: Setting) -> Choices:
+        effective = setting.workload.effective_batch_size
+        return Choices(admitted=tuple(size for size in range(1, effective + 1) if effective % size == 0))

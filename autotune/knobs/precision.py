@@ -1,0 +1,41 @@
+"""Compute dtype of the transformer and the adapter. Master weights of the adapter are always fp32."""
+
+from typing import TYPE_CHECKING
+
+from autotune.knobs.base import Choices, Knob, Setting
+from autotune.schema import Rejected
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Precision(Knob):
+    """bf16 where the device has it; on CPU fp32, unless bf16 matmuls were measured to be faster."""
+
+    name = "precision"
+    needs_reload = True
+
+    def choices(self, setting: Setting) -> Choices:
+        hardware = setting.hardware
+        if hardware.device.kind != "cpu":
+            gate = hardware.gate("precision.bf16")
+            if gate.available:
+                return Choices(admitted=("bf16",))
+            return Choices(admitted=("fp32",), rejected=(Rejected(choice="bf16", reason=gate.reason),))
+        slower = Rejected(choice="bf16", reason="bf16 matmuls were not measured to be faster than fp32 on this CPU")
+        fastest = {dtype: _fastest_matmul(setting, dtype) for dtype in ("bf16", "fp32")}
+        if fastest["bf16"] > fastest["fp32"]:
+            return Choices(admitted=("bf16", "fp32"))
+        return Choices(admitted=("fp32",), rejected=(slower,))
+
+
+def _fastest_matmul(setting: Setting, dtype: str) -> float:
+    rates = (rate.value for rate in setting.hardware.rates if rate.name.startswith(f"matmul.{dtype}."))
+    return max(rates, default=0.0)
+
+
+def torch_dtype(precision: str) -> "torch.dtype":
+    """The dtype that a precision names."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]

@@ -1,0 +1,65 @@
+"""How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never quantised."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from autotune.families.base import Family
+from autotune.knobs.base import Choices, Knob, Setting
+from autotune.schema import Choice, Quality, Rejected
+
+if TYPE_CHECKING:
+    from torch import nn
+
+QUALITY_OF: dict[str, Quality] = {"none": "exact", "torchao-int8": "high", "torchao-fp8": "high"}
+"""The strictest quality floor that admits each storage."""
+
+STRICTNESS: tuple[Quality, ...] = ("compact", "high", "exact")
+
+
+class Quantization(Knob):
+    """Weight-only storage, dequantised for each matmul, so that gradients flow through the true operation."""
+
+    name = "quantization"
+    needs_reload = True
+
+    def choices(self, setting: Setting) -> Choices:
+        admitted: list[Choice] = []
+        rejected: list[Rejected] = []
+        for name, quality in QUALITY_OF.items():
+            gate = setting.hardware.gate(f"quantization.{name}")
+            if STRICTNESS.index(quality) < STRICTNESS.index(setting.workload.quality):
+                reason = f"the quality floor is {setting.workload.quality}; this needs --quality {quality}"
+                rejected.append(Rejected(choice=name, reason=reason))
+            elif name != "none" and not gate.available:
+                rejected.append(Rejected(choice=name, reason=gate.reason))
+            else:
+                admitted.append(name)
+        admitted.sort(key=lambda name: name == "none")  # the one that needs least memory first
+        return Choices(admitted=tuple(admitted), rejected=tuple(rejected))
+
+
+def quantize_on_arrival(
+    family: Family, transformer: "nn.Module", choice: str
+) -> "Callable[[str, nn.Module], None] | None":
+    """What to do with each module as its weights arrive: quantise the Linears of the repeated blocks, in place.
+
+    One Linear at a time, because quantising needs several times one layer's size for a moment. None for `none`.
+    """
+    from torch import nn
+    from torchao.quantization import quantize_
+
+    if choice == "none":
+        return None
+    inside = {id(layer) for block in family.blocks(transformer) for layer in block.modules()}
+
+    def quantize(name: str, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and id(module) in inside:
+            quantize_(module, _torchao_config(choice))
+
+    return quantize
+
+
+def _torchao_config(choice: str) -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    return {"torchao-int8": Int8WeightOnlyConfig, "torchao-fp8": Float8WeightOnlyConfig}[choice]()

@@ -1,0 +1,10 @@
+"""The knobs that the search turns. Adding one: its file, its field in `Candidate`, and one line here."""
+
+from autotune.knobs.attention import Attention
+from autotune.knobs.base import Knob
+from autotune.knobs.checkpointing import Checkpointing
+from autotune.knobs.micro_batch import MicroBatch
+from autotune.knobs.precision import Precision
+from autotune.knobs.quantization import Quantization
+
+KNOBS: tuple[Knob, ...] = (MicroBatch(), Checkpointing(), Quantization(), Attention(), Precision())

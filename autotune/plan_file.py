@@ -1,0 +1,177 @@
+"""Reads and writes plan files: YAML that people review, parsed as data only, trusted only when whole and unedited.
+
+A file is refused when it is too large, uses tags, anchors or repeated keys, holds unknown keys, comes from a newer
+schema, or when its frozen part does not match its digest. Nothing that a plan names is ever executed.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from autotune.atomic import write_whole
+from autotune.errors import InvalidPlan
+from autotune.schema import PLAN_SCHEMA_VERSION, FrozenPart, Job, TrainingPlan, digest_of
+
+MAX_PLAN_BYTES = 4 << 20
+"""Far above any real plan (a few hundred trials), far below what could hurt."""
+
+MAX_DEPTH = 32
+
+HEADER = """\
+# A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.
+# `frozen` was measured and is covered by `digest`; to change it, run `autotune plan` again.
+"""
+
+PLAN_AGAIN = "make the plan again with `autotune plan`"
+
+
+class _PlanLoader(yaml.SafeLoader):
+    """SafeLoader without the features that a plan never needs: anchors, tags, merge and repeated keys."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.YAMLError("anchors and aliases are not allowed")
+        if getattr(event, "tag", None):
+            raise yaml.YAMLError(f"tags are not allowed: {event.tag}")
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.YAMLError("nested too deeply")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        repeated = {key for key in keys if keys.count(key) > 1}
+        if repeated:
+            raise yaml.YAMLError(f"repeated keys: {', '.join(map(str, sorted(repeated)))}")
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads 1e-4 as text, because it has no dot; people write learning rates just so.
+_PlanLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+class _PlanDumper(yaml.SafeDumper):
+    """Block style for the outline, flow style for lists of numbers, no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
+        flat = all(isinstance(item, int | float) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=flat)
+
+
+def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
+    """A plan whose digest matches its frozen part."""
+    return TrainingPlan(job=job, frozen=frozen, digest=digest_of(frozen))
+
+
+def plan_text(plan: TrainingPlan) -> str:
+    """The plan as YAML: the digest, the job, then the frozen part."""
+    data = plan.model_dump(mode="json")
+    ordered = {"digest": data["digest"], "job": data["job"], "frozen": data["frozen"]}
+    return HEADER + yaml.dump(ordered, Dumper=_PlanDumper, sort_keys=False, width=110, allow_unicode=True)
+
+
+def write_plan(path: Path, plan: TrainingPlan) -> None:
+    """Write the plan whole or not at all."""
+    write_whole(path, plan_text(plan))
+
+
+def read_plan(path: Path) -> TrainingPlan:
+    """Read and validate a plan; says nothing about whether it fits this machine.
+
+    Raises:
+        InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited where it is frozen.
+    """
+    data = _parse(path, _read_text(path))
+    frozen = data.get("frozen")
+    version = frozen.get("schema_version") if isinstance(frozen, dict) else None
+    if isinstance(version, int) and version > PLAN_SCHEMA_VERSION:
+        raise InvalidPlan(
+            f"{path} has plan schema {version}; this autotune knows up to {PLAN_SCHEMA_VERSION}",
+            hint="update autotune: pip install --upgrade lora-autotune",
+        )
+    plan = _validated(path, data)
+    actual = digest_of(plan.frozen)
+    if actual != plan.digest:
+        raise InvalidPlan(
+            f"the frozen part of {path} was edited: it has digest {actual[:15]}..., not {plan.digest[:15]}...",
+            hint=f"undo the edit (only `job` may be changed), or {PLAN_AGAIN}",
+        )
+    return plan
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if not path.is_file():
+            raise InvalidPlan(
+                f"there is no plan at {path}", hint="make one with `autotune plan --model MODEL -o plan.yaml`"
+            )
+        size = path.stat().st_size
+        if size > MAX_PLAN_BYTES:
+            raise InvalidPlan(f"{path} is {size} bytes, too large for a plan", hint=PLAN_AGAIN)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidPlan(f"cannot read {path}: {error}", hint=PLAN_AGAIN) from error
+    if not text.strip():
+        raise InvalidPlan(f"{path} is empty", hint=PLAN_AGAIN)
+    return text
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        data = yaml.load(text, Loader=_PlanLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidPlan(f"{path} is not YAML that a plan may use: {reason}", hint=PLAN_AGAIN) from error
+    if not isinstance(data, dict):
+        raise InvalidPlan(f"{path} holds {type(data).__name__}, not a plan", hint=PLAN_AGAIN)
+    return data
+
+
+def _validated(path: Path, data: dict[str, Any]) -> TrainingPlan:
+    try:
+        return TrainingPlan.model_validate_json(json.dumps(data, allow_nan=False))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise InvalidPlan(
+            f"{path} is not a valid plan: {where}: {first['msg'].lower()}{more}", hint=_mend(where)
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise InvalidPlan(f"{path} is not a valid plan: {error}", hint=PLAN_AGAIN) from error
+
+
+def _mend(where: str) -> str:
+    return "correct it under `job`" if where.startswith("job") else PLAN_AGAIN
+
+
+def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
+    """The same plan for another job; None leaves a value as it is.
+
+    Raises:
+        InvalidPlan: a value is out of range.
+    """
+    changed = {**plan.job.model_dump(), **{key: value for key, value in changes.items() if value is not None}}
+    try:
+        job = Job.model_validate(changed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + str(first["loc"][0]).removeprefix("num_").replace("_", "-")
+        raise InvalidPlan(
+            f"{option}: {first['msg'].lower()}", hint=f"run `autotune train --help` for {option}"
+        ) from error
+    return plan.model_copy(update={"job": job})

@@ -1,0 +1,72 @@
+"""The dataset check as text in 80 columns."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+
+from autotune.training.data.check import MAX_CROP, MAX_ENLARGEMENT, DataReport
+
+WIDTH = 80
+
+TITLES = {
+    "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",
+    "broken": "broken, left out",
+    "tiny": "too small, left out",
+    "duplicate": "duplicates, left out",
+    "control": "without a control image, left out",
+    "short": "clips that are too short, left out",
+    "unsupported": "of a format that is not read, left out",
+    "metadata": "wrong lines in metadata.jsonl",
+}
+
+
+def data_report_lines(report: DataReport) -> list[str]:
+    """Everything that is known about a data folder: verdict first, then shapes, then each file by name."""
+    return [line for text in _texts(report) for line in _wrapped(text)]
+
+
+def _texts(report: DataReport) -> Iterator[str]:
+    yield f"{report.folder}: {report.num_usable} usable image(s)" + (
+        "" if report.can_train else ", cannot be trained on"
+    )
+    if report.num_with_controls:
+        yield f"  {report.num_with_controls} with control images"
+    if report.caption_words:
+        fewest, median, most = report.caption_words
+        yield f"  captions of {fewest} to {most} words, median {median}"
+    if report.buckets:
+        yield ""
+        yield f"Shapes at {report.resolution_px} px"
+    for bucket in report.buckets:
+        frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
+        yield f"  {bucket.width_px:>5} x {bucket.height_px:<5}{frames} {bucket.num_items:>6}"
+    yield from _remarks(report)
+    yield from _problems(report)
+
+
+def _remarks(report: DataReport) -> Iterator[str]:
+    if report.num_enlarged:
+        yield f"  {report.num_enlarged} scaled up more than {MAX_ENLARGEMENT}x: use larger originals or less resolution"
+    if report.num_cropped:
+        yield f"  {report.num_cropped} lose more than {MAX_CROP:.0%} of their area to the crop"
+    if report.num_unverified:
+        yield f"  {report.num_unverified} not decoded for lack of time: damage shows when they are encoded"
+
+
+def _problems(report: DataReport) -> Iterator[str]:
+    counts = Counter(problem.kind for problem in report.problems)
+    for kind, title in TITLES.items():
+        of_kind = [problem for problem in report.problems if problem.kind == kind]
+        if of_kind:
+            yield ""
+            yield f"{counts[of_kind[0].kind]} {title}"
+        yield from (f"  {problem.file}: {problem.message}" for problem in of_kind)
+
+
+def _wrapped(text: str) -> list[str]:
+    """At most `WIDTH` columns, and nothing that a file name could smuggle into a terminal."""
+    printable = "".join(character if character.isprintable() else "?" for character in text)
+    indent = len(printable) - len(printable.lstrip())
+    return textwrap.wrap(
+        printable, WIDTH, subsequent_indent=" " * (indent + 2), drop_whitespace=True, replace_whitespace=False
+    ) or [""]

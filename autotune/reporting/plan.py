@@ -1,0 +1,87 @@
+"""A plan and its trials as text for a terminal of 80 columns."""
+
+from collections.abc import Sequence
+
+from autotune.reporting.text import memory_text, seconds_text
+from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
+
+TRIAL_HEADER = (
+    f"{'#':>2}  {'batch':>5} {'ckpt':>4}  {'weights':<13} {'attention':<17} {'s/step':>7} {'memory':>9}  outcome"
+)
+
+
+def trial_row(number: int, result: TrialResult) -> str:
+    """One line per trial, aligned under TRIAL_HEADER."""
+    candidate = result.candidate
+    seconds = result.median_step_seconds
+    time = "-" if seconds is None else f"{seconds:.3f}"
+    return (
+        f"{number:>2}  {candidate.micro_batch_size:>5} {candidate.checkpointed_blocks:>4}  "
+        f"{candidate.quantization:<13} {candidate.attention:<17} {time:>7} "
+        f"{memory_text(result.peak_memory_bytes):>9}  {result.outcome}"
+    )
+
+
+def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
+    """What is planned for, before the first trial."""
+    model = workload.model
+    sizes = ", ".join(f"{b.width_px}x{b.height_px} ({b.num_items})" for b in workload.buckets)
+    return [
+        f"model     {model.name} ({model.family}, {model.num_parameters / 1e6:,.1f}M parameters)",
+        f"data      {sum(b.num_items for b in workload.buckets)} images: {sizes}; "
+        f"captions up to {workload.max_text_tokens} tokens",
+        f"learning  rank {workload.rank}, effective batch {workload.effective_batch_size}",
+        f"search    {num_candidates} candidates",
+    ]
+
+
+def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
+    """The chosen settings, one per line."""
+    accumulation = workload.effective_batch_size // settings.micro_batch_size
+    return [
+        f"micro-batch    {settings.micro_batch_size} (x {accumulation} accumulated)",
+        f"checkpointing  {settings.checkpointed_blocks} of {workload.model.num_blocks} blocks",
+        f"base weights   {settings.quantization}",
+        f"attention      {settings.attention}",
+        f"precision      {settings.precision}",
+    ]
+
+
+def plan_lines(plan: TrainingPlan) -> list[str]:
+    """The answer in a few lines: settings, speed, memory, total time."""
+    expected, job = plan.frozen.expected, plan.job
+    return [
+        *settings_lines(plan.frozen.settings, plan.frozen.workload),
+        f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
+        f" ({expected.evidence})",
+        f"memory         {memory_text(expected.peak_memory_bytes)} at the peak of a step",
+        f"the job        {job.num_steps} steps in about {seconds_text(job.num_steps * expected.step_seconds)}",
+        f"the search     {len(plan.frozen.trials)} trials in {seconds_text(plan.frozen.search_seconds)}"
+        f"{_gain(plan.frozen.trials, plan)}",
+    ]
+
+
+def _gain(trials: Sequence[TrialResult], plan: TrainingPlan) -> str:
+    slowest = max((t.median_step_seconds or 0.0 for t in trials if t.outcome == "ok"), default=0.0)
+    ratio = slowest / plan.frozen.expected.step_seconds
+    return f"; {ratio:.1f}x the speed of the slowest that ran" if ratio > 1.05 else ""
+
+
+def explain_lines(plan: TrainingPlan) -> list[str]:
+    """Why each setting was chosen and what was rejected, with the reason."""
+    lines = []
+    for reason in plan.frozen.reasons:
+        lines.append(f"{reason.knob} = {reason.chosen}: {reason.why}")
+        lines += [f"    not {rejected.choice}: {rejected.reason}" for rejected in reason.rejected]
+    lines.append("")
+    lines.append("trials")
+    lines.append(TRIAL_HEADER)
+    for number, trial in enumerate(plan.frozen.trials, 1):
+        lines.append(trial_row(number, trial))
+        if trial.message:
+            lines.append(f"      {trial.message}")
+    if plan.frozen.fallbacks:
+        lines.append("")
+        lines.append("where memory is shorter than planned, in this order")
+        lines += [f"    {candidate.label()}" for candidate in plan.frozen.fallbacks]
+    return lines

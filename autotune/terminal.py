@@ -1,0 +1,95 @@
+"""What the commands show while they work: bars and rows on stderr, data on stdout, colour only where it is wanted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from autotune.reporting.plan import TRIAL_HEADER, trial_row
+from autotune.reporting.text import memory_text
+from autotune.schema import TrialResult
+from autotune.training.events import StepEvent
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(compact=True),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
+
+
+class TrialDisplay:
+    """A table that grows by a row per finished trial, above a bar."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self.progress, self.task, self.count = progress, task, 0
+
+    def show(self, result: TrialResult) -> None:
+        """Add the row of a finished trial."""
+        if not self.count:
+            self.progress.console.print(TRIAL_HEADER, style="bold")
+        self.count += 1
+        style = None if result.outcome == "ok" else "yellow"
+        self.progress.console.print(trial_row(self.count, result), style=style)
+        if result.message:
+            self.progress.console.print(f"    {result.message}", style="dim")
+        self.progress.update(self.task, completed=self.count)
+
+
+@contextmanager
+def trial_display(max_trials: int) -> Iterator[TrialDisplay]:
+    """Show trials as they finish."""
+    with _bar() as progress:
+        yield TrialDisplay(progress, progress.add_task("trials", total=max_trials, note=""))
+
+
+class TrainingDisplay:
+    """One bar per phase: encoding, then steps with loss, time and memory."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.task: TaskID | None = None
+
+    def phase(self, name: str) -> None:
+        """Announce what is done next."""
+        self._end()
+        self.progress.console.print(name, style="dim")
+
+    def encoded(self, done: int, total: int) -> None:
+        """Move the bar of the encoding phase."""
+        self._update("encoding", done, total, "")
+
+    def step(self, event: StepEvent) -> None:
+        """Move the bar of the training phase; off a terminal, print a line now and then."""
+        note = f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {memory_text(event.memory_bytes)}"
+        self._update("training", event.step, event.num_steps, note)
+        every = max(1, event.num_steps // 10)
+        if self.progress.disable and (event.step % every == 0 or event.step == event.num_steps):
+            self.progress.console.print(f"step {event.step}/{event.num_steps}  {note}")
+
+    def _update(self, name: str, done: int, total: int, note: str) -> None:
+        if self.task is None:
+            self.task = self.progress.add_task(name, total=total, note=note)
+        self.progress.update(self.task, completed=done, note=note)
+
+    def _end(self) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = None
+
+
+@contextmanager
+def training_display() -> Iterator[TrainingDisplay]:
+    """Show a training run."""
+    with _bar() as progress:
+        yield TrainingDisplay(progress)

@@ -1,0 +1,293 @@
+"""Reads a folder of captioned images (or clips of frames, or edit pairs) and names every file that is no good.
+
+read_dataset     for training: raises where captions are missing or nothing usable is left
+scan_dataset     for the check before it: never raises for the content of a file
+"""
+
+import hashlib
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from autotune.errors import InvalidInput
+from autotune.training.data.captions import (
+    METADATA,
+    UnreadableCaption,
+    complete_caption,
+    read_caption,
+    read_metadata,
+)
+from autotune.training.data.files import Controls, Found, find_items, find_unsupported
+from autotune.training.data.pixels import read_size
+
+MIN_SIDE_PX = 32
+"""Smaller images teach nothing at any resolution that these models are trained at."""
+
+VERIFY_SECONDS = 120.0
+"""How long images are decoded to prove them whole; those left over are still caught when they are encoded."""
+
+ProblemKind = Literal["broken", "tiny", "duplicate", "captionless", "control", "metadata", "unsupported", "short"]
+OnProgress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One file that is left out or needs attention."""
+
+    file: str
+    """Path below the data folder."""
+    kind: ProblemKind
+    message: str
+
+
+@dataclass(frozen=True)
+class Item:
+    """One training image, or one clip whose frames lie in a folder."""
+
+    path: Path
+    caption: str
+    width_px: int
+    height_px: int
+    control_paths: tuple[Path, ...] = ()
+    repeats: int = 1
+    """How often it is seen per epoch."""
+    frame_paths: tuple[Path, ...] = ()
+    """The frames of a clip in order; empty for an image."""
+
+    @property
+    def num_frames(self) -> int:
+        """1 for an image."""
+        return len(self.pixel_paths)
+
+    @property
+    def pixel_paths(self) -> tuple[Path, ...]:
+        """The files that hold its pixels, in order."""
+        return self.frame_paths or (self.path,)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The usable items in the order of their names, and what is wrong with the rest."""
+
+    items: tuple[Item, ...]
+    problems: tuple[Problem, ...]
+    num_unverified: int = 0
+    """Items whose pixels were not decoded because time ran out."""
+
+    def summary(self) -> str:
+        """Counts of the problems in one line, empty without any."""
+        counts = Counter(problem.kind for problem in self.problems)
+        return ", ".join(f"{number} {kind}" for kind, number in counts.items())
+
+
+def read_dataset(
+    folder: Path,
+    *,
+    caption: str | None = None,
+    trigger: str | None = None,
+    control: Path | None = None,
+    repeats: int = 1,
+    num_frames: int = 1,
+    verify_seconds: float = VERIFY_SECONDS,
+    on_progress: OnProgress | None = None,
+) -> Dataset:
+    """The usable part of a data folder; files that are no good are left out and named in `problems`.
+
+    Args:
+        folder: images with same-stem `.txt` captions or a `metadata.jsonl`; subfolders are read too.
+        caption: for images that have none.
+        trigger: word put in front of every caption that lacks it.
+        control: folder of control images for editing, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ...
+        repeats: how often each image is seen per epoch.
+        num_frames: above 1, each subfolder is a clip of which the first `num_frames` images are taken.
+        verify_seconds: time to decode images in, to prove them whole.
+        on_progress: called with (done, total) items.
+
+    Raises:
+        InvalidInput: no such folder, images without captions, or nothing usable.
+    """
+    dataset = scan_dataset(
+        folder,
+        caption=caption,
+        trigger=trigger,
+        control=control,
+        repeats=repeats,
+        num_frames=num_frames,
+        verify_seconds=verify_seconds,
+        on_progress=on_progress,
+    )
+    captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
+    if captionless:
+        named = ", ".join(captionless[:3]) + (", ..." if len(captionless) > 3 else "")
+        raise InvalidInput(
+            f"{len(captionless)} image(s) in {folder} have no caption: {named}",
+            hint="write NAME.txt beside each, or give --caption TEXT or --trigger WORD",
+        )
+    if not dataset.items:
+        raise InvalidInput(
+            f"no usable image in {folder}" + (f": {dataset.summary()}" if dataset.problems else ""),
+            hint=f"put png, jpeg or webp files there; `autotune data check {folder}` names what is wrong",
+        )
+    return dataset
+
+
+def scan_dataset(
+    folder: Path,
+    *,
+    caption: str | None = None,
+    trigger: str | None = None,
+    control: Path | None = None,
+    repeats: int = 1,
+    num_frames: int = 1,
+    verify_seconds: float = VERIFY_SECONDS,
+    on_progress: OnProgress | None = None,
+) -> Dataset:
+    """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
+
+    Raises:
+        InvalidInput: a folder does not exist, or `repeats` or `num_frames` is not positive.
+    """
+    _require_folder(folder, "data")
+    if control is not None:
+        _require_folder(control, "control")
+    if repeats < 1 or num_frames < 1:
+        raise InvalidInput("repeats and frames must be at least 1", hint="leave the option out")
+    found = find_items(folder, clips=num_frames > 1, without=control)
+    metadata, complaints = read_metadata(folder)
+    problems = [Problem(METADATA, "metadata", complaint) for complaint in complaints]
+    names = {one.name for one in found}
+    problems += [Problem(METADATA, "metadata", f"no image {name}") for name in metadata if name not in names]
+    problems += [
+        Problem(name, "unsupported", "its format is not read: convert it to png, jpeg or webp")
+        for name in find_unsupported(folder, without=control)
+    ]
+    reader = _Reader(metadata, caption, trigger, Controls(control) if control else None, repeats, num_frames)
+    reader.deadline = time.monotonic() + verify_seconds
+    items: list[tuple[str, Item]] = []
+    for one, result in zip(found, _inspect_all(reader, found, on_progress), strict=True):
+        if isinstance(result, Item):
+            items.append((one.name, result))
+        else:
+            problems.append(result)
+    unique, duplicates = _drop_duplicates(items)
+    return Dataset(unique, (*problems, *duplicates), reader.num_unverified)
+
+
+def _require_folder(folder: Path, what: str) -> None:
+    if not folder.is_dir():
+        raise InvalidInput(f"there is no {what} folder {folder}", hint="check the path")
+
+
+def _inspect_all(
+    reader: "_Reader", found: tuple[Found, ...], on_progress: OnProgress | None
+) -> Iterator[Item | Problem]:
+    """In order. Threads, because Pillow decodes without holding the interpreter's lock."""
+    pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+    try:
+        for done, result in enumerate(pool.map(reader.inspect, found), start=1):
+            if on_progress:
+                on_progress(done, len(found))
+            yield result
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Skip(Exception):
+    """Carries why an item is left out."""
+
+    def __init__(self, kind: ProblemKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+@dataclass
+class _Reader:
+    """Makes items of what was found."""
+
+    metadata: Mapping[str, str]
+    caption: str | None
+    trigger: str | None
+    controls: Controls | None
+    repeats: int
+    num_frames: int
+    deadline: float = 0.0
+    num_unverified: int = 0
+
+    def inspect(self, found: Found) -> Item | Problem:
+        try:
+            return self._item(found)
+        except _Skip as skip:
+            return Problem(found.name, skip.kind, skip.message)
+
+    def _item(self, found: Found) -> Item:
+        is_clip = found.frame_paths != (found.path,)
+        if is_clip and len(found.frame_paths) < self.num_frames:
+            raise _Skip("short", f"has {len(found.frame_paths)} frames, {self.num_frames} are needed")
+        frames = found.frame_paths[: self.num_frames]
+        controls = self.controls.of(found) if self.controls else ()
+        if self.controls and not controls:
+            raise _Skip("control", f"has no control image in {self.controls.folder}")
+        decode = time.monotonic() < self.deadline
+        self.num_unverified += not decode
+        sizes = [self._size(path, decode) for path in (*frames, *controls)]
+        return Item(
+            path=found.path,
+            caption=self._caption(found),
+            width_px=sizes[0][0],
+            height_px=sizes[0][1],
+            control_paths=controls,
+            repeats=self.repeats,
+            frame_paths=frames if is_clip else (),
+        )
+
+    def _size(self, path: Path, decode: bool) -> tuple[int, int]:
+        try:
+            width, height = read_size(path, decode=decode)
+        except Exception as error:  # decoders raise anything for damaged files
+            raise _Skip("broken", f"{path.name} cannot be decoded: {error}".replace(f" '{path}'", "")) from error
+        if min(width, height) < MIN_SIDE_PX:
+            raise _Skip("tiny", f"{path.name} is {width} x {height} px, under {MIN_SIDE_PX} px")
+        return width, height
+
+    def _caption(self, found: Found) -> str:
+        try:
+            own = read_caption(found, self.metadata)
+        except UnreadableCaption as error:
+            raise _Skip("broken", str(error)) from error
+        text = complete_caption(own, caption=self.caption, trigger=self.trigger)
+        if not text:
+            raise _Skip("captionless", "has no caption")
+        return text
+
+
+def _drop_duplicates(items: list[tuple[str, Item]]) -> tuple[tuple[Item, ...], tuple[Problem, ...]]:
+    """Keep the first of items whose files (controls too) have equal bytes."""
+    by_sizes: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, (_, item) in enumerate(items):
+        by_sizes[tuple(path.stat().st_size for path in _files_of(item))].append(index)
+    first: dict[tuple[str, ...], str] = {}
+    problems: dict[int, Problem] = {}
+    for index in sorted(index for group in by_sizes.values() if len(group) > 1 for index in group):
+        name, item = items[index]
+        original = first.setdefault(tuple(file_digest(path) for path in _files_of(item)), name)
+        if original != name:
+            problems[index] = Problem(name, "duplicate", f"the same image as {original}: use repeats to weigh it")
+    kept = tuple(item for index, (_, item) in enumerate(items) if index not in problems)
+    return kept, tuple(problems.values())
+
+
+def _files_of(item: Item) -> Iterable[Path]:
+    return (*item.pixel_paths, *item.control_paths)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,222 @@
+"""Encodes a dataset once: captions with the text encoder, pixels with the VAE, both kept in the cache.
+
+What is cached is found by its content, so a changed image is encoded again alone, and the pipeline is loaded only
+when something is missing.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autotune.errors import InvalidInput
+from autotune.families.base import Family, Sample
+from autotune.schema import Bucket
+from autotune.training.data.buckets import assign_buckets
+from autotune.training.data.cache import Cache, Tensors
+from autotune.training.data.dataset import Dataset, Item, OnProgress, Problem
+from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.identity import Identity
+from autotune.training.data.pixels import open_pixels
+from autotune.training.data.recipes import Latents, Prompt, Recipe, prompt_of, recipe_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T", Prompt, Latents)
+
+MEMORY_BYTES = 512 * 1024**2
+"""Encoded tensors up to this size stay in memory; what is beyond is read from the cache for each batch."""
+
+
+def encode_dataset(
+    family: Family,
+    load_pipeline: Callable[[], Any],
+    dataset: Dataset,
+    buckets: Sequence[Bucket],
+    cache: Cache,
+    *,
+    identity: Identity,
+    caption_dropout: float = 0.0,
+    extra_captions: Sequence[str] = (),
+    release: bool = True,
+    memory_bytes: int = MEMORY_BYTES,
+    on_progress: OnProgress | None = None,
+) -> EncodedDataset:
+    """Encode what the cache lacks, and give access to all.
+
+    An item with an unreadable file is left out and named in the result's `problems`.
+
+    Args:
+        family: how captions and pixels are encoded.
+        load_pipeline: called at most once, and only when something is missing. Its `text_encoder*` and `vae` sit on
+            the device that encodes.
+        dataset: what to encode.
+        buckets: the shapes images are brought into, as `make_buckets` gives them or as a plan fixes them. Control
+            images take the shape of the image they belong to.
+        cache: where entries are kept.
+        identity: what encodes; entries of another identity are never used.
+        caption_dropout: above 0, the empty caption is encoded too.
+        extra_captions: encoded without control images and cached as well, e.g. for previews.
+        release: drop text encoders as soon as captions are done, and the VAE at the end. Without it the caller keeps
+            the pipeline as it was loaded.
+        memory_bytes: encoded tensors up to this size stay in memory.
+        on_progress: called with (done, total) entries; those found in the cache count as done.
+
+    Raises:
+        AutotuneError: the disk is full; what is cached so far is kept.
+        InvalidInput: no image could be read, or the family takes no control images and the data has some.
+    """
+    assigned = assign_buckets(dataset, buckets)
+    recipes: dict[int, Recipe] = {}
+    problems: dict[int, Problem] = {}
+    for index, item in enumerate(dataset.items):
+        try:
+            recipes[index] = recipe_of(item, buckets[assigned[index]], identity, with_empty=caption_dropout > 0)
+        except OSError as error:
+            problems[index] = _broken(item, f"cannot be read: {error.strerror}")
+    extra = {caption: prompt_of(caption, (), None, identity) for caption in extra_captions}
+    prompts = {prompt.key: prompt for recipe in recipes.values() for prompt in recipe.prompts}
+    prompts |= {prompt.key: prompt for prompt in extra.values()}
+    latents = {one.key: one for recipe in recipes.values() for _, one in recipe.latents}
+    cache.remove_stale()
+    store = _Store(cache, memory_bytes, len(prompts) + len(latents), on_progress)
+    failed = _complete(family, load_pipeline, store, prompts.values(), latents.values(), release=release)
+    for index, recipe in recipes.items():
+        if bad := recipe.keys & failed.keys():
+            problems[index] = _broken(dataset.items[index], failed[min(bad)])
+    usable = [index for index in recipes if index not in problems]
+    if not usable:
+        raise InvalidInput(
+            f"none of {len(dataset.items)} images could be read: {next(iter(problems.values())).message}",
+            hint="`autotune data check DIR` names what is wrong",
+        )
+    in_use = {key for index in usable for key in recipes[index].keys}
+    cache.evict(keep=in_use | {prompt.key for prompt in extra.values()})
+    return EncodedDataset(
+        items=tuple(dataset.items[index] for index in usable),
+        buckets=tuple(buckets),
+        bucket_indices=tuple(assigned[index] for index in usable),
+        problems=tuple(problems[index] for index in sorted(problems)),
+        recipes=tuple(recipes[index] for index in usable),
+        extra_prompts={caption: prompt.key for caption, prompt in extra.items()},
+        cache=cache,
+        in_memory=store.in_memory,
+    )
+
+
+def _broken(item: Item, message: str) -> Problem:
+    return Problem(item.path.name, "broken", message)
+
+
+def _complete(
+    family: Family,
+    load_pipeline: Callable[[], Any],
+    store: "_Store",
+    prompts: Iterable[Prompt],
+    latents: Iterable[Latents],
+    *,
+    release: bool,
+) -> dict[str, str]:
+    """Find or make every entry; why those failed whose files are damaged, by key."""
+    missing_prompts = [prompt for prompt in prompts if not store.load(prompt.key)]
+    missing_latents = [one for one in latents if not store.load(one.key)]
+    failed: dict[str, str] = {}
+    if missing_prompts or missing_latents:
+        pipeline = load_pipeline()
+        failed |= _encode_each(missing_prompts, lambda one: _encode_prompt(family, pipeline, one), store)
+        if release:
+            _release(pipeline, "text_encoder")
+        failed |= _encode_each(missing_latents, lambda one: _encode_latents(family, pipeline, one), store)
+        if release:
+            _release(pipeline, "vae")
+    return failed
+
+
+class _Unreadable(Exception):
+    """A file that an entry is made from cannot be decoded."""
+
+
+def _encode_each(wanted: Sequence[T], encode: Callable[[T], Sample], store: "_Store") -> dict[str, str]:
+    """Encode and store each; why those failed whose files are damaged, by key."""
+    import torch
+
+    failed: dict[str, str] = {}
+    for number, one in enumerate(wanted, start=1):
+        try:
+            with torch.no_grad():
+                encoded = encode(one)
+        except _Unreadable as error:
+            failed[one.key] = str(error)
+            store.advance()
+        else:
+            store.add(one.key, encoded, num_left=len(wanted) - number)
+    return failed
+
+
+def _encode_prompt(family: Family, pipeline: Any, prompt: Prompt) -> Sample:
+    if prompt.bucket is None:
+        return family.encode_captions(pipeline, [prompt.caption])[0]
+    controls = [_open((path,), prompt.bucket) for path in prompt.control_paths]
+    return family.encode_edits(pipeline, [prompt.caption], [controls])[0]
+
+
+def _encode_latents(family: Family, pipeline: Any, latents: Latents) -> Sample:
+    pixels = _open(latents.paths, latents.bucket)
+    return {"latents": family.encode_pixels(pipeline, pixels.to(pipeline.vae.device))}
+
+
+def _open(paths: Sequence[Path], bucket: Bucket) -> "Tensor":
+    try:
+        return open_pixels(paths, bucket.width_px, bucket.height_px)
+    except Exception as error:  # decoders raise anything for damaged files
+        raise _Unreadable(f"cannot be decoded: {error}") from error
+
+
+class _Store:
+    """Finds and adds entries, counts them as progress, and keeps the first `memory_bytes` of them in memory."""
+
+    def __init__(self, cache: Cache, memory_bytes: int, num_entries: int, on_progress: OnProgress | None) -> None:
+        self.in_memory: dict[str, Tensors] = {}
+        self._cache = cache
+        self._free_bytes = memory_bytes
+        self._num_entries = num_entries
+        self._done = 0
+        self._on_progress = on_progress
+
+    def load(self, key: str) -> bool:
+        """Whether the cache holds an undamaged entry."""
+        tensors = self._cache.read(key)
+        if tensors is not None:
+            self._keep(key, tensors)
+        return tensors is not None
+
+    def add(self, key: str, tensors: Mapping[str, "Tensor"], *, num_left: int) -> None:
+        """Store a new entry; `num_left` more of its kind are to come."""
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        self._cache.require_space(self._cache.write(key, plain) * num_left)
+        self._keep(key, plain)
+
+    def _keep(self, key: str, tensors: Tensors) -> None:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size <= self._free_bytes:
+            self.in_memory[key] = tensors
+            self._free_bytes -= size
+        self.advance()
+
+    def advance(self) -> None:
+        """Count one entry as done."""
+        self._done += 1
+        if self._on_progress:
+            self._on_progress(self._done, self._num_entries)
+
+
+def _release(pipeline: Any, prefix: str) -> None:
+    """Let go of the components whose names begin with `prefix`, and give their device memory back."""
+    import torch
+
+    for name in [name for name in pipeline.components if name.startswith(prefix)]:
+        setattr(pipeline, name, None)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

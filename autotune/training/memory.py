@@ -1,0 +1,87 @@
+"""Measures the peak memory of a stretch of work, by the device's own allocator."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from autotune.training.step import AdapterOptimizer
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`, looking inside quantised ones."""
+    seen: dict[int, int] = {}
+    pending = list(tensors)
+    while pending:
+        tensor = pending.pop()
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            pending.extend(getattr(tensor, name) for name in names)
+        else:
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def peak_memory_bytes(device: torch.device, live: Iterable[torch.Tensor], work: Callable[[], Any]) -> int:
+    """Run `work` and return the peak of allocated bytes on `device`, with `live` counted in.
+
+    On CUDA the caching allocator keeps count by itself. On CPU the profiler's allocation events are added up on top of
+    what is live already; that slows the work down, so don't time it.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    base = tensor_bytes(live)
+    if device.type != "cpu":
+        work()
+        return max(base, torch.mps.current_allocated_memory())
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _stderr_to_null(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    current = peak = 0
+    events = profile.profiler.kineto_results.events() if profile.profiler else []
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
+    return base + peak
+
+
+@contextlib.contextmanager
+def _stderr_to_null() -> Iterator[None]:
+    """Kineto writes to file descriptor 2 whatever one sets; keep it off the user's terminal."""
+    saved = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[torch.Tensor]:
+    """What stays on the device between steps: weights, master weights and the optimizer's moments."""
+    states = [value for state in optimizer.adamw.state.values() for value in state.values()]
+    return [*transformer.parameters(), *transformer.buffers(), *optimizer.masters, *states]
+
+
+def host_memory_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What this process holds on `device` now; on CPU its resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.current_allocated_memory()
+    return host_memory_bytes()

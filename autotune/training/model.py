@@ -1,0 +1,91 @@
+"""Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter on it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.families.adapter import add_adapter
+from autotune.families.base import Family
+from autotune.families.resolve import ResolvedModel
+from autotune.knobs.precision import torch_dtype
+from autotune.knobs.quantization import quantize_on_arrival
+from autotune.knobs.registry import KNOBS
+from autotune.schema import Candidate, Workload
+from autotune.weights.building import build_empty, dtype_of_from_pretrained
+from autotune.weights.sources import open_source, weights_in
+from autotune.weights.streaming import fill_random, load_into
+
+
+@dataclass
+class TrainingModel:
+    """A transformer with an adapter, ready for `optimizer_step`."""
+
+    family: Family
+    transformer: nn.Module
+    adapter: list[nn.Parameter]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_model(
+    model: ResolvedModel, workload: Workload, settings: Candidate, device: torch.device, seed: int
+) -> TrainingModel:
+    """Load the transformer, quantise it, add the adapter, and apply all other settings.
+
+    Raises:
+        BadWeights: files are missing, damaged or of another model.
+    """
+    dtype = torch_dtype(settings.precision)
+    transformer = _load_transformer(model, settings, dtype, device)
+    adapter = add_adapter(
+        model.family,
+        transformer,
+        rank=workload.rank,
+        lora_alpha=workload.lora_alpha,
+        targets=workload.targets,
+        dtype=dtype,
+        seed=seed,
+    )
+    loaded = TrainingModel(model.family, transformer, adapter, device, dtype)
+    apply_settings(loaded, settings)
+    return loaded
+
+
+def apply_settings(model: TrainingModel, settings: Candidate) -> None:
+    """Apply the settings that need no reload; may be called again with others."""
+    for knob in KNOBS:
+        if not knob.needs_reload:
+            knob.apply(model.transformer, model.family, getattr(settings, knob.name))
+
+
+def _load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Stream the weights in and quantise each layer as it arrives, so that loading never needs much more than the end.
+
+    Without files the architecture gets random weights: enough for a trial, which measures memory and time.
+    """
+    family = model.family
+    transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
+    policy = dtype_of_from_pretrained(transformer, dtype)
+    transform = quantize_on_arrival(family, transformer, settings.quantization)
+    if model.folder is None:
+        fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
+    else:
+        source = open_source(weights_in(model.folder / "transformer"))
+        load_into(transformer, source, device=str(device), dtype_policy=policy, transform=transform)
+    return transformer.eval()
+
+
+def synthetic_samples(model: ResolvedModel, workload: Workload, count: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Random samples in the largest shapes of the workload: what a trial trains on."""
+    shapes = model.family.sample_shapes(model.config, workload.largest_bucket, workload.max_text_tokens)
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        for _ in range(count)
+    ]
+    if workload.text_padding == "masked":  # uneven lengths, so that batches carry the mask that training's will
+        for sample in samples[1::2]:
+            sample["prompt_embeds"] = sample["prompt_embeds"][:-1]
+    return samples

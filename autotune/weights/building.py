@@ -1,0 +1,71 @@
+"""Build a model without weights, and say which dtypes its weights shall have."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Model = TypeVar("Model", bound="nn.Module")
+
+DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]
+"""The dtype that a tensor should have in the model, from its name and its dtype as stored."""
+
+
+def build_empty(factory: Callable[[], Model], *, dtype: "torch.dtype | None" = None) -> Model:
+    """What `factory` builds, with every parameter on the meta device and everything else real.
+
+    Buffers and tensors kept as plain attributes (rotary tables) are computed by constructors and are in no file, so
+    they must be real from the beginning. `dtype` is the default dtype while building, as in `from_pretrained`.
+    """
+    import torch
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    previous = torch.get_default_dtype()
+    handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]  # torch's annotation forgets the result
+    try:
+        torch.set_default_dtype(dtype or previous)
+        return factory()
+    finally:
+        torch.set_default_dtype(previous)
+        handle.remove()
+
+
+def _on_meta(_module: "nn.Module", _name: str, parameter: "nn.Parameter | None") -> "nn.Parameter | None":
+    from torch import nn
+
+    if parameter is None or parameter.is_meta:  # a tied parameter must stay the same object
+        return None
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+def dtype_of_from_pretrained(model: "nn.Module", dtype: "torch.dtype") -> DtypePolicy:
+    """Real numbers become `dtype`, except where the model's class keeps float32; whole numbers stay.
+
+    diffusers keeps `_keep_in_fp32_modules` always; transformers keeps those for float16 only, and the strict ones for
+    bfloat16 too.
+    """
+    import torch
+
+    kept: set[str] = set(_names(model, "_keep_in_fp32_modules"))
+    if hasattr(model, "_keep_in_fp32_modules_strict"):
+        kept = kept if dtype == torch.float16 else set()
+        kept |= set(_names(model, "_keep_in_fp32_modules_strict"))
+
+    def policy(name: str, stored: torch.dtype) -> torch.dtype:
+        if not stored.is_floating_point:
+            return stored
+        return torch.float32 if kept.intersection(name.split(".")) else dtype
+
+    return policy
+
+
+def _names(model: "nn.Module", attribute: str) -> Iterable[str]:
+    names: Iterable[str] | None = getattr(model, attribute, None)
+    return names or ()
+
+
+def as_stored(name: str, stored: "torch.dtype") -> "torch.dtype":
+    """The policy that converts nothing."""
+    return stored

@@ -1,0 +1,86 @@
+"""What is in a safetensors file: tensors, metadata, and how many values are not finite. Reads a tensor at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from autotune.schema import Frozen, NaturalInt
+from autotune.weights.files import TensorEntry, WeightFile, read_file
+from autotune.weights.loaders import read_tensor
+
+PIECE_ELEMENTS = 1 << 22
+"""Values that are checked at a time, so that widening fp8 to check it takes little memory."""
+
+
+class TensorSummary(Frozen):
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """The format's name, e.g. `BF16`."""
+    shape: tuple[int, ...]
+    size_bytes: int = NaturalInt
+    num_nan: int | None = None
+    """None where values were not looked at."""
+    num_inf: int | None = None
+
+
+class FileSummary(Frozen):
+    """A safetensors file."""
+
+    name: str
+    """File name without its folder."""
+    size_bytes: int = NaturalInt
+    metadata: dict[str, str]
+    tensors: tuple[TensorSummary, ...]
+
+    @property
+    def num_nonfinite(self) -> int | None:
+        """NaN and infinite values of all tensors, None where none was looked at."""
+        counts = [
+            (tensor.num_nan or 0) + (tensor.num_inf or 0) for tensor in self.tensors if tensor.num_nan is not None
+        ]
+        return sum(counts) if counts or not self.tensors else None
+
+
+def inspect_file(
+    path: Path, *, values: bool = True, on_progress: Callable[[int, int], None] | None = None
+) -> FileSummary:
+    """Describe one file; without `values` only its header is read, which takes no time at any size.
+
+    Memory: one tensor. Raises what `files.read_file` raises.
+    """
+    file = read_file(path)
+    total, done, summaries = sum(entry.size_bytes for entry in file.entries), 0, []
+    for entry in file.entries:
+        num_nan, num_inf = _count(file, entry) if values else (None, None)
+        summaries.append(
+            TensorSummary(
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                size_bytes=entry.size_bytes,
+                num_nan=num_nan,
+                num_inf=num_inf,
+            )
+        )
+        done += entry.size_bytes
+        if on_progress:
+            on_progress(done, total)
+    return FileSummary(
+        name=path.name, size_bytes=file.size_bytes, metadata=dict(file.metadata), tensors=tuple(summaries)
+    )
+
+
+def _count(file: WeightFile, entry: TensorEntry) -> tuple[int, int]:
+    import torch
+
+    if not (entry.torch_dtype.is_floating_point or entry.torch_dtype.is_complex):
+        return 0, 0
+    num_nan = num_inf = 0
+    values = read_tensor(file, entry).view(-1)
+    for first in range(0, len(values), PIECE_ELEMENTS):
+        piece = values[first : first + PIECE_ELEMENTS]
+        wide = piece.float() if piece.itemsize == 1 else piece  # torch has no isnan for fp8
+        num_nan += int(torch.isnan(wide).sum())
+        num_inf += int(torch.isinf(wide).sum())
+    return num_nan, num_inf

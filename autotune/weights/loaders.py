@@ -1,0 +1,224 @@
+"""The ways of reading tensors from safetensors files, behind one interface. Which is fastest is measured, not known.
+
+    safetensors      maps the file; instant on the CPU, and pages that are never touched are never read
+    pread            reads each tensor into a buffer of its own, a few ahead: the least host memory
+    fastsafetensors  reads chunks in parallel straight to the device: GPUDirect Storage where the driver has it,
+                     the unified copier on integrated memory, else bounce buffers
+
+Adding one is a class and a line in LOADERS; the contract tests pick it up.
+"""
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from autotune.errors import InvalidInput
+from autotune.weights.errors import TruncatedFile
+from autotune.weights.files import DOWNLOAD_AGAIN, TensorEntry, WeightFile
+from autotune.weights.sources import WeightSource
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+READ_AHEAD_BYTES = 64 << 20
+"""What `pread` may hold beyond the tensor in use, unless one tensor alone is larger."""
+
+READ_THREADS = 4
+CHUNK_BYTES = 256 << 20
+"""What `fastsafetensors` holds at a time, unless one tensor alone is larger."""
+
+Named = tuple[str, "Tensor"]
+
+
+class Loader(Protocol):
+    """One way of reading."""
+
+    name: ClassVar[str]
+
+    def unavailable(self, device: "torch.device") -> str | None:
+        """Why it cannot read to `device` on this machine, or None."""
+
+    def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
+        """Every tensor of `source` once, by name, on `device`, as stored: same dtype, shape and bits.
+
+        A tensor is the caller's to keep. Files and buffers are released when the generator ends or is closed.
+        """
+
+
+class MappedLoader:
+    """Hugging Face's own reader over a memory map."""
+
+    name: ClassVar[str] = "safetensors"
+
+    def unavailable(self, device: "torch.device") -> str | None:  # noqa: ARG002
+        return None
+
+    def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
+        from safetensors import safe_open
+
+        for file in source.files:
+            with safe_open(file.path, framework="pt", device=str(device)) as opened:
+                for entry in file.entries:
+                    yield entry.name, opened.get_tensor(entry.name)
+
+
+class PreadLoader:
+    """Positional reads into one fresh buffer per tensor, by a few threads that run a bounded way ahead."""
+
+    name: ClassVar[str] = "pread"
+
+    def unavailable(self, device: "torch.device") -> str | None:  # noqa: ARG002
+        return None if hasattr(os, "preadv") else "this system has no preadv"
+
+    def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
+        return_freed_buffers_at_once()
+        with ExitStack() as stack:
+            descriptors = {file.path: _descriptor(file.path, stack) for file in source.files}
+            # Entered after the files, so left before them: no thread reads a closed file.
+            pool = stack.enter_context(ThreadPoolExecutor(READ_THREADS, thread_name_prefix="pread"))
+            stack.callback(pool.shutdown, cancel_futures=True)
+            for entry, tensor in _read_ahead(pool, source, descriptors):
+                yield entry.name, tensor.to(device)
+
+
+def _read_ahead(
+    pool: ThreadPoolExecutor, source: WeightSource, descriptors: Mapping[Path, int]
+) -> Iterator[tuple[TensorEntry, "Tensor"]]:
+    pending: deque[tuple[TensorEntry, Future[Tensor]]] = deque()
+    pending_bytes = 0
+    for file, entry in source:
+        while pending and pending_bytes + entry.size_bytes > READ_AHEAD_BYTES:
+            done, future = pending.popleft()
+            pending_bytes -= done.size_bytes
+            yield done, future.result()
+            del future  # or the tensor would live one round longer
+        pending.append((entry, pool.submit(_read, descriptors[file.path], entry, file)))
+        pending_bytes += entry.size_bytes
+    while pending:
+        done, future = pending.popleft()
+        yield done, future.result()
+        del future
+
+
+def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":
+    """One tensor, alone, on the CPU. Raises TruncatedFile where the file has shrunk since its header was read."""
+    with ExitStack() as stack:
+        return _read(_descriptor(file.path, stack), entry, file)
+
+
+def _descriptor(path: Path, stack: ExitStack) -> int:
+    descriptor = os.open(path, os.O_RDONLY)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _read(descriptor: int, entry: TensorEntry, file: WeightFile) -> "Tensor":
+    import torch
+
+    tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
+    if not entry.size_bytes:
+        return tensor
+    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+    done = 0
+    while done < entry.size_bytes:  # one call moves at most 2 GiB on Linux
+        count = os.preadv(descriptor, [view[done:]], entry.start + done)
+        if count == 0:
+            raise TruncatedFile(f"{file.path} ended while {entry.name!r} was read", hint=DOWNLOAD_AGAIN)
+        done += count
+    return tensor
+
+
+@cache
+def return_freed_buffers_at_once() -> None:
+    """Have glibc map every buffer of 1 MiB or more, so that freeing it returns it to the system.
+
+    By itself glibc raises that threshold to 32 MiB as buffers are freed, and streaming then fragments its heap: the
+    peak was several times the model. A no-op on other C libraries. See mallopt(3), M_MMAP_THRESHOLD.
+    """
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+
+
+class FastLoader:
+    """IBM's fastsafetensors, in chunks, so that the device holds one chunk beyond what the caller keeps."""
+
+    name: ClassVar[str] = "fastsafetensors"
+
+    def unavailable(self, device: "torch.device") -> str | None:
+        if device.type not in {"cpu", "cuda"}:
+            return f"fastsafetensors reads to cpu and cuda, not to {device.type}"
+        try:
+            from fastsafetensors import ParallelLoader  # noqa: F401
+        except (ImportError, OSError) as error:
+            return f"fastsafetensors does not import: {error}"
+        return None
+
+    def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
+        from fastsafetensors import ParallelLoader
+
+        suited = tuple(file for file in source.files if _suits_fast(file))
+        rest = tuple(file for file in source.files if not _suits_fast(file))
+        yield from PreadLoader().stream(WeightSource(source.path, rest), device)
+        if not suited:
+            return
+        loader = ParallelLoader(
+            pg=None,
+            hf_weights_files=[str(file.path) for file in suited],
+            queue_size=-1,  # one chunk at a time
+            use_tqdm_on_load=False,
+            device=_with_index(device),
+            nogds=not has_gds(),
+            tensor_filter=frozenset(source.places).__contains__,
+            all_local=True,
+            max_batch_bytes=max(CHUNK_BYTES, *(entry.size_bytes for file in suited for entry in file.entries)),
+        )
+        with closing(loader), closing(loader.iterate_weights()) as weights:
+            yield from weights
+
+
+def _suits_fast(file: WeightFile) -> bool:
+    """fastsafetensors 0.5 knows no complex numbers and cannot take a file without a byte."""
+    return any(entry.size_bytes for entry in file.entries) and all(entry.dtype != "C64" for entry in file.entries)
+
+
+def has_gds() -> bool:
+    """Whether the driver of GPUDirect Storage is there. Without it fastsafetensors must be told not to ask for it."""
+    return Path("/dev/nvidia-fs0").exists()
+
+
+def _with_index(device: "torch.device") -> str:
+    import torch
+
+    if device.type != "cuda" or device.index is not None:
+        return str(device)
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+LOADERS: Mapping[str, Loader] = {loader.name: loader for loader in (MappedLoader(), PreadLoader(), FastLoader())}
+
+
+def loader_called(name: str, device: "torch.device") -> Loader:
+    """The loader of that name. Raises InvalidInput where it is unknown or cannot read to `device` here."""
+    if name not in LOADERS:
+        raise InvalidInput(f"no loader is called {name!r}", hint=f"choose one of {', '.join(LOADERS)}")
+    reason = LOADERS[name].unavailable(device)
+    if reason:
+        raise InvalidInput(f"the loader {name} cannot be used here: {reason}", hint="choose the loader safetensors")
+    return LOADERS[name]
+
+
+def read_all(source: WeightSource, *, loader: str = "pread", device: str = "cpu") -> dict[str, "Tensor"]:
+    """All tensors of a small file at once: a cache, an adapter, a checkpoint."""
+    import torch
+
+    target = torch.device(device)
+    return dict(loader_called(loader, target).stream(source, target))

@@ -1,0 +1,74 @@
+"""What several parts share: caches of their own, and one real journey made by the commands as a user runs them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from autotune.plan_file import read_plan
+from autotune.quiet import silence_libraries
+from autotune.schema import TrainingPlan
+
+silence_libraries()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("XDG_DATA_HOME", str(folder / "data"))
+        patch.setenv("COLUMNS", "80")
+        yield
+
+
+def autotune(*arguments: object, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user would, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "autotune", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=os.environ.copy(),
+    )
+
+
+@dataclass(frozen=True)
+class Journey:
+    """What `autotune demo` left behind, and what it printed."""
+
+    folder: Path
+    process: subprocess.CompletedProcess[str]
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def images(self) -> Path:
+        return self.folder / "images"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.folder / "plan.yaml"
+
+    @property
+    def plan(self) -> TrainingPlan:
+        return read_plan(self.plan_file)
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result"
+
+
+@pytest.fixture(scope="session")
+def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
+    """The demo, run once as a process."""
+    folder = tmp_path_factory.mktemp("journey") / "demo"
+    return Journey(folder, autotune("demo", "--output", folder))

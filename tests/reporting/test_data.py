@@ -1,0 +1,60 @@
+"""The dataset check in 80 columns."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.reporting.data import TITLES, WIDTH, data_report_lines
+from autotune.schema import Bucket
+from autotune.training.data.check import DataReport, FileProblem
+
+REPORT = DataReport(
+    folder="photos",
+    resolution_px=1024,
+    num_usable=18,
+    num_unverified=0,
+    num_with_controls=0,
+    problems=(
+        FileProblem(file="a.png", kind="broken", message="a.png cannot be decoded: image file is truncated"),
+        FileProblem(file="b.png", kind="captionless", message="has no caption"),
+    ),
+    buckets=(
+        Bucket(width_px=832, height_px=1216, num_frames=1, num_items=6),
+        Bucket(width_px=1024, height_px=1024, num_frames=1, num_items=12),
+    ),
+    num_enlarged=2,
+    num_cropped=0,
+    caption_words=(3, 12, 40),
+)
+
+
+def test_the_report_reads_as_a_person_would_write_it() -> None:
+    assert data_report_lines(REPORT) == [
+        "photos: 18 usable image(s), cannot be trained on",
+        "  captions of 3 to 40 words, median 12",
+        "",
+        "Shapes at 1024 px",
+        "    832 x 1216       6",
+        "   1024 x 1024      12",
+        "  2 scaled up more than 1.5x: use larger originals or less resolution",
+        "",
+        "1 without a caption (write NAME.txt, or give --caption or --trigger)",
+        "  b.png: has no caption",
+        "",
+        "1 broken, left out",
+        "  a.png: a.png cannot be decoded: image file is truncated",
+    ]
+
+
+@given(st.text(), st.text(), st.sampled_from(sorted(TITLES)))
+def test_no_file_name_leaves_the_columns_or_reaches_the_terminal_raw(folder: str, file: str, kind: str) -> None:
+    problem = FileProblem.model_validate({"file": file, "kind": kind, "message": file * 3})
+    lines = data_report_lines(REPORT.model_copy(update={"folder": folder, "problems": (problem,)}))
+    assert all(len(line) <= WIDTH and (line.isprintable() or not line) for line in lines)
+
+
+def test_every_kind_of_problem_has_a_title() -> None:
+    from typing import get_args
+
+    from autotune.training.data.dataset import ProblemKind
+
+    assert set(TITLES) == set(get_args(ProblemKind))

@@ -1,0 +1,42 @@
+"""The command line's surface: light to import, quick to help, the same options tomorrow."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import autotune
+
+HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
+
+
+def test_importing_the_cli_loads_nothing_heavy() -> None:
+    code = f"import sys, autotune.cli; print([name for name in {HEAVY!r} if name in sys.modules])"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
+
+
+def test_help_is_quick() -> None:
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        process = autotune("--help")
+        times.append(time.perf_counter() - started)
+        assert process.returncode == 0
+    # A quarter of a second on an idle machine; the best of five shrugs off a busy one.
+    assert min(times) < 0.5
+
+
+@pytest.mark.parametrize("command", ["probe", "plan", "check", "explain", "train", "demo"])
+def test_every_command_explains_itself_in_80_columns(command: str) -> None:
+    process = autotune(command, "--help")
+    assert process.returncode == 0
+    assert "Usage: " in process.stdout
+    assert max(map(len, process.stdout.splitlines())) <= 80
+
+
+def test_wrong_usage_exits_with_2() -> None:
+    assert autotune("plan").returncode == 2
+    assert autotune("no-such-command").returncode == 2
+    assert autotune("plan", "--model", "x", "--quality", "best").returncode == 2

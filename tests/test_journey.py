@@ -1,0 +1,212 @@
+"""The product as a user meets it: the demo, then each command as a process with its exit status and output."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from autotune.plan_file import plan_text, read_plan, seal, write_plan
+from autotune.schema import Candidate, FrozenPart
+from tests.conftest import Journey, autotune
+
+
+def last_line_error(process: subprocess.CompletedProcess[str]) -> str:
+    lines = process.stderr.strip().splitlines()
+    assert len(lines) >= 2, process.stderr
+    assert lines[-2].startswith("error: ")
+    assert lines[-1].startswith("hint: ")
+    assert "Traceback" not in process.stderr
+    return lines[-2]
+
+
+def test_demo_succeeds_and_prints_nothing_that_is_not_ours(journey: Journey) -> None:
+    assert journey.process.returncode == 0, journey.process.stderr
+    everything = journey.process.stdout + journey.process.stderr
+    for foreign in ("Warning", "warning:", "Traceback", "UserWarning", "W1", "Loading", "torchao", "USDT"):
+        if foreign == "torchao":
+            continue  # a storage is called torchao-int8
+        assert foreign not in everything
+    assert max(map(len, journey.process.stderr.splitlines())) <= 110
+
+
+def test_demo_writes_a_small_genuine_pipeline_and_captioned_images(journey: Journey) -> None:
+    index = json.loads((journey.model / "model_index.json").read_text())
+    assert index["_class_name"] == "QwenImagePipeline"
+    assert index["transformer"][1] == "QwenImageTransformer2DModel"
+    assert index["vae"][1] == "AutoencoderKLQwenImage"
+    assert index["text_encoder"][1] == "Qwen2_5_VLForConditionalGeneration"
+    assert index["tokenizer"][1] == "Qwen2Tokenizer"
+    assert index["scheduler"][1] == "FlowMatchEulerDiscreteScheduler"
+    assert sum(path.stat().st_size for path in journey.model.rglob("*") if path.is_file()) < 40e6
+    assert len(list(journey.images.glob("*.png"))) == len(list(journey.images.glob("*.txt"))) == 12
+
+
+def test_plan_holds_at_least_six_real_trials_over_several_knobs(journey: Journey) -> None:
+    trials = journey.plan.frozen.trials
+    assert len(trials) >= 6
+    ran = [trial for trial in trials if trial.outcome == "ok"]
+    assert len(ran) >= 6
+    assert all(len(trial.step_seconds) >= 3 and trial.peak_memory_bytes for trial in ran)
+    assert len({trial.candidate for trial in trials}) == len(trials)
+    for knob in ("micro_batch_size", "checkpointed_blocks", "quantization", "attention"):
+        assert len({getattr(trial.candidate, knob) for trial in trials}) > 1, knob
+
+
+def test_plan_chose_the_fastest_trial_and_says_why(journey: Journey) -> None:
+    frozen = journey.plan.frozen
+    fastest = min((t for t in frozen.trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0)
+    assert frozen.settings == fastest.candidate
+    assert frozen.expected.step_seconds == fastest.median_step_seconds
+    assert {reason.knob for reason in frozen.reasons} == set(Candidate.model_fields)
+    explained = autotune("explain", journey.plan_file).stdout
+    for reason in frozen.reasons:
+        assert f"{reason.knob} = {reason.chosen}" in explained
+        assert all(str(rejected.choice) in explained for rejected in reason.rejected)
+
+
+def test_adapter_has_diffusers_keys_and_moved(journey: Journey) -> None:
+    with safe_open(journey.result / "pytorch_lora_weights.safetensors", "pt") as file:
+        names = set(file.keys())
+        ups = [file.get_tensor(name) for name in names if ".lora_B." in name]
+    assert all(re.fullmatch(r"transformer\.transformer_blocks\.\d+\.attn\.to_\w+(\.0)?\.lora_[AB]\.weight", n) for n in names)
+    assert len(names) == 6 * 4 * 2
+    assert all(torch.isfinite(up).all() and up.abs().max() > 0 for up in ups)
+
+
+def test_samples_with_and_without_the_adapter_differ(journey: Journey) -> None:
+    first, second = (Image.open(journey.result / f"sample_{word}_adapter.png") for word in ("with", "without"))
+    assert first.size == second.size == (64, 64)
+    assert first.tobytes() != second.tobytes()
+
+
+def test_report_compares_promise_and_reality(journey: Journey) -> None:
+    report = json.loads((journey.result / "report.json").read_text())
+    assert report["plan_digest"] == journey.plan.digest
+    assert report["num_steps"] == 60
+    assert report["measured_peak_memory_bytes"] == pytest.approx(report["expected_peak_memory_bytes"], rel=0.02)
+    assert report["final_loss"] < report["first_loss"]
+
+
+def test_check_says_that_the_plan_fits_here(journey: Journey) -> None:
+    process = autotune("check", journey.plan_file, "--json")
+    assert process.returncode == 0
+    assert json.loads(process.stdout) == {"fits": True, "misfits": []}
+
+
+def test_job_can_be_overridden_without_a_new_plan(journey: Journey, tmp_path: Path) -> None:
+    output = tmp_path / "other"
+    process = autotune("train", journey.plan_file, "--steps", 3, "--output", output, "--json")
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["num_steps"] == 3
+    assert (output / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_train_refuses_the_output_folder_of_another_run(journey: Journey) -> None:
+    process = autotune("train", journey.plan_file)
+    assert process.returncode == 2
+    assert "adapter of another run" in last_line_error(process)
+
+
+def test_train_refuses_data_outside_the_planned_class(journey: Journey, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 300)
+    Image.new("RGB", (64, 64)).save(tmp_path / "long.png")
+    process = autotune("train", journey.plan_file, "--data", tmp_path, "--output", tmp_path / "out")
+    assert process.returncode == 4
+    assert "longer than the planned" in last_line_error(process)
+
+
+def test_plan_from_another_machine_is_refused_with_the_difference(journey: Journey, tmp_path: Path) -> None:
+    frozen = journey.plan.frozen.model_dump(mode="json")
+    frozen["hardware"]["hard_keys"]["compute_capability"] = "9.0"
+    foreign = tmp_path / "foreign.yaml"
+    write_plan(foreign, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
+    for command in (("train", foreign), ("check", foreign)):
+        process = autotune(*command)
+        assert process.returncode == 4
+        assert "compute capability: the plan was made with 9.0" in process.stdout + process.stderr
+
+
+def test_plan_that_needs_more_memory_than_here_is_refused(journey: Journey, tmp_path: Path) -> None:
+    frozen = journey.plan.frozen.model_dump(mode="json")
+    frozen["expected"]["peak_memory_bytes"] = 10**14
+    huge = tmp_path / "huge.yaml"
+    write_plan(huge, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
+    process = autotune("check", huge)
+    assert process.returncode == 4
+    assert "memory: the plan needs" in process.stdout
+
+
+def test_the_real_model_without_a_gpu_says_what_is_missing() -> None:
+    process = autotune("plan", "--model", "qwen-image")
+    assert process.returncode == 3
+    assert process.stdout == ""
+    lines = process.stderr.strip().splitlines()
+    assert len(lines) == 2
+    assert "20.4B parameters" in lines[0]
+    assert "GPU" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("plan", "--model", "no-such-model"), 2, "neither a folder nor a known model"),
+        (("plan", "--model", "{model}", "--data", "/nowhere"), 2, "/nowhere"),
+        (("plan", "--model", "{model}", "--data", "{images}", "--resolution", "65"), 2, "no multiple of 16"),
+        (("train", "no-such-plan.yaml"), 2, "there is no plan at"),
+    ],
+)
+def test_wrong_input_is_an_error_with_a_hint(
+    journey: Journey, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    filled = [argument.format(model=journey.model, images=journey.images) for argument in arguments]
+    process = autotune(*filled)
+    assert process.returncode == status
+    assert words in last_line_error(process)
+
+
+def test_model_folder_without_weights_is_refused_before_any_trial(journey: Journey, tmp_path: Path) -> None:
+    for part in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "model_index.json").write_text((journey.model / "model_index.json").read_text())
+    config = (journey.model / "transformer" / "config.json").read_text()
+    (tmp_path / "transformer" / "config.json").write_text(config)
+    process = autotune("plan", "--model", tmp_path, "--data", journey.images, "--resolution", 64)
+    assert process.returncode == 2
+    assert "weights" in last_line_error(process) or "safetensors" in last_line_error(process)
+
+
+def test_interrupted_search_leaves_no_child_behind(journey: Journey, tmp_path: Path) -> None:
+    command = ["plan", "--model", journey.model, "--data", journey.images, "--resolution", 64, "-o", tmp_path / "p.yaml"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autotune", *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr
+    for line in process.stderr:
+        if line.lstrip().startswith("1 "):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2  # the fork server and a trial
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+        assert time.monotonic() < deadline, "a child outlived the search"
+        time.sleep(0.05)
+    assert process.returncode != 0
+    assert not (tmp_path / "p.yaml").exists()
+
+
+def test_plan_file_reads_back_as_what_was_written(journey: Journey, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(plan_text(journey.plan))
+    assert read_plan(copy) == journey.plan
+    assert copy.read_text() == journey.plan_file.read_text()

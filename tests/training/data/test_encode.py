@@ -1,0 +1,298 @@
+"""Encoding a dataset: once, alone where something changed, and never trusting what was interrupted."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.families.base import Sample
+from autotune.families.qwen_image import QwenImage
+from autotune.training.data.buckets import make_buckets
+from autotune.training.data.cache import Cache
+from autotune.training.data.dataset import read_dataset
+from autotune.training.data.encode import encode_dataset
+from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.identity import Identity, read_identity
+from autotune.training.data.pixels import open_pixels
+from tests.training.data.pictures import CAPTIONS, picture, write_pictures
+
+IDENTITY = Identity(text_encoder="text 1", vae="vae 1")
+Load = Callable[[], Any]
+
+
+class CountingFamily(QwenImage):
+    """Qwen-Image, counting what it encodes and failing where told to."""
+
+    def __init__(self) -> None:
+        self.captions: list[str] = []
+        self.num_images = 0
+        self.fail_at_image: int | None = None
+        self.controls: list[int] = []
+
+    def encode_captions(self, pipeline: Any, captions: Sequence[str]) -> list[Sample]:
+        self.captions += captions
+        return super().encode_captions(pipeline, captions)
+
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+        if self.num_images == self.fail_at_image:
+            raise KeyboardInterrupt
+        self.num_images += 1
+        return super().encode_pixels(pipeline, pixels)
+
+
+class EditFamily(CountingFamily):
+    """One whose prompts see their control images."""
+
+    def encode_edits(
+        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]]
+    ) -> list[Sample]:
+        self.controls += [len(images) for images in controls]
+        assert all(image.shape == (3, 1, 64, 64) for images in controls for image in images)
+        return self.encode_captions(pipeline, captions)
+
+
+@pytest.fixture(scope="module")
+def pipeline(load_pipeline: Load) -> Any:
+    return load_pipeline()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "data", (64, 64), (80, 48), (100, 100), (96, 56))
+
+
+def encode(
+    data: Path, pipeline: Any, family: CountingFamily | None = None, *, control: Path | None = None, **options: Any
+) -> EncodedDataset:
+    dataset = read_dataset(data, control=control, verify_seconds=options.pop("verify_seconds", 60))
+    return encode_dataset(
+        family or CountingFamily(),
+        options.pop("load", lambda: pipeline),
+        dataset,
+        make_buckets(dataset, 64, 16),
+        options.pop("cache", Cache(data.parent / "cache")),
+        identity=options.pop("identity", IDENTITY),
+        release=options.pop("release", False),
+        **options,
+    )
+
+
+def refuse() -> Any:
+    pytest.fail("the pipeline was loaded")
+
+
+def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
+    encoded = encode(data, pipeline)
+    family = QwenImage()
+    assert len(encoded) == 4
+    for index, item in enumerate(encoded.items):
+        bucket = encoded.buckets[encoded.bucket_indices[index]]
+        sample = encoded.sample(index)
+        with torch.no_grad():
+            pixels = open_pixels([item.path], bucket.width_px, bucket.height_px)
+            assert torch.equal(sample["latents"], family.encode_pixels(pipeline, pixels))
+            expected = family.encode_captions(pipeline, [item.caption])[0]["prompt_embeds"]
+        assert torch.equal(sample["prompt_embeds"], expected)
+        assert not any(tensor.requires_grad for tensor in sample.values())
+    assert encoded.groups == (0, 1, 0, 1)
+
+
+def test_a_second_run_loads_nothing_and_gives_the_same(data: Path, pipeline: Any) -> None:
+    first = encode(data, pipeline, caption_dropout=0.1)
+    progress: list[tuple[int, int]] = []
+    for memory_bytes in (0, 10**9):
+        second = encode(
+            data,
+            pipeline,
+            load=refuse,
+            caption_dropout=0.1,
+            memory_bytes=memory_bytes,
+            on_progress=lambda *done: progress.append(done),
+        )
+        assert bool(second.in_memory) == bool(memory_bytes)
+        for index in range(4):
+            for dropped in (False, True):
+                one, other = (encoded.sample(index, dropped=dropped) for encoded in (first, second))
+                assert one.keys() == other.keys()
+                assert all(torch.equal(one[name], other[name]) for name in one)
+    assert progress == 2 * [(number, 8) for number in range(1, 9)]
+
+
+def test_each_caption_is_encoded_once_and_the_empty_one_only_for_dropout(data: Path, pipeline: Any) -> None:
+    family = CountingFamily()
+    encoded = encode(data, pipeline, family, extra_captions=["a preview"])
+    assert sorted(family.captions) == sorted([*CAPTIONS, "a preview"])
+    assert encoded.extra_prompt("a preview")["prompt_embeds"].ndim == 2
+    with pytest.raises(ValueError, match="without caption dropout"):
+        encoded.sample(0, dropped=True)
+    encoded = encode(data, pipeline, family, caption_dropout=0.5)
+    assert family.captions[4:] == [""]
+    dropped, own = encoded.sample(0, dropped=True), encoded.sample(0)
+    assert len(dropped["prompt_embeds"]) < len(own["prompt_embeds"])
+    assert torch.equal(dropped["latents"], own["latents"])
+
+
+def test_what_changed_is_encoded_again_alone(data: Path, pipeline: Any) -> None:
+    encode(data, pipeline)
+    picture(77).save(data / "000.png")
+    (data / "001.txt").write_text("another caption")
+    (data / "002.png").rename(data / "005.png")
+    (data / "002.txt").rename(data / "005.txt")
+    family = CountingFamily()
+    encode(data, pipeline, family)
+    assert (family.num_images, family.captions) == (1, ["another caption"])
+
+
+@pytest.mark.parametrize(
+    ("identity", "images", "captions"),
+    [(Identity("text 2", "vae 1"), 0, 3), (Identity("text 1", "vae 2"), 4, 0)],
+)
+def test_another_encoder_encodes_only_what_is_its_own(
+    data: Path, pipeline: Any, identity: Identity, images: int, captions: int
+) -> None:
+    encode(data, pipeline)
+    family = CountingFamily()
+    encode(data, pipeline, family, identity=identity)
+    assert (family.num_images, len(family.captions)) == (images, captions)
+
+
+def test_an_interrupted_encoding_continues_where_it_was(data: Path, pipeline: Any) -> None:
+    family = CountingFamily()
+    family.fail_at_image = 2
+    with pytest.raises(KeyboardInterrupt):
+        encode(data, pipeline, family)
+    family.fail_at_image = None
+    encode(data, pipeline, family)
+    assert (family.num_images, len(family.captions)) == (4, 3)
+
+
+def test_a_damaged_entry_is_encoded_again_alone(data: Path, pipeline: Any) -> None:
+    encode(data, pipeline)
+    entry = next((data.parent / "cache").glob("latents-*"))
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-5] + b"wrong")
+    family = CountingFamily()
+    encode(data, pipeline, family)
+    assert (family.num_images, family.captions) == (1, [])
+    assert entry.read_bytes() == whole
+
+
+def test_an_image_that_fails_while_encoding_is_left_out_and_named(data: Path, pipeline: Any) -> None:
+    path = data / "002.png"
+    path.write_bytes(path.read_bytes()[:2000])
+    progress: list[tuple[int, int]] = []
+    encoded = encode(data, pipeline, verify_seconds=0, on_progress=lambda *done: progress.append(done))
+    assert [item.path.name for item in encoded.items] == ["000.png", "001.png", "003.png"]
+    assert [(problem.file, problem.kind) for problem in encoded.problems] == [("002.png", "broken")]
+    assert encoded.groups == (0, 1, 1)
+    assert progress[-1] == (7, 7)
+    assert encoded.sample(2)["latents"].shape == encoded.sample(1)["latents"].shape
+
+
+def test_nothing_readable_is_an_error(tmp_path: Path, pipeline: Any) -> None:
+    data = write_pictures(tmp_path / "data", (64, 64))
+    (data / "000.png").write_bytes((data / "000.png").read_bytes()[:2000])
+    with pytest.raises(InvalidInput, match="none of 1 images"):
+        encode(data, pipeline, verify_seconds=0)
+
+
+def test_a_full_disk_is_told_early_and_what_was_cached_stays(
+    data: Path, pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_more(cache: Cache, needed_bytes: int) -> None:
+        if needed_bytes > 10_000:
+            raise AutotuneError("caching needs about 1 GB more", hint="free some space")
+
+    family = CountingFamily()
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "require_space", refuse_more)
+        with pytest.raises(AutotuneError, match="needs about"):
+            encode(data, pipeline, family)
+    assert len(family.captions) == 1
+    encode(data, pipeline, family)
+    assert sorted(family.captions) == sorted(CAPTIONS)
+
+
+def test_eviction_never_touches_the_data_of_this_run(data: Path, pipeline: Any) -> None:
+    cache = Cache(data.parent / "cache", size_limit_bytes=0)
+    cache.write("stranger", {"x": torch.zeros(3)})
+    encoded = encode(data, pipeline, cache=cache, memory_bytes=0)
+    assert cache.read("stranger") is None
+    assert all(encoded.sample(index) for index in range(4))
+
+
+def test_an_entry_lost_during_the_run_is_a_clear_error(data: Path, pipeline: Any) -> None:
+    encoded = encode(data, pipeline, memory_bytes=0)
+    for path in encoded.cache.folder.iterdir():
+        path.unlink()
+    with pytest.raises(AutotuneError, match="lost an entry"):
+        encoded.sample(0)
+
+
+def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(data: Path, load_pipeline: Load) -> None:
+    alive: dict[str, Any] = {}
+    seen: list[bool] = []
+
+    class Watching(CountingFamily):
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            seen.append(alive["text_encoder"]() is not None)
+            return super().encode_pixels(pipeline, pixels)
+
+    def load() -> Any:
+        pipeline = load_pipeline()
+        alive.update({name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")})
+        return pipeline
+
+    encode(data, None, Watching(), load=load, release=True)
+    gc.collect()
+    assert seen == [False] * 4
+    assert alive["text_encoder"]() is None
+    assert alive["vae"]() is None
+
+
+def test_control_images_become_latents_and_part_of_the_prompt(tmp_path: Path, pipeline: Any) -> None:
+    data = write_pictures(tmp_path / "data", (64, 64), (64, 64))
+    control = tmp_path / "control"
+    control.mkdir()
+    for seed, name in enumerate(("000.png", "001_1.png", "001_2.png"), start=40):
+        picture(seed, 90, 80).save(control / name)
+    with pytest.raises(InvalidInput, match="takes no control images"):
+        encode(data, pipeline, control=control)
+    family = EditFamily()
+    encoded = encode(data, pipeline, family, control=control, caption_dropout=0.1)
+    assert sorted(family.controls) == [1, 1, 2, 2]
+    assert sorted(encoded.sample(1)) == ["control_latents_1", "control_latents_2", "latents", "prompt_embeds"]
+    assert len(set(encoded.groups)) == 2
+    picture(99, 90, 80).save(control / "000.png")
+    family = EditFamily()
+    encode(data, pipeline, family, control=control, caption_dropout=0.1)
+    assert (family.controls, family.num_images) == ([1, 1], 1)
+
+
+def test_the_identity_follows_weights_and_settings(tmp_path: Path, pipeline_folder: Path) -> None:
+    family = QwenImage()
+    folder = tmp_path / "model"
+    for part in ("vae", "text_encoder", "tokenizer", "transformer"):
+        (folder / part).mkdir(parents=True)
+        (folder / part / "weights").write_bytes(bytes(3 * 1024**2))
+
+    def changed_by(part: str, content: bytes) -> tuple[bool, bool]:
+        before = read_identity(folder, family, settings="bf16")
+        (folder / part / "weights").write_bytes(content)
+        after = read_identity(folder, family, settings="bf16")
+        return before.text_encoder != after.text_encoder, before.vae != after.vae
+
+    assert changed_by("transformer", b"new") == (False, False)
+    assert changed_by("vae", bytes(3 * 1024**2 - 1) + b"x") == (False, True)
+    assert changed_by("tokenizer", b"x" + bytes(3 * 1024**2 - 1)) == (True, False)
+    assert changed_by("text_encoder", b"short") == (True, False)
+    assert read_identity(folder, family, settings="fp32") != read_identity(folder, family, settings="bf16")
+    assert read_identity(pipeline_folder, family, settings="bf16") == read_identity(
+        pipeline_folder, family, settings="bf16"
+    )

@@ -1,0 +1,90 @@
+"""The loader gives exactly the planned batches, one ahead, and leaves no thread behind."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.errors import AutotuneError
+from autotune.families.base import Sample
+from autotune.families.qwen_image import QwenImage
+from autotune.training.data.batches import Order
+from autotune.training.data.loader import Loader
+
+
+class Data:
+    """Samples whose latents say which they are."""
+
+    def __init__(self, *, read_seconds: float = 0.0, fail_at: int | None = None) -> None:
+        self.read_seconds, self.fail_at = read_seconds, fail_at
+        self.num_read = 0
+
+    def sample(self, index: int, *, dropped: bool = False) -> Sample:
+        time.sleep(self.read_seconds)
+        if self.num_read == self.fail_at:
+            raise AutotuneError("lost an entry", hint="run again")
+        self.num_read += 1
+        return {"latents": torch.full((1, 1, 2, 2), float(index)), "prompt_embeds": torch.zeros(1 if dropped else 3, 4)}
+
+
+ORDER = Order(groups=(0, 0, 0, 1, 1, 1), repeats=(1,) * 6, effective_batch_size=4, seed=0, caption_dropout=0.3)
+
+
+def loader(data: Data, **options: Any) -> Loader:
+    return Loader(QwenImage(), data, ORDER, **{"micro_batch_size": 2, "num_steps": 6, **options})  # type: ignore[arg-type]
+
+
+def no_thread_left() -> bool:
+    return not any(thread.name == "autotune-data" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("first_step", [0, 3, 6])
+def test_batches_are_the_planned_ones_from_any_step_on(first_step: int) -> None:
+    loaded = list(loader(Data(), first_step=first_step))
+    planned = [(step, micro) for step in range(first_step, 6) for micro in ORDER.micro_batches(step, 2)]
+    assert [one.step for one in loaded] == [step for step, _ in planned]
+    for one, (_, micro) in zip(loaded, planned, strict=True):
+        assert tuple(int(value) for value in one.batch["latents"][:, 0, 0, 0, 0]) == micro.indices
+        assert (one.weight, one.num_images) == (micro.weight, len(micro.indices))
+    assert sum(one.is_last for one in loaded) == 6 - first_step
+    assert [one.is_last for one in loaded[-1:]] == [True] * (first_step < 6)
+    assert no_thread_left()
+
+
+def test_leaving_early_ends_the_thread_and_reads_little_ahead() -> None:
+    data = Data()
+    for _ in loader(data, num_steps=10_000):
+        break
+    assert no_thread_left()
+    assert data.num_read <= 2 * 5
+
+
+def test_an_error_while_reading_reaches_the_loop() -> None:
+    with pytest.raises(AutotuneError, match="lost an entry"):
+        list(loader(Data(fail_at=5)))
+    assert no_thread_left()
+
+
+def test_waiting_is_measured() -> None:
+    waiting = loader(Data(read_seconds=0.005), num_steps=3)
+    assert sum(1 for _ in waiting) >= 6
+    assert waiting.waited_seconds > 0.03
+
+
+def test_the_next_batches_are_read_while_a_step_runs() -> None:
+    data = Data()
+    for loaded in loader(data):
+        deadline = time.monotonic() + 10
+        while data.num_read < loaded.num_images + 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert data.num_read >= loaded.num_images + 2
+        break
+
+
+def test_processes_get_their_shares(tmp_path: Path) -> None:
+    shares = [list(loader(Data(), rank=rank, world_size=2)) for rank in range(2)]
+    assert len(shares[0]) == len(shares[1])
+    assert sum(one.num_images for share in shares for one in share) == 6 * 4

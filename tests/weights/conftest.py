@@ -1,0 +1,44 @@
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def every_dtype() -> dict[str, Any]:
+    """Tensors of every dtype and every awkward shape, with NaN, infinities and negative zero among them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Any] = {}
+    for name in ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        tensors[name] = torch.randn(7, 5, generator=generator).to(getattr(torch, name))
+    for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float8_e8m0fnu"):
+        tensors[name] = torch.ones(3).to(getattr(torch, name))
+    tensors["bool"] = torch.tensor([True, False, True])
+    tensors["complex64"] = torch.tensor([1 + 2j])
+    tensors["special"] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+    tensors["scalar"] = torch.tensor(2.5)
+    tensors["empty"] = torch.zeros(0, 4)
+    tensors["large"] = torch.randn(300, 1000, generator=generator)
+    return tensors
+
+
+def raw_file(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:
+    """A file of exactly this header, sound or not."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def write_raw(folder: Path, name: str, content: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def bits(tensor: Any) -> bytes:
+    import torch
+
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -1,0 +1,243 @@
+import copy
+import itertools
+import json
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.errors import InvalidInput
+from autotune.weights.adapters import (
+    DIFFUSERS_KEY,
+    Adapter,
+    AdapterInfo,
+    Layer,
+    convert_adapter,
+    parse_adapter,
+    read_adapter,
+    render_adapter,
+    save_adapter,
+    write_adapter,
+)
+from autotune.weights.errors import BadWeights, CorruptFile, PickledWeights
+from autotune.weights.files import read_file
+from autotune.weights.loaders import read_all
+from autotune.weights.sources import open_source
+from tests.weights.conftest import bits
+from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
+
+FORMATS = ("diffusers", "comfyui", "kohya")
+INFO = AdapterInfo(model="tiny", plan_digest="sha256:0", rank=4, alpha=6.5, training_steps=10)
+CASES = {
+    "qwen": ("QwenImageTransformer2DModel", QWEN, qwen_inputs, "QwenImagePipeline"),
+    "flux": ("FluxTransformer2DModel", FLUX, flux_inputs, "FluxPipeline"),
+}
+# Top-level and nested modules that share their last name; the hardest for formats that match by name.
+TARGETS = {"qwen": r".*to_q|.*to_out\.0|proj_out|.*img_mlp\.net\.2", "flux": r".*to_q|.*proj_out|.*to_out\.0"}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request):
+    """A small transformer with an adapter that does something, alpha other than rank."""
+    import diffusers
+    from peft import LoraConfig
+
+    cls_name, config, inputs, pipeline = CASES[request.param]
+    torch.manual_seed(0)
+    base = getattr(diffusers, cls_name)(**config).eval()
+    model = copy.deepcopy(base)
+    model.add_adapter(LoraConfig(r=4, lora_alpha=6.5, target_modules=TARGETS[request.param], init_lora_weights=False))
+    return base, model, inputs(torch.float32), getattr(diffusers, pipeline)
+
+
+def state_of(model):
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model)
+
+
+def pipeline_of(cls, transformer):
+    names = ("scheduler", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    parts = {name: None for name in names if name in cls.__init__.__code__.co_varnames}
+    return cls(transformer=copy.deepcopy(transformer), **parts)
+
+
+def outputs(model, inputs):
+    with torch.no_grad():
+        return model(**inputs, return_dict=False)[0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_pipeline_loads_every_key_and_gives_the_trained_outputs(trained, tmp_path, caplog, format):
+    base, model, inputs, cls = trained
+    path = tmp_path / "pytorch_lora_weights.safetensors"
+    save_adapter(path, state_of(model), INFO)
+    if format != "diffusers":
+        if cls.__name__ == "FluxPipeline":
+            pytest.skip("diffusers and ComfyUI expect the original FLUX names in these formats")
+        write_adapter(path, read_adapter(path), format)
+    pipeline = pipeline_of(cls, base)
+    logging.getLogger("diffusers").setLevel(logging.WARNING)
+    with caplog.at_level(logging.WARNING):
+        pipeline.load_lora_weights(tmp_path, weight_name=path.name)
+    told = [record.message for record in caplog.records]
+    assert not [line for line in told if "unexpected keys" in line or "missing keys" in line]
+    loaded = state_of_named(pipeline.transformer)
+    assert loaded.keys() == state_of(model).keys()
+    assert torch.allclose(outputs(pipeline.transformer, inputs), outputs(model, inputs), atol=1e-6)
+    assert not torch.allclose(outputs(base, inputs), outputs(model, inputs), atol=1e-3)
+
+
+def state_of_named(transformer):
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(transformer, adapter_name=next(iter(transformer.peft_config)))
+
+
+def test_alpha_survives_loading_by_a_pipeline(trained, tmp_path):
+    base, model, _, cls = trained
+    save_adapter(tmp_path / "pytorch_lora_weights.safetensors", state_of(model), INFO)
+    pipeline = pipeline_of(cls, base)
+    pipeline.load_lora_weights(tmp_path)
+    (config,) = pipeline.transformer.peft_config.values()
+    assert (config.r, config.lora_alpha) == (4, 6.5)
+
+
+def test_provenance_is_stored_and_read_back(trained, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_adapter(path, state_of(trained[1]), INFO)
+    assert read_adapter(path).info == INFO
+    write_adapter(tmp_path / "k.safetensors", read_adapter(path), "kohya")
+    assert read_adapter(tmp_path / "k.safetensors").info == INFO
+
+
+def test_a_rank_that_was_not_trained_is_refused(trained, tmp_path):
+    with pytest.raises(InvalidInput, match="rank 4, not 8"):
+        save_adapter(tmp_path / "a.safetensors", state_of(trained[1]), INFO.model_copy(update={"rank": 8}))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_of_different_ranks_and_alphas_load_into_a_pipeline(trained, tmp_path, format):
+    base, model, inputs, cls = trained
+    if format != "diffusers" and cls.__name__ == "FluxPipeline":
+        pytest.skip("diffusers and ComfyUI expect the original FLUX names in these formats")
+    save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
+    adapter = read_adapter(tmp_path / "a.safetensors")
+    odd = {
+        name: layer if number % 3 else Layer(layer.down[:2].clone(), layer.up[:, :2].clone(), 1.5)
+        for number, (name, layer) in enumerate(adapter.layers.items())
+    }
+    write_adapter(tmp_path / "odd.safetensors", Adapter(odd, {}), format)
+    pipeline = pipeline_of(cls, base)
+    pipeline.load_lora_weights(tmp_path, weight_name="odd.safetensors")
+    merged = copy.deepcopy(base)
+    with torch.no_grad():
+        for name, layer in odd.items():
+            merged.get_submodule(name).weight += layer.up @ layer.down * (layer.alpha / layer.rank)
+    assert torch.allclose(outputs(pipeline.transformer, inputs), outputs(merged, inputs), atol=1e-5)
+
+
+names = st.lists(
+    st.sampled_from(["blocks", "0", "1", "to_q", "to_out", "proj_out", "ff", "net"]), min_size=1, max_size=4
+).map(".".join)
+layers = st.dictionaries(
+    names, st.tuples(st.integers(1, 3), st.floats(1e-3, 1e4), st.sampled_from(["float32", "bfloat16"])), min_size=1,
+    max_size=5,
+).filter(lambda found: len({name.replace(".", "_") for name in found}) == len(found))  # fmt: skip
+
+
+@given(layers, st.permutations(FORMATS))
+def test_every_chain_of_conversions_keeps_weights_and_alphas(found, chain):
+    made = {
+        name: Layer(torch.randn(rank, 5).to(getattr(torch, kind)), torch.randn(6, rank).to(getattr(torch, kind)), alpha)
+        for name, (rank, alpha, kind) in found.items()
+    }
+    state, metadata = render_adapter(Adapter(made, {"autotune": INFO.model_dump_json()}), chain[0])
+    for to in chain[1:]:
+        state, metadata = convert_adapter(state, metadata, to=to)
+    result = parse_adapter(state, metadata)
+    assert result.info == INFO
+    assert result.layers.keys() == made.keys()
+    for name, layer in made.items():
+        assert bits(result.layers[name].down) == bits(layer.down)
+        assert bits(result.layers[name].up) == bits(layer.up)
+        assert result.layers[name].alpha == layer.alpha
+
+
+@pytest.mark.parametrize(("source", "to"), [*itertools.product(FORMATS, FORMATS)])
+def test_files_convert_between_all_formats(tmp_path, source, to):
+    adapter = Adapter({"blocks.0.to_q": Layer(torch.randn(2, 3), torch.randn(4, 2), 3.0)}, {})
+    write_adapter(tmp_path / "a.safetensors", adapter, source)
+    write_adapter(tmp_path / "b.safetensors", read_adapter(tmp_path / "a.safetensors"), to)
+    keys = set(read_all(open_source(tmp_path / "b.safetensors")))
+    expected = {
+        "diffusers": {"transformer.blocks.0.to_q.lora_A.weight", "transformer.blocks.0.to_q.lora_B.weight"},
+        "comfyui": {f"diffusion_model.blocks.0.to_q.{x}" for x in ("lora_A.weight", "lora_B.weight", "alpha")},
+        "kohya": {f"lora_unet_blocks_0_to_q.{x}" for x in ("lora_down.weight", "lora_up.weight", "alpha")},
+    }
+    assert keys == expected[to]
+    config = read_file(tmp_path / "b.safetensors").metadata.get(DIFFUSERS_KEY)
+    assert (config is not None) == (to == "diffusers")  # beside .alpha tensors it would count twice
+
+
+FOREIGN = {
+    "lora_unet_blocks_0_to_q.lora_down.weight": torch.ones(2, 3),
+    "lora_unet_blocks_0_to_q.lora_up.weight": torch.ones(4, 2),
+}
+
+
+def test_a_kohya_file_of_another_program_needs_the_models_names():
+    with pytest.raises(InvalidInput, match="blocks_0_to_q"):
+        parse_adapter(FOREIGN, {})
+    adapter = parse_adapter(FOREIGN, {}, module_names=["blocks.0", "blocks.0.to_q"])
+    assert adapter.layers["blocks.0.to_q"].alpha == 2  # no alpha stored: it equals the rank
+
+
+def test_two_modules_that_kohya_cannot_tell_apart_are_refused():
+    layer = Layer(torch.ones(1, 2), torch.ones(2, 1), 1.0)
+    with pytest.raises(InvalidInput, match="two modules"):
+        render_adapter(Adapter({"a.b_c": layer, "a_b.c": layer}, {}), "kohya")
+
+
+@pytest.mark.parametrize(
+    ("state", "metadata", "error"),
+    [
+        ({}, {}, InvalidInput),
+        ({"weight": torch.ones(1)}, {}, InvalidInput),
+        ({"transformer.a.lora_A.weight": torch.ones(1, 2), "text_encoder.b": torch.ones(1)}, {}, InvalidInput),
+        ({"transformer.a.lora_A.weight": torch.ones(1, 2)}, {}, CorruptFile),
+        ({"transformer.a.dora_scale": torch.ones(1, 2)}, {}, InvalidInput),
+        ({"transformer.a.lora_A.weight": torch.ones(1, 2), "transformer.a.lora_B.weight": torch.ones(2, 3)}, {},
+         CorruptFile),
+        (FOREIGN, {"autotune_modules": "{"}, CorruptFile),
+        (FOREIGN, {"autotune_modules": "[1]"}, CorruptFile),
+    ],
+)  # fmt: skip
+def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
+    with pytest.raises(error) as caught:
+        parse_adapter(state, metadata)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"transformer.lora_alpha": "x"}', '{"transformer.alpha_pattern": {"(": 1}}',
+                                    '{"transformer.alpha_pattern": 3}'])  # fmt: skip
+def test_a_damaged_configuration_is_refused(config):
+    state = {"transformer.a.lora_A.weight": torch.ones(1, 2), "transformer.a.lora_B.weight": torch.ones(2, 1)}
+    with pytest.raises(CorruptFile):
+        parse_adapter(state, {DIFFUSERS_KEY: config})
+
+
+@pytest.mark.parametrize("info", ["{", json.dumps({"rank": 0})])
+def test_damaged_provenance_is_refused_when_asked_for(info):
+    with pytest.raises(CorruptFile):
+        _ = Adapter({}, {"autotune": info}).info
+
+
+def test_a_pickled_adapter_is_refused(tmp_path):
+    (tmp_path / "lora.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(PickledWeights):
+        read_adapter(tmp_path / "lora.bin")
+    assert issubclass(PickledWeights, BadWeights)

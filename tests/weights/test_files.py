@@ -1,0 +1,131 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.weights.errors import BadWeights, CorruptFile, HeaderTooLarge, MissingWeights, PickledWeights, TruncatedFile
+from autotune.weights.files import DTYPES, MAX_HEADER_BYTES, parse_header, read_file
+from tests.weights.conftest import raw_file, write_raw
+
+A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HERE = Path("x.safetensors")
+
+
+def parse(content: bytes):
+    length = int.from_bytes(content[:8], "little")
+    return parse_header(content[8 : 8 + length], len(content), HERE)
+
+
+layouts = st.lists(
+    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)), min_size=0, max_size=6
+)
+
+
+@given(layouts, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3), st.randoms())
+def test_every_sound_header_is_read_back_in_the_order_of_its_bytes(layout, metadata, random):
+    header, position = {}, 0
+    for number, (dtype, shape) in enumerate(layout):
+        end = position + math.prod(shape) * DTYPES[dtype][1]
+        header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    names = list(header)
+    random.shuffle(names)
+    entries, read = parse(raw_file({"__metadata__": metadata, **{n: header[n] for n in names}}, bytes(position)))
+    assert read == metadata
+    assert {e.name: (e.dtype, list(e.shape)) for e in entries} == {n: (v["dtype"], v["shape"]) for n, v in header.items()}
+    assert [e.start for e in entries] == sorted(e.start for e in entries)
+    assert sum(e.size_bytes for e in entries) == position
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_as_a_header_raise_only_typed_errors(noise):
+    with pytest.raises(BadWeights):
+        parse_header(noise, 8 + len(noise) + 1, HERE)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 255))
+def test_one_changed_byte_gives_a_typed_error_or_a_consistent_file(position, value):
+    header = {"a": A, "b": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [8, 16]}}
+    content = bytearray(raw_file(header, bytes(16)))
+    text = json.dumps(header)
+    content[8 + position % len(text)] = value
+    try:
+        entries, _ = parse(bytes(content))
+    except BadWeights:
+        return
+    assert entries[-1].end == len(content)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": A, "b": {**A, "data_offsets": [4, 12]}},  # overlap
+        {"a": A, "b": {**A, "data_offsets": [0, 8]}},  # the same bytes twice
+        {"a": A, "b": {**A, "data_offsets": [12, 20]}},  # a hole
+        {"a": {**A, "data_offsets": [8, 0]}},  # backwards
+        {"a": {**A, "data_offsets": [-8, 0]}},
+        {"a": {**A, "data_offsets": [0, 8, 9]}},
+        {"a": {**A, "data_offsets": [0.0, 8.0]}},
+        {"a": {**A, "shape": [True, 2]}},
+        {"a": {**A, "shape": [-1, -2]}},
+        {"a": {**A, "shape": [3]}},
+        {"a": {**A, "shape": [2**63, 0]}},
+        {"a": {**A, "dtype": "F31"}},
+        {"a": {**A, "dtype": ["F32"]}},
+        {"a": {**A, "more": 1}},
+        {"a": {"dtype": "F32"}},
+        {"a": 5},
+        {"a": A, "__metadata__": {"key": 1}},
+        {"a": A, "__metadata__": []},
+        b'{"a": 1',
+        b"[1, 2]",
+        b'"text"',
+        b'{"a": NaN}',
+        b"{\xff\xfe}",
+        b'{"a":' * 100_000,
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',  # noqa: E501
+    ],
+)
+def test_a_header_that_cannot_be_true_is_corrupt(header):
+    with pytest.raises(CorruptFile) as caught:
+        parse(raw_file(header, bytes(20)))
+    assert caught.value.hint
+
+
+def test_bytes_that_belong_to_no_tensor_are_corrupt():
+    with pytest.raises(CorruptFile, match="1 bytes after the last tensor"):
+        parse(raw_file({"a": A}, bytes(9)))
+
+
+@pytest.mark.parametrize("length", range(0, 60, 7))
+def test_a_file_cut_anywhere_is_truncated(tmp_path, length):
+    whole = raw_file({"a": A}, bytes(8))
+    path = write_raw(tmp_path, "cut.safetensors", whole[: min(length, len(whole) - 1)])
+    with pytest.raises(TruncatedFile):
+        read_file(path)
+
+
+def test_a_header_beyond_the_limit_is_refused_before_it_is_read(tmp_path):
+    path = write_raw(tmp_path, "huge.safetensors", raw_file(b"{}", length=MAX_HEADER_BYTES + 1))
+    with pytest.raises(HeaderTooLarge):
+        read_file(path)
+
+
+def test_html_saved_under_the_name_is_refused(tmp_path):
+    with pytest.raises(HeaderTooLarge):
+        read_file(write_raw(tmp_path, "page.safetensors", b"<!DOCTYPE html><html>not found</html>"))
+
+
+def test_a_missing_file_says_so(tmp_path):
+    with pytest.raises(MissingWeights):
+        read_file(tmp_path / "no.safetensors")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt", ".pth"])
+def test_pickles_are_refused_with_the_way_to_rebuild(tmp_path, suffix):
+    with pytest.raises(PickledWeights) as caught:
+        read_file(write_raw(tmp_path, "old" + suffix, b"\x80\x04"))
+    assert "delete it" in caught.value.hint

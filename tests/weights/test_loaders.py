@@ -1,0 +1,149 @@
+"""One contract for every loader in the registry."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.errors import InvalidInput
+from autotune.weights import loaders
+from autotune.weights.errors import TruncatedFile
+from autotune.weights.loaders import LOADERS, loader_called, read_all, read_tensor
+from autotune.weights.saving import save_file, save_model
+from autotune.weights.sources import open_source
+from tests.weights.conftest import bits
+
+CPU = torch.device("cpu")
+USABLE = [name for name, loader in LOADERS.items() if loader.unavailable(CPU) is None]
+pytestmark = pytest.mark.parametrize("name", USABLE)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory, every_dtype):
+    folder = tmp_path_factory.mktemp("sharded")
+    save_model(folder, every_dtype, max_shard_bytes=100)
+    return open_source(folder)
+
+
+def open_files() -> set[str]:
+    return {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+
+
+def mapped_files() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_values_dtypes_and_shapes_are_identical_to_the_bit(name, sharded, every_dtype):
+    assert len(sharded.files) > 3
+    loaded = read_all(sharded, loader=name)
+    assert loaded.keys() == every_dtype.keys()
+    for key, expected in every_dtype.items():
+        assert (loaded[key].dtype, loaded[key].shape) == (expected.dtype, expected.shape), key
+        assert bits(loaded[key]) == bits(expected), key
+        assert loaded[key].device == CPU
+
+
+def test_each_tensor_comes_once(name, sharded):
+    names = [key for key, _ in LOADERS[name].stream(sharded, CPU)]
+    assert sorted(names) == sorted(sharded.places)
+
+
+def test_a_tensor_stays_good_after_the_stream_and_the_file_are_gone(name, tmp_path):
+    original = torch.arange(100_000, dtype=torch.float32)
+    save_file(tmp_path / "a.safetensors", {"a": original, "b": torch.zeros(1)})
+    stream = LOADERS[name].stream(open_source(tmp_path / "a.safetensors"), CPU)
+    kept = next(tensor for key, tensor in stream if key == "a")
+    stream.close()
+    (tmp_path / "a.safetensors").unlink()
+    gc.collect()
+    assert kept.equal(original)
+
+
+def test_writing_to_a_loaded_tensor_leaves_the_file_alone(name, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file(path, {"a": torch.zeros(5000)})
+    read_all(open_source(path), loader=name)["a"].fill_(1)
+    assert read_all(open_source(path), loader=name)["a"].sum() == 0
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, None])
+def test_handles_and_buffers_are_released_also_when_the_stream_is_left_early(name, sharded, stop_after):
+    before = open_files()
+    stream = LOADERS[name].stream(sharded, CPU)
+    for count, (_, tensor) in enumerate(stream):
+        del tensor, _
+        if count == stop_after:
+            break
+    stream.close()
+    gc.collect()
+    assert open_files() <= before
+    assert str(sharded.path) not in mapped_files()
+
+
+def test_an_error_of_the_consumer_releases_handles(name, sharded):
+    before = open_files()
+
+    def consume():
+        for _ in LOADERS[name].stream(sharded, CPU):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        consume()
+    gc.collect()
+    assert open_files() <= before
+
+
+def test_a_source_without_tensors_gives_none(name, tmp_path):
+    save_file(tmp_path / "none.safetensors", {})
+    assert read_all(open_source(tmp_path / "none.safetensors"), loader=name) == {}
+
+
+def test_only_zero_size_tensors_are_read(name, tmp_path):
+    save_file(tmp_path / "zero.safetensors", {"z": torch.zeros(0, 3), "y": torch.zeros(2, 0, dtype=torch.bfloat16)})
+    loaded = read_all(open_source(tmp_path / "zero.safetensors"), loader=name)
+    assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == {"z": (0, 3), "y": (2, 0)}
+
+
+def test_tensors_that_the_index_leaves_out_are_not_given(name, tmp_path):
+    save_model(tmp_path, {"a": torch.ones(9), "b": torch.ones(9)}, max_shard_bytes=40)
+    shard = tmp_path / "diffusion_pytorch_model-00001-of-00002.safetensors"
+    save_file(shard, {"a": torch.ones(9), "stray": torch.ones(9)})
+    assert set(read_all(open_source(tmp_path), loader=name)) == {"a", "b"}
+
+
+def test_a_device_that_the_loader_cannot_reach_is_a_clear_error(name):
+    device = torch.device("mps")
+    if LOADERS[name].unavailable(device) is None:
+        assert loader_called(name, device) is LOADERS[name]
+    else:
+        with pytest.raises(InvalidInput, match="mps"):
+            loader_called(name, device)
+
+
+def test_an_unknown_loader_names_the_known_ones(name):
+    with pytest.raises(InvalidInput) as caught:
+        loader_called(name + "x", CPU)
+    assert name in caught.value.hint
+
+
+def test_many_tensors_beyond_the_read_ahead_keep_their_order(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(loaders, "READ_AHEAD_BYTES", 1000)
+    monkeypatch.setattr(loaders, "CHUNK_BYTES", 1000)
+    tensors = {f"t{i:03}": torch.full((i * 7 % 300,), i, dtype=torch.int32) for i in range(200)}
+    save_file(tmp_path / "many.safetensors", tensors)
+    loaded = read_all(open_source(tmp_path / "many.safetensors"), loader=name)
+    assert all(loaded[key].equal(tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("reader", ["stream", "single"])
+def test_a_file_that_shrinks_while_it_is_read_is_truncated(name, tmp_path, reader):
+    if name != "pread":
+        pytest.skip("a map of a file that shrinks raises SIGBUS; nothing in Python can catch that")
+    path = tmp_path / "a.safetensors"
+    save_file(path, {"a": torch.ones(1000)})
+    source = open_source(path)
+    os.truncate(path, path.stat().st_size - 10)
+    with pytest.raises(TruncatedFile):
+        read_all(source, loader=name) if reader == "stream" else read_tensor(*source.places["a"])

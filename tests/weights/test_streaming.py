@@ -1,0 +1,292 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.weights.building import as_stored, build_empty, dtype_of_from_pretrained
+from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
+from autotune.weights.loaders import LOADERS
+from autotune.weights.saving import save_file, save_model
+from autotune.weights.sources import open_source
+from autotune.weights.streaming import fill_random, load_into
+from tests.weights.conftest import bits
+
+QWEN = {
+    "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
+    "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6),
+}  # fmt: skip
+FLUX = {
+    "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+    "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6),
+    "guidance_embeds": True,
+}  # fmt: skip
+
+
+def qwen_inputs(dtype):
+    return {
+        "hidden_states": torch.randn(1, 16, 16, dtype=dtype),
+        "encoder_hidden_states": torch.randn(1, 5, 16, dtype=dtype),
+        "timestep": torch.tensor([0.5], dtype=dtype),
+        "img_shapes": [[(1, 4, 4)]],
+    }
+
+
+def flux_inputs(dtype):
+    return {
+        "hidden_states": torch.randn(1, 16, 16, dtype=dtype),
+        "encoder_hidden_states": torch.randn(1, 5, 16, dtype=dtype),
+        "pooled_projections": torch.randn(1, 16, dtype=dtype),
+        "timestep": torch.tensor([0.5], dtype=dtype),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(5, 3),
+    }
+
+
+MODELS = {
+    "QwenImageTransformer2DModel": (QWEN, qwen_inputs),
+    "FluxTransformer2DModel": (FLUX, flux_inputs),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def published(request, tmp_path_factory):
+    """A small model of a real class, saved by diffusers in shards."""
+    import diffusers
+
+    cls = getattr(diffusers, request.param)
+    config, inputs = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    cls(**config).save_pretrained(folder, max_shard_size="50KB")
+    return cls, config, inputs, folder
+
+
+def assert_same_tensors(model, reference):
+    mine, theirs = model.state_dict(), reference.state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert mine[name].dtype == tensor.dtype, name
+        assert bits(mine[name]) == bits(tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_real_model_equals_from_pretrained_in_weights_and_outputs(published, loader, dtype):
+    cls, config, inputs, folder = published
+    # A copy, because weights in a map are unaligned, and kernels round otherwise on those.
+    reference = copy.deepcopy(cls.from_pretrained(folder, torch_dtype=dtype))
+    model = build_empty(lambda: cls(**config), dtype=dtype)
+    load_into(model, open_source(folder), loader=loader, dtype_policy=dtype_of_from_pretrained(model, dtype))
+    assert_same_tensors(model, reference)
+    assert not model.training
+    arguments = inputs(dtype)
+    with torch.no_grad():
+        outputs = copy.deepcopy(model)(**arguments, return_dict=False)[0]
+        assert outputs.equal(reference(**arguments, return_dict=False)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_modules_that_the_class_keeps_in_float32_stay_there(tmp_path, dtype):
+    from diffusers import WanTransformer3DModel
+
+    config = {
+        "num_attention_heads": 1, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 8,
+        "freq_dim": 8, "ffn_dim": 16, "num_layers": 1, "rope_max_seq_len": 32,
+    }  # fmt: skip
+    WanTransformer3DModel(**config).save_pretrained(tmp_path)
+    reference = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=dtype)
+    model = build_empty(lambda: WanTransformer3DModel(**config), dtype=dtype)
+    load_into(model, open_source(tmp_path), dtype_policy=dtype_of_from_pretrained(model, dtype))
+    assert len({tensor.dtype for tensor in reference.parameters()}) == 2
+    assert_same_tensors(model, reference)
+    for (name, mine), (_, theirs) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+        assert mine.equal(theirs), name
+
+
+def test_a_transformers_text_encoder_with_tied_weights_loads(tmp_path):
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(vocab_size=30, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+    T5EncoderModel(config).save_pretrained(tmp_path)
+    reference = T5EncoderModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = build_empty(lambda: T5EncoderModel(config), dtype=torch.bfloat16)
+    load_into(model, open_source(tmp_path), dtype_policy=dtype_of_from_pretrained(model, torch.bfloat16))
+    assert_same_tensors(model, reference)
+    assert model.shared.weight is model.encoder.embed_tokens.weight
+
+
+class Small(nn.Module):
+    """Nested, with a tied weight, a persistent and a non-persistent buffer, and a plain tensor attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.block[0].weight
+        self.register_buffer("counts", torch.arange(3))
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+        self.angles = torch.arange(5.0) * 2
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(1)
+    original = Small()
+    save_model(tmp_path, original.state_dict(), max_shard_bytes=70)
+    return original, open_source(tmp_path)
+
+
+def test_only_parameters_are_left_without_values():
+    model = build_empty(Small)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.angles.equal(Small().angles)
+    assert model.table.equal(Small().table)
+    assert model.tied.weight is model.block[0].weight
+    assert nn.Linear(1, 1).weight.device.type == "cpu"
+
+
+def test_building_restores_the_default_dtype_and_the_hook_after_an_error():
+    with pytest.raises(ZeroDivisionError):
+        build_empty(lambda: 1 / 0, dtype=torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_ties_buffers_and_plain_attributes_end_up_right(saved, loader):
+    original, source = saved
+    model = build_empty(Small)
+    load_into(model, source, loader=loader)
+    assert_same_tensors(model, original)
+    assert model.tied.weight is model.block[0].weight
+    assert isinstance(model.first.weight, nn.Parameter)
+    assert model.first.weight.requires_grad
+
+
+def test_a_tied_weight_may_be_stored_under_either_name(saved, tmp_path):
+    original, _ = saved
+    for dropped in ("tied.weight", "block.0.weight"):
+        state = {name: tensor for name, tensor in original.state_dict().items() if name != dropped}
+        save_file(tmp_path / "one.safetensors", state)
+        model = build_empty(Small)
+        load_into(model, open_source(tmp_path / "one.safetensors"))
+        assert_same_tensors(model, original)
+
+
+def test_the_hook_sees_each_module_once_and_whole(saved):
+    seen = []
+
+    def look(name, module):
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        assert own
+        assert not any(tensor.is_meta for tensor in own)
+        seen.append(name)
+
+    load_into(build_empty(Small), saved[1], transform=look)
+    assert sorted(seen) == ["", "block.0", "block.1", "first", "tied"]
+
+
+def test_the_hook_may_replace_a_module(saved):
+    model = build_empty(Small)
+    load_into(model, saved[1], transform=lambda name, module: nn.Identity() if name == "block.1" else None)
+    assert isinstance(model.block[1], nn.Identity)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_quantising_on_arrival_equals_quantising_afterwards(published, loader):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    cls, config, inputs, folder = published
+
+    def quantise(name, module):
+        if isinstance(module, nn.Linear):
+            quantize_(module, Int8WeightOnlyConfig())
+
+    dtype = torch.bfloat16
+    model = build_empty(lambda: cls(**config), dtype=dtype)
+    policy = dtype_of_from_pretrained(model, dtype)
+    load_into(model, open_source(folder), loader=loader, dtype_policy=policy, transform=quantise)
+    reference = copy.deepcopy(cls.from_pretrained(folder, torch_dtype=dtype))
+    quantize_(reference, Int8WeightOnlyConfig())
+    arguments = inputs(dtype)
+    with torch.no_grad():
+        assert model(**arguments, return_dict=False)[0].equal(reference(**arguments, return_dict=False)[0])
+    assert type(model.proj_out.weight) is type(reference.proj_out.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "word"),
+    [
+        (lambda state: state.pop("first.bias"), KeyMismatch, "lacks first.bias"),
+        (lambda state: state.update(stray=torch.ones(1)), KeyMismatch, "stray"),
+        (lambda state: state.update({"first.bias": torch.ones(5)}), ShapeMismatch, "first.bias"),
+        (lambda state: state.update({"first.bias": torch.ones(4, 1)}), ShapeMismatch, "first.bias"),
+        (lambda state: state.update({"first.bias": torch.ones(4).to(torch.int8)}), DtypeMismatch, "I8"),
+        (lambda state: state.update(counts=torch.ones(3)), DtypeMismatch, "counts"),
+    ],
+)
+def test_files_of_another_model_are_refused_before_anything_is_read(saved, tmp_path, monkeypatch, change, error, word):
+    state = dict(saved[0].state_dict())
+    change(state)
+    save_file(tmp_path / "other.safetensors", state)
+    monkeypatch.setattr(type(LOADERS["pread"]), "stream", None)
+    with pytest.raises(error, match=word) as caught:
+        load_into(build_empty(Small), open_source(tmp_path / "other.safetensors"), loader="pread")
+    assert caught.value.hint
+
+
+def test_keys_that_the_class_ignores_are_not_unexpected(saved, tmp_path):
+    state = {**saved[0].state_dict(), "old.position_ids": torch.arange(3)}
+    save_file(tmp_path / "old.safetensors", state)
+    model = build_empty(Small)
+    model._keys_to_ignore_on_load_unexpected = [r"position_ids$"]
+    load_into(model, open_source(tmp_path / "old.safetensors"))
+
+
+def test_dtypes_follow_the_policy_and_otherwise_the_model(saved):
+    model = build_empty(Small, dtype=torch.bfloat16)
+    load_into(model, saved[1])
+    assert model.first.weight.dtype == torch.bfloat16
+    load_into(model, saved[1], dtype_policy=as_stored)
+    assert model.first.weight.dtype == torch.float32
+    assert model.counts.dtype == torch.int64
+
+
+def test_progress_counts_every_byte(saved):
+    calls = []
+    load_into(build_empty(Small), saved[1], on_progress=lambda done, total: calls.append((done, total)))
+    assert calls[-1] == (saved[1].size_bytes, saved[1].size_bytes)
+    assert calls == sorted(calls)
+
+
+def test_a_model_built_wholly_on_meta_is_refused_where_files_cannot_help(saved):
+    with torch.device("meta"):
+        model = Small()
+    with pytest.raises(BadWeights, match=r"table|angles") as caught:
+        load_into(model, saved[1])
+    assert "build_empty" in caught.value.hint
+
+
+def test_random_weights_are_complete_repeatable_and_of_sane_scale(published):
+    cls, config, inputs, _ = published
+    models = [build_empty(lambda: cls(**config), dtype=torch.float32) for _ in range(3)]
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        fill_random(model, seed=seed)
+    assert_same_tensors(models[0], models[1])
+    assert not models[0].proj_out.weight.equal(models[2].proj_out.weight)
+    with torch.no_grad():
+        outputs = models[0](**inputs(torch.float32), return_dict=False)[0]
+    assert outputs.isfinite().all()
+    assert 0.01 < outputs.std() < 100
+
+
+def test_random_weights_can_be_quantised_as_they_come():
+    seen = []
+    model = build_empty(Small, dtype=torch.bfloat16)
+    fill_random(model, seed=0, transform=lambda name, module: seen.append(name))
+    assert sorted(seen) == ["", "block.0", "block.1", "first", "tied"]
+    assert model.counts.equal(Small().counts)
+    assert model.block[1].weight.eq(1).all()
