@@ -21,12 +21,13 @@ def small_effort(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     small = dataclasses.replace(
         rates.EFFORTS["cpu"],
-        matmul_shapes=((16, 64, 64), (16, 64, 128)),
+        matmul_shapes=((8, 64, 64), (8, 64, 128)),
         tokens=(16, 32),
         heads=1,
         copy_bytes=2**16,
         file_bytes=2**18,
         limit_seconds=0.01,
+        total_seconds=60.0,
     )
     monkeypatch.setitem(rates.EFFORTS, "cpu", small)
 
@@ -45,12 +46,13 @@ def test_a_processor_is_measured_whole(small_effort):
     assert {rate.name for rate in found} == {
         "process.overhead",
         "memory.bandwidth",
-        "matmul.bf16.16x64x64",
-        "matmul.fp32.16x64x64",
-        "matmul.fp16.16x64x64",
-        "matmul.bf16.16x64x128",
+        "matmul.bf16.8x64x64",
+        "matmul.fp32.8x64x64",
+        "matmul.fp16.8x64x64",
+        "matmul.bf16.8x64x128",
         *(f"attention.{b}.bf16.{n}" for b in ("native", "_native_flash", "_native_math") for n in (16, 32)),
         "disk.safetensors",
+        "disk.pread",
         "disk.fastsafetensors",
     }
     for rate in found:
@@ -65,7 +67,7 @@ def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
     monkeypatch.setattr(rates.Meter, "bandwidth", broken)
     reports = reports_of()
     assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
-    assert sum(kind == "rate" for kind, _ in reports) == 13
+    assert sum(kind == "rate" for kind, _ in reports) == 14
 
 
 def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
@@ -73,7 +75,7 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     monkeypatch.setitem(rates.EFFORTS, "cpu", none_left)
     reports = reports_of()
     assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
-    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 13
+    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 14
 
 
 def child(code, **options):

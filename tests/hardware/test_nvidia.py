@@ -1,4 +1,3 @@
-# ruff: noqa: ARG002, ARG005
 """The edge to NVML and the driver API, against stand-ins with the real calling conventions."""
 
 import os
