@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from autotune.atomic import write_whole
 from autotune.errors import InvalidInput
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.hardware.probe import probe, with_rates
+from autotune.hardware.probe import ABOUT_RATES, probe, with_rates
 from autotune.schema import HardwareProfile, digest_of
 
 
@@ -34,7 +34,8 @@ def cached_profile(
     path = profile_path(now)
     saved = None if fresh else _readable(path)
     if saved is not None and still_holds(saved, now):
-        return with_rates(now, saved.rates, saved.notes, saved.noisy)
+        about_rates = (note for note in saved.notes if note.startswith(ABOUT_RATES))
+        return with_rates(now, saved.rates, (*now.notes, *about_rates), saved.noisy)
     profile = probe(index=index, on_progress=on_progress)
     save_profile(profile, path)
     return profile

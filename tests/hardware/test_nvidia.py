@@ -1,9 +1,11 @@
 """The edge to NVML and the driver API, against stand-ins with the real calling conventions."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +120,14 @@ def test_nvml_answers_in_our_units_and_by_uuid(monkeypatch):
     assert ask["other_process_bytes"](1) == 30  # ours is left out, and a process seen twice counts once
     with pytest.raises(Unanswered, match="1 other processes"):
         ask["other_process_bytes"](0)
+
+
+def test_every_function_that_is_called_exists_in_the_real_module():
+    import pynvml
+
+    called = set(re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", Path(nvidia.__file__).read_text()))
+    assert len(called) > 20
+    assert [name for name in sorted(called) if not hasattr(pynvml, name)] == []
 
 
 def test_a_device_that_nvml_does_not_know_is_a_reason(monkeypatch):
