@@ -48,8 +48,10 @@ def probe(
     from autotune.terminal import err, out
 
     with err.status("probing") as status:
-        tell = lambda what: status.update(what)  # noqa: E731
-        profile = read_machine(quick=True, on_progress=tell) if quick else cached_profile(fresh=True, on_progress=tell)
+        if quick:
+            profile = read_machine(quick=True, on_progress=status.update)
+        else:
+            profile = cached_profile(fresh=True, on_progress=status.update)
     if as_json:
         typer.echo(profile.model_dump_json(indent=1))
     else:
@@ -101,7 +103,7 @@ def plan(
         search_seconds=search_time,
     )
     with err.status("reading the machine") as status:
-        hardware = cached_profile(on_progress=lambda what: status.update(what))
+        hardware = cached_profile(on_progress=status.update)
     with trial_display(max_trials) as display:
         events = Events(
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),

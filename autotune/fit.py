@@ -47,10 +47,9 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
     """Why this data is outside the class that the plan was made for; `setting.workload` describes the data."""
     planned, actual = plan.frozen.workload, setting.workload
     misfits = []
-    if _pixels(actual.largest_bucket) > _pixels(planned.largest_bucket):
-        misfits.append(
-            f"data: a bucket of {_size(actual.largest_bucket)} is larger than the planned {_size(planned.largest_bucket)}"
-        )
+    largest, allowed = actual.largest_bucket, planned.largest_bucket
+    if _pixels(largest) > _pixels(allowed):
+        misfits.append(f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
     if actual.max_text_tokens > planned.max_text_tokens:
         misfits.append(
             f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"

@@ -33,6 +33,7 @@ from autotune.search.winner import fallbacks_of, reasons_for, winner_of
 from autotune.training.data.dataset import Dataset, read_dataset
 from autotune.training.describe import describe_workload
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.weights.sources import open_source, weights_in
 
 SMALLEST_WEIGHT_BYTES = 1
 """Bytes per parameter of the smallest storage that the quality floors up to `high` admit."""
@@ -76,9 +77,9 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     """
     events = events or Events()
     model = resolve_model(question.model)
+    _require_weights_and_room(model, hardware)
     dataset = read_dataset(question.data) if question.data else None
     workload = _describe(question, model, dataset)
-    _require_weights_and_room(model, hardware)
     space = search_space(Setting(hardware, model.family, workload))
     events.on_space(space, workload)
     sampler = ResidualSampler(space, rough_step_seconds(workload), rough_memory_bytes(workload))
@@ -121,7 +122,9 @@ def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -
             f"{device.name} offers {device.budget_bytes / 2**30:.0f} GiB",
             hint="run this on a machine with a larger GPU; `autotune doctor` tells whether one here is hidden",
         )
-    if model.folder is None and device.kind == "cpu":
+    if model.folder is not None:
+        open_source(weights_in(model.folder / "transformer"))  # headers only: damage shows now, not in a trial
+    elif device.kind == "cpu":
         raise NothingFits(
             f"{spec.name} ({size}) cannot be tried here: this machine has no GPU",
             hint="run this on a machine with a GPU, or pass the folder of a small pipeline: --model FOLDER",
@@ -140,7 +143,7 @@ def _job(question: Question, model: ResolvedModel, dataset: Dataset | None, work
         model=question.model,
         data=str(question.data) if question.data else None,
         output=question.output,
-        num_steps=question.num_steps or _default_steps(len(captions), workload.effective_batch_size),
+        num_steps=question.num_steps or defaults.num_steps(len(captions)),
         learning_rate=question.learning_rate or defaults.learning_rate,
         weight_decay=defaults.weight_decay,
         max_grad_norm=1.0,
@@ -149,11 +152,6 @@ def _job(question: Question, model: ResolvedModel, dataset: Dataset | None, work
         preview_prompts=tuple(captions[:1]),
         preview_steps=defaults.preview_steps,
     )
-
-
-def _default_steps(num_images: int, effective_batch_size: int) -> int:
-    """A hundred looks at every image, within what trainers commonly recommend for a subject or style."""
-    return min(4000, max(200, 100 * num_images // effective_batch_size))
 
 
 def _freeze(

@@ -77,7 +77,9 @@ def test_adapter_has_diffusers_keys_and_moved(journey: Journey) -> None:
     with safe_open(journey.result / "pytorch_lora_weights.safetensors", "pt") as file:
         names = set(file.keys())
         ups = [file.get_tensor(name) for name in names if ".lora_B." in name]
-    assert all(re.fullmatch(r"transformer\.transformer_blocks\.\d+\.attn\.to_\w+(\.0)?\.lora_[AB]\.weight", n) for n in names)
+    assert all(
+        re.fullmatch(r"transformer\.transformer_blocks\.\d+\.attn\.to_\w+(\.0)?\.lora_[AB]\.weight", n) for n in names
+    )
     assert len(names) == 6 * 4 * 2
     assert all(torch.isfinite(up).all() and up.abs().max() > 0 for up in ups)
 
@@ -185,9 +187,22 @@ def test_model_folder_without_weights_is_refused_before_any_trial(journey: Journ
 
 
 def test_interrupted_search_leaves_no_child_behind(journey: Journey, tmp_path: Path) -> None:
-    command = ["plan", "--model", journey.model, "--data", journey.images, "--resolution", 64, "-o", tmp_path / "p.yaml"]
+    command = [
+        "plan",
+        "--model",
+        journey.model,
+        "--data",
+        journey.images,
+        "--resolution",
+        64,
+        "-o",
+        tmp_path / "p.yaml",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "autotune", *map(str, command)], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "autotune", *map(str, command)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stderr
     for line in process.stderr:

@@ -5,6 +5,7 @@ from autotune.families.resolve import ResolvedModel
 from autotune.schema import Bucket, Objective, Quality, Workload
 from autotune.training.data.buckets import make_buckets
 from autotune.training.data.dataset import Dataset
+from autotune.training.data.pixels import read_size
 
 
 def describe_workload(
@@ -57,7 +58,17 @@ def describe_workload(
 
 
 def _text_lengths(model: ResolvedModel, dataset: Dataset) -> list[int]:
-    captions = sorted({item.caption for item in dataset.items})
     if model.folder is None:
         return [model.family.defaults.text_tokens, model.family.defaults.text_tokens - 1]
-    return model.family.count_text_tokens(model.folder, captions)
+    controls = _control_sizes(dataset)
+    try:
+        return model.family.count_text_tokens(model.folder, [item.caption for item in dataset.items], controls)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInput(
+            f"the tokenizer in {model.folder} cannot be read: {str(error).splitlines()[0]}",
+            hint="download the model again; a file is missing or damaged",
+        ) from error
+
+
+def _control_sizes(dataset: Dataset) -> list[list[tuple[int, int]]]:
+    return [[read_size(path, decode=False) for path in item.control_paths] for item in dataset.items]

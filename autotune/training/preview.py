@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.resolve import ResolvedModel
 from autotune.schema import Bucket
 
@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 class Preview:
     """One prompt, sampled from the same noise with and without the adapter."""
 
-    with_adapter: "Image"
-    without_adapter: "Image"
+    with_adapter: "list[Image]"
+    """One image, or the frames of a clip."""
+    without_adapter: "list[Image]"
 
 
 def load_pipeline(model: ResolvedModel, dtype: torch.dtype, device: torch.device, **parts: Any) -> Any:
     """The stock pipeline from the model's folder; `parts` replaces components (None leaves one out)."""
-    import diffusers
-
-    cls = getattr(diffusers, model.family.pipeline_class)
-    return cls.from_pretrained(model.folder, torch_dtype=dtype, **parts).to(device)
+    if model.folder is None:
+        raise InvalidInput(
+            f"the weights of {model.spec.name} are not on this machine",
+            hint=f"download {model.family.hub_id} and pass its folder: --model FOLDER",
+        )
+    return model.family.load_pipeline(model.folder, torch_dtype=dtype, **parts).to(device)
 
 
 def sample_preview(
@@ -49,15 +52,8 @@ def sample_preview(
     pipeline = load_pipeline(model, dtype, device)
     pipeline.set_progress_bar_config(disable=True)
 
-    def sample() -> "Image":
-        image: Image = pipeline(
-            prompt=prompt,
-            width=bucket.width_px,
-            height=bucket.height_px,
-            num_inference_steps=num_steps,
-            generator=torch.Generator().manual_seed(seed),
-        ).images[0]
-        return image
+    def sample() -> "list[Image]":
+        return model.family.sample(pipeline, prompt, bucket, num_steps=num_steps, seed=seed)
 
     without = sample()
     pipeline.load_lora_weights(adapter.parent, weight_name=adapter.name)

@@ -151,8 +151,8 @@ def _sample(
         dtype=torch_dtype(plan.frozen.settings.precision),
         device=device,
     )
-    preview.with_adapter.save(adapter.parent / "sample_with_adapter.png")
-    preview.without_adapter.save(adapter.parent / "sample_without_adapter.png")
+    for name, frames in (("with", preview.with_adapter), ("without", preview.without_adapter)):
+        frames[0].save(adapter.parent / f"sample_{name}_adapter.png")
 
 
 class _Loop:

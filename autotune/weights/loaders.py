@@ -56,7 +56,7 @@ class MappedLoader:
 
     name: ClassVar[str] = "safetensors"
 
-    def unavailable(self, device: "torch.device") -> str | None:  # noqa: ARG002
+    def unavailable(self, device: "torch.device") -> str | None:
         return None
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
@@ -73,7 +73,7 @@ class PreadLoader:
 
     name: ClassVar[str] = "pread"
 
-    def unavailable(self, device: "torch.device") -> str | None:  # noqa: ARG002
+    def unavailable(self, device: "torch.device") -> str | None:
         return None if hasattr(os, "preadv") else "this system has no preadv"
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.weights.errors import BadWeights, CorruptFile, HeaderTooLarge, MissingWeights, PickledWeights, TruncatedFile
+from autotune.weights.errors import (
+    BadWeights,
+    CorruptFile,
+    HeaderTooLarge,
+    MissingWeights,
+    PickledWeights,
+    TruncatedFile,
+)
 from autotune.weights.files import DTYPES, MAX_HEADER_BYTES, parse_header, read_file
 from tests.weights.conftest import raw_file, write_raw
 
@@ -35,7 +42,9 @@ def test_every_sound_header_is_read_back_in_the_order_of_its_bytes(layout, metad
     random.shuffle(names)
     entries, read = parse(raw_file({"__metadata__": metadata, **{n: header[n] for n in names}}, bytes(position)))
     assert read == metadata
-    assert {e.name: (e.dtype, list(e.shape)) for e in entries} == {n: (v["dtype"], v["shape"]) for n, v in header.items()}
+    assert {e.name: (e.dtype, list(e.shape)) for e in entries} == {
+        n: (v["dtype"], v["shape"]) for n, v in header.items()
+    }
     assert [e.start for e in entries] == sorted(e.start for e in entries)
     assert sum(e.size_bytes for e in entries) == position
 

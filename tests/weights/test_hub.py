@@ -130,7 +130,11 @@ def test_each_refusal_of_the_hub_has_its_own_hint(monkeypatch, error, word):
     assert word in caught.value.hint
 
 
-OFFLINE = [errors.OfflineModeIsEnabled("offline"), ConnectionError("no route"), errors.HfHubHTTPError.__bases__[0]("no route")]
+OFFLINE = [
+    errors.OfflineModeIsEnabled("offline"),
+    ConnectionError("no route"),
+    errors.HfHubHTTPError.__bases__[0]("no route"),
+]
 
 
 @pytest.fixture(params=OFFLINE, ids=lambda error: type(error).__name__)

@@ -67,6 +67,7 @@ def encode_dataset(
         AutotuneError: the disk is full; what is cached so far is kept.
         InvalidInput: no image could be read, or the family takes no control images and the data has some.
     """
+    _require_controls_fit(family, dataset)
     assigned = assign_buckets(dataset, buckets)
     recipes: dict[int, Recipe] = {}
     problems: dict[int, Problem] = {}
@@ -103,6 +104,16 @@ def encode_dataset(
         cache=cache,
         in_memory=store.in_memory,
     )
+
+
+def _require_controls_fit(family: Family, dataset: Dataset) -> None:
+    most = max(len(item.control_paths) for item in dataset.items)
+    if most > family.max_controls:
+        takes = f"at most {family.max_controls}" if family.max_controls else "no"
+        raise InvalidInput(
+            f"{family.name} takes {takes} control images, an item has {most}",
+            hint="leave --control out, or use an edit model",
+        )
 
 
 def _broken(item: Item, message: str) -> Problem:
@@ -155,10 +166,8 @@ def _encode_each(wanted: Sequence[T], encode: Callable[[T], Sample], store: "_St
 
 
 def _encode_prompt(family: Family, pipeline: Any, prompt: Prompt) -> Sample:
-    if prompt.bucket is None:
-        return family.encode_captions(pipeline, [prompt.caption])[0]
-    controls = [_open((path,), prompt.bucket) for path in prompt.control_paths]
-    return family.encode_edits(pipeline, [prompt.caption], [controls])[0]
+    controls = [_open((path,), prompt.bucket) for path in prompt.control_paths] if prompt.bucket else []
+    return family.encode_captions(pipeline, [prompt.caption], [controls])[0]
 
 
 def _encode_latents(family: Family, pipeline: Any, latents: Latents) -> Sample:

@@ -35,7 +35,9 @@ class CountingFamily(QwenImage):
         self.fail_at_image: int | None = None
         self.controls: list[int] = []
 
-    def encode_captions(self, pipeline: Any, captions: Sequence[str]) -> list[Sample]:
+    def encode_captions(
+        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
+    ) -> list[Sample]:
         self.captions += captions
         return super().encode_captions(pipeline, captions)
 
@@ -49,12 +51,14 @@ class CountingFamily(QwenImage):
 class EditFamily(CountingFamily):
     """One whose prompts see their control images."""
 
-    def encode_edits(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]]
+    max_controls = 2
+
+    def encode_captions(
+        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
     ) -> list[Sample]:
-        self.controls += [len(images) for images in controls]
+        self.controls += [len(images) for images in controls if images]
         assert all(image.shape == (3, 1, 64, 64) for images in controls for image in images)
-        return self.encode_captions(pipeline, captions)
+        return super().encode_captions(pipeline, captions, controls)
 
 
 @pytest.fixture(scope="module")
