@@ -20,7 +20,7 @@ from autotune.schema import Device, Frozen, HardwareProfile, Rate, Versions
 
 T = TypeVar("T", bound=Frozen)
 Progress = Callable[[str], None]
-ABOUT_RATES = ("not measured", "measuring ended")
+ABOUT_RATES = ("not measured", "measuring ended", "noisy")
 """How notes begin that belong to the rates, and are kept with them."""
 MEASURE = (sys.executable, "-m", "autotune.hardware.measure")
 
@@ -98,6 +98,7 @@ def measured(
                     notes.append(value)
                 elif kind == "noisy":
                     noisy = True
+                    notes.append(f"noisy: {value}")
                 else:
                     last = value
                     tell(f"measuring {value}")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 
 import pytest
 
@@ -99,9 +100,28 @@ def test_a_child_that_hangs_is_ended():
 
 
 def test_a_child_that_chatters_is_understood():
-    profile = child(f"print('Warning: x'); print('[1]'); print('{{}}'); {REPORT}; print(json.dumps({{'noisy': ''}}))")
+    profile = child(
+        f"print('Warning: x'); print('[1]'); print('{{}}'); {REPORT}; print(json.dumps({{'noisy': 'why'}}))"
+    )
     assert profile.rates == (RATE,)
     assert profile.noisy
+    assert "noisy: why" in profile.notes
+
+
+def test_other_processes_on_the_processor_are_noise(small_effort, monkeypatch):
+    monkeypatch.setattr(measuring.Others, "share", lambda self: 0.4)
+    assert ("noisy", "other processes took 40% of the processor") in reports_of()
+
+
+def test_own_work_is_no_other_process():
+    others = measuring.Others()
+    begin = time.process_time()
+    while time.process_time() < begin + 0.2:
+        pass
+    busy, _, own = (now - before for now, before in zip(others._times(), others._begin, strict=True))
+    assert own >= 0.15
+    assert 0 <= others.share() <= 1
+    assert busy >= own - 0.1
 
 
 @pytest.mark.parametrize(
