@@ -1,0 +1,90 @@
+"""Small objects of every kind that flows, for tests that need one and don't care which."""
+
+from autotune.families.registry import family_named
+from autotune.knobs.base import Setting
+from autotune.schema import (
+    Bucket,
+    Candidate,
+    Device,
+    Gate,
+    HardwareProfile,
+    Host,
+    ModelSpec,
+    TrialResult,
+    Versions,
+    Workload,
+)
+
+GIB = 2**30
+
+
+def hardware(*gates: str, kind: str = "cuda", budget_bytes: int = 24 * GIB) -> HardwareProfile:
+    """A GPU machine on which the named gates are open."""
+    names = gates or ("attention.native", "attention._native_flash", "precision.bf16", "quantization.torchao-int8")
+    return HardwareProfile.model_validate(
+        {
+            "device": Device.model_validate(
+                {
+                    "kind": kind,
+                    "index": 0,
+                    "name": "NVIDIA GeForce RTX 4090",
+                    "compute_capability": (8, 9),
+                    "memory_kind": "discrete",
+                    "memory_kind_reason": "test",
+                    "budget_bytes": budget_bytes,
+                    "budget_reason": "test",
+                }
+            ),
+            "host": Host(
+                cpu="test",
+                logical_cores=2,
+                memory_bytes=64 * GIB,
+                available_memory_bytes=48 * GIB,
+                swap_bytes=0,
+                system="Linux 6.1",
+                memory_model="linux",
+            ),
+            "versions": Versions(python="3.11.7", torch="2.13.0", cuda_runtime="13.0", torchao="0.18.0"),
+            "gates": tuple(Gate(name=name, available=True, reason="test") for name in names),
+        }
+    )
+
+
+def workload(**changes: object) -> Workload:
+    """Qwen-Image at 512 px, with whatever is said otherwise."""
+    values: dict[str, object] = {
+        "model": ModelSpec(
+            family="qwen-image", architecture="sha256:0", num_parameters=20_430_401_088, num_blocks=60, name="q"
+        ),
+        "resolution_px": 512,
+        "buckets": (Bucket(width_px=512, height_px=512, num_frames=1, num_items=20),),
+        "max_text_tokens": 64,
+        "text_padding": "masked",
+        "rank": 16,
+        "lora_alpha": 16.0,
+        "targets": "attention",
+        "effective_batch_size": 4,
+    }
+    return Workload.model_validate({**values, **changes})
+
+
+def setting(machine: HardwareProfile | None = None, work: Workload | None = None) -> Setting:
+    """A setting for knobs."""
+    work = work or workload()
+    return Setting(machine or hardware(), family_named(work.model.family), work)
+
+
+def candidate(**changes: object) -> Candidate:
+    """A candidate, with whatever is said otherwise."""
+    return Candidate.model_validate({"micro_batch_size": 1, "checkpointed_blocks": 59, **changes})
+
+
+def trial(run: Candidate, seconds: float | None = 1.0, memory: int = GIB, **changes: object) -> TrialResult:
+    """A trial that ran in `seconds`, or one that did not."""
+    values: dict[str, object] = {
+        "candidate": run,
+        "outcome": "ok" if seconds else "oom",
+        "step_seconds": (seconds, seconds, seconds) if seconds else (),
+        "peak_memory_bytes": memory if seconds else None,
+    }
+    return TrialResult.model_validate({**values, **changes})
