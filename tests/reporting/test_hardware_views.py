@@ -1,5 +1,7 @@
 """What the terminal shows of a machine fits 80 columns and leaves nothing important out."""
 
+import io
+
 import pytest
 from rich.console import Console
 
@@ -14,7 +16,7 @@ from tests.hardware.fleet import MACHINES, machine
 
 
 def shown(view):
-    console = Console(width=80, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115, PTH123
+    console = Console(width=80, record=True, file=io.StringIO(), color_system=None)
     console.print(view)
     return console.export_text()
 
