@@ -38,10 +38,15 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 
 @app.command()
 def probe(
-    quick: Annotated[bool, typer.Option(help="Facts only; measure nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Facts only; measure nothing.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Show the catalogue of GPUs instead.")] = False,
+    device: Annotated[int, typer.Option(min=0, help="Which GPU, where there are several.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Find out what this machine can really do, and keep the answer."""
+    if listed:
+        _list_catalogue(as_json)
+        return
     from autotune.hardware.probe import probe as read_machine
     from autotune.hardware.store import cached_profile
     from autotune.reporting.hardware import profile_view
@@ -49,13 +54,40 @@ def probe(
 
     with err.status("probing") as status:
         if quick:
-            profile = read_machine(quick=True, on_progress=status.update)
+            profile = read_machine(quick=True, index=device, on_progress=status.update)
         else:
-            profile = cached_profile(fresh=True, on_progress=status.update)
+            profile = cached_profile(fresh=True, index=device, on_progress=status.update)
     if as_json:
         typer.echo(profile.model_dump_json(indent=1))
     else:
         out.print(profile_view(profile))
+
+
+def _list_catalogue(as_json: bool) -> None:
+    from autotune.hardware.catalogue import catalogue
+    from autotune.reporting.hardware import catalogue_view
+    from autotune.terminal import out
+
+    if as_json:
+        typer.echo(json.dumps([gpu.model_dump(mode="json") for gpu in catalogue()], indent=1))
+    else:
+        out.print(catalogue_view(catalogue()))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Tell what on this machine will hurt, worst first, with the fix. Needs no torch; exits 1 if something blocks."""
+    from autotune.hardware.doctor import doctor as examine
+    from autotune.reporting.hardware import findings_view
+    from autotune.terminal import out
+
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps([finding.model_dump(mode="json") for finding in findings], indent=1))
+    else:
+        out.print(findings_view(findings))
+    if any(finding.severity == "blocks" for finding in findings):
+        raise typer.Exit(1)
 
 
 @app.command()

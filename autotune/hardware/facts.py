@@ -103,7 +103,7 @@ def _cuda_device(reader: Reader, count: int) -> Device:
     kind, why = memory_kind(shares, pages, override if isinstance(override, str) else None)
     # NVML before torch: it opens no context, so free memory is what it was before us. Where memory is shared, the
     # host's counts, and not a container's part of it: a limit there does not contain CUDA's allocations.
-    questions = ("os:available_bytes",) if kind in ("integrated", "host") else ("nvml:free_bytes", "torch:free_bytes")
+    questions = ("os:available_bytes",) if kind == "integrated" else ("nvml:free_bytes", "torch:free_bytes")
     free = reader.integer("device.free_memory_bytes", *questions, least=0)
     total = reader.integer("device.total_memory_bytes", "torch:total_bytes", "nvml:total_bytes")
     display = reader.flag("device.drives_display", "nvml:display_active")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 
 from autotune.hardware.answers import RealSystem
-from autotune.hardware.rates import Meter, is_noisy
+from autotune.hardware.rates import NOISY_ABOVE, Meter, is_noisy
 from autotune.hardware.reader import Reader
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
@@ -32,6 +32,7 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
     report("measuring", "the start of a process")
     meter = Meter(profile, lambda: conditions_of(profile, system))
     begin = time.perf_counter()
+    others = Others()
     rates: list[Rate] = []
     overhead = process_overhead(profile)
     if overhead is not None:
@@ -48,8 +49,30 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
         else:
             report("rate", rates[-1].model_dump_json())
     if rates and is_noisy(tuple(rates), next(meter.measurements())[1]()):
-        report("noisy", "timings disagreed")
+        report("noisy", "timings disagreed by more than 10%")
+    share = others.share()
+    if profile.device.kind == "cpu" and share > NOISY_ABOVE:
+        report("noisy", f"other processes took {share:.0%} of the processor")
     report("measuring", "done")
+
+
+class Others:
+    """How much of the processor other processes take, from its making until now."""
+
+    def __init__(self) -> None:
+        self._begin = self._times()
+
+    def share(self) -> float:
+        """Their share of all processor time, in [0, 1]."""
+        busy, idle, own = (now - before for now, before in zip(self._times(), self._begin, strict=True))
+        return max(0.0, busy - own) / max(busy + idle, 1e-9)
+
+    def _times(self) -> tuple[float, float, float]:
+        whole, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = whole.idle + getattr(whole, "iowait", 0.0)
+        # On Linux `user` already holds the guests' time.
+        busy = sum(whole) - idle - getattr(whole, "guest", 0.0) - getattr(whole, "guest_nice", 0.0)
+        return busy, idle, own.user + own.system
 
 
 def process_overhead(profile: HardwareProfile) -> Rate | None:

@@ -9,7 +9,7 @@ from autotune.errors import AutotuneError, InvalidInput
 from autotune.machine import MemoryKind
 
 GIB = 2**30
-MEMORY_KINDS: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent", "host")
+OVERRIDES: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent")
 DISPLAY_RESERVE_BYTES = GIB
 """A desktop takes this much more as windows open."""
 LEAST_MARGIN_BYTES = 256 * 2**20
@@ -21,13 +21,13 @@ def memory_kind(integrated: bool | None, host_page_tables: bool | None, override
     """The kind and why, from the two signals of a CUDA device (None: not answered).
 
     Raises:
-        InvalidInput: `override` (AUTOTUNE_MEMORY_KIND) is no kind of memory.
+        InvalidInput: `override` (AUTOTUNE_MEMORY_KIND) is none of a GPU's kinds of memory.
     """
     if override:
-        for kind in MEMORY_KINDS:
+        for kind in OVERRIDES:
             if override == kind:
                 return kind, f"set by AUTOTUNE_MEMORY_KIND={override}; measured signals ignored"
-        known = ", ".join(MEMORY_KINDS)
+        known = ", ".join(OVERRIDES)
         raise InvalidInput(f"AUTOTUNE_MEMORY_KIND is {override!r}", hint=f"use one of: {known}; or unset it")
     signals = f"integrated {_said(integrated)}, host page tables {_said(host_page_tables)}"
     if integrated:

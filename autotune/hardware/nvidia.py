@@ -22,7 +22,7 @@ TOPOLOGY_PATHS = {
     40: "same socket",
     50: "cpu sockets",
 }
-"""NVML_TOPOLOGY_* to words."""
+"""NVML's topology levels in words."""
 
 
 class NvmlSource:

@@ -16,10 +16,12 @@ from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
-from autotune.schema import Frozen, HardwareProfile, Rate, Versions
+from autotune.schema import Device, Frozen, HardwareProfile, Rate, Versions
 
 T = TypeVar("T", bound=Frozen)
 Progress = Callable[[str], None]
+ABOUT_RATES = ("not measured", "measuring ended", "noisy")
+"""How notes begin that belong to the rates, and are kept with them."""
 MEASURE = (sys.executable, "-m", "autotune.hardware.measure")
 
 
@@ -56,12 +58,12 @@ def profile_of(system: System, index: int = 0) -> HardwareProfile:
         versions=versions,
         gates=gates_of(device, host, versions),
         datasheet=known.datasheet if known else None,
-        notes=notes_of(reader, versions),
+        notes=notes_of(reader, device, versions),
         provenance=tuple(reader.provenance),
     )
 
 
-def notes_of(reader: Reader, versions: Versions) -> tuple[str, ...]:
+def notes_of(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...]:
     """What a reader of the profile should know, each said once."""
     notes = []
     if reader.quiet("torch:kind") == "rocm":
@@ -69,7 +71,7 @@ def notes_of(reader: Reader, versions: Versions) -> tuple[str, ...]:
     elif reader.quiet("torch:kind") == "cpu" and reader.quiet("nvml:count"):
         notes.append("there is an NVIDIA GPU, but torch does not use it: `autotune doctor` says why")
     override = reader.quiet("environment:AUTOTUNE_MEMORY_KIND")
-    if override:
+    if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
     if (versions.cuda_runtime or "").startswith("12."):
         notes.append("CUDA 12 works and is deprecated: PyTorch's newest builds are for CUDA 13")
@@ -96,6 +98,7 @@ def measured(
                     notes.append(value)
                 elif kind == "noisy":
                     noisy = True
+                    notes.append(f"noisy: {value}")
                 else:
                     last = value
                     tell(f"measuring {value}")

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotune.hardware.disk import LOADERS, disk_timings
+from autotune.hardware.disk import disk_timings
 from autotune.hardware.system import Unanswered
 from autotune.hardware.timing import Timings, disagreement, timed
 from autotune.schema import Conditions, DeviceKind, HardwareProfile, Rate
+from autotune.weights.loaders import LOADERS
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +50,10 @@ class Effort:
 EFFORTS: dict[DeviceKind, Effort] = {
     "cuda": Effort(
         ((4096, 3072, 3072), (4096, 3072, 12288), (4096, 12288, 3072), (4096, 3072, 18432)),
-        (4096, 16384), HEADS, 2**30, 2**28, 0.5, 22.0,
+        (4096, 16384), HEADS, 2**30, 2**28, 0.5, 18.0,
     ),
     "mps": Effort(((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**28, 2**28, 0.5, 15.0),
-    "cpu": Effort(((128, 3072, 3072), (128, 3072, 12288)), (256, 1024), 4, 2**27, 2**26, 0.3, 9.0),
+    "cpu": Effort(((128, 3072, 3072), (128, 3072, 12288)), (256, 512), 4, 2**27, 2**26, 0.3, 9.0),
 }  # fmt: skip
 
 
@@ -106,6 +107,7 @@ class Meter:
         return self.rate(f"matmul.{dtype}.{m}x{k}x{n}", 2 * m * k * n, timings, "FLOP/s")
 
     def time_once(self, call: Callable[[], object]) -> float:
+        call()  # the first call of a kind also prepares its kernel
         return timed(call, limit_seconds=0.0, finish=self.finish).median
 
     def _product(self, dtype: str, m: int, k: int, n: int) -> Callable[[], object]:
@@ -156,7 +158,7 @@ class Meter:
 
     def disk(self, loader: str) -> Rate:
         """A safetensors file read from disk, past the page cache, onto the device."""
-        timings = disk_timings(loader, self.effort.file_bytes, str(self.device), 2 * self.effort.limit_seconds)
+        timings = disk_timings(loader, self.effort.file_bytes, self.device, 2 * self.effort.limit_seconds)
         return self.rate(f"disk.{loader}", self.effort.file_bytes, timings, "B/s")
 
     # --- all of it -------------------------------------------------------------------------------------------
@@ -173,16 +175,18 @@ class Meter:
         for name in dtypes:
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
-        for shape in more:
-            yield f"matmul {dtype} {shape}", partial(self.matmul, dtype, *shape)
-        for tokens in self.effort.tokens:
-            for name in backends:
-                yield f"attention {name} {tokens}", partial(self.attention, name, dtype, tokens)
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)
             yield "pageable copies", partial(self.host_to_device, False)
+        short, long = self.effort.tokens
+        for name in backends:
+            yield f"attention {name} {short}", partial(self.attention, name, dtype, short)
         for loader in LOADERS:
             yield f"disk {loader}", partial(self.disk, loader)
+        for shape in more:
+            yield f"matmul {dtype} {shape}", partial(self.matmul, dtype, *shape)
+        for name in backends:
+            yield f"attention {name} {long}", partial(self.attention, name, dtype, long)
         last = "fp16" if self.kind == "cpu" else "int8"
         yield f"matmul {last}", partial(self.matmul, last, *first)
 
@@ -217,8 +221,10 @@ def attention_call(backend: str) -> Callable[..., "torch.Tensor"]:
 
 
 def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:
-    """Whether timings disagree: within a measurement, or between the first one and its repetition at the end."""
-    spreads = sorted(rate.spread for rate in rates if rate.num_samples >= 4)
-    wide = bool(spreads) and spreads[int(0.75 * (len(spreads) - 1))] > NOISY_ABOVE
+    """Whether timings disagree: within a measurement, or between the first one and its repetition at the end.
+
+    Disks are left out: their readings differ on quiet machines too.
+    """
+    wide = any(rate.spread > NOISY_ABOVE for rate in rates if not rate.name.startswith("disk."))
     first = next((rate for rate in rates if again is not None and rate.name == again.name), None)
     return wide or (first is not None and again is not None and disagreement((first.value, again.value)) > NOISY_ABOVE)

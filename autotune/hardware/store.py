@@ -4,18 +4,17 @@ A file carries the digest of its profile, so a damaged one is noticed and measur
 """
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import platformdirs
 from pydantic import ValidationError
 
+from autotune.atomic import write_whole
 from autotune.errors import InvalidInput
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.hardware.probe import probe, with_rates
+from autotune.hardware.probe import ABOUT_RATES, probe, with_rates
 from autotune.schema import HardwareProfile, digest_of
 
 
@@ -35,7 +34,8 @@ def cached_profile(
     path = profile_path(now)
     saved = None if fresh else _readable(path)
     if saved is not None and still_holds(saved, now):
-        return with_rates(now, saved.rates, saved.notes, saved.noisy)
+        about_rates = (note for note in saved.notes if note.startswith(ABOUT_RATES))
+        return with_rates(now, saved.rates, (*now.notes, *about_rates), saved.noisy)
     profile = probe(index=index, on_progress=on_progress)
     save_profile(profile, path)
     return profile
@@ -56,17 +56,7 @@ def profile_path(profile: HardwareProfile) -> Path:
 def save_profile(profile: HardwareProfile, path: Path) -> None:
     """Write the profile and its digest; readers see the old file or the whole new one."""
     text = json.dumps({"digest": digest_of(profile), "profile": profile.model_dump(mode="json")}, indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(scratch).replace(path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    write_whole(path, text + "\n")
 
 
 def load_profile(path: Path | str) -> HardwareProfile:

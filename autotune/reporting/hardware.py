@@ -8,9 +8,9 @@ from rich.text import Text
 
 from autotune.hardware.catalogue import CatalogueGpu
 from autotune.hardware.checks import Finding
+from autotune.reporting.text import memory_text
 from autotune.schema import Gate, HardwareProfile, Rate
 
-GIB = 2**30
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 
 
@@ -64,13 +64,15 @@ def catalogue_view(gpus: Sequence[CatalogueGpu]) -> RenderableType:
 def _facts(profile: HardwareProfile) -> Table:
     device, host, versions = profile.device, profile.host, profile.versions
     table = _grid()
-    table.add_row("memory", f"{_gib(device.total_memory_bytes)}, {device.memory_kind}: {device.memory_kind_reason}")
-    table.add_row("budget", Text(_gib(device.budget_bytes), style="bold") + Text(f": {device.budget_reason}"))
+    table.add_row(
+        "memory", f"{memory_text(device.total_memory_bytes)}, {device.memory_kind}: {device.memory_kind_reason}"
+    )
+    table.add_row("budget", Text(memory_text(device.budget_bytes), style="bold") + Text(f": {device.budget_reason}"))
     if device.kind == "cuda":
         table.add_row("compute", _compute(profile))
         table.add_row("link, power", _link_and_power(profile))
     cores = f"{host.physical_cores or '?'} cores, {host.logical_cores} usable threads"
-    table.add_row("host", f"{host.cpu}, {cores}, {_gib(host.memory_bytes)}, {host.system}{_where(profile)}")
+    table.add_row("host", f"{host.cpu}, {cores}, {memory_text(host.memory_bytes)}, {host.system}{_where(profile)}")
     stack = [("torch", versions.torch), ("CUDA", versions.cuda_runtime), ("driver", versions.driver)]
     stack += [("cuDNN", versions.cudnn), ("triton", versions.triton), ("diffusers", versions.diffusers)]
     stack += [("torchao", versions.torchao), ("peft", versions.peft), ("bitsandbytes", versions.bitsandbytes)]
@@ -94,7 +96,7 @@ def _link_and_power(profile: HardwareProfile) -> str:
         "power limit " + ("?" if device.power_limit_watts is None else f"{device.power_limit_watts:g} W"),
         *(["MIG slice"] if device.mig else []),
         *(["drives a display"] if device.drives_display else []),
-        *([f"others hold {_gib(device.other_process_bytes)}"] if device.other_process_bytes else []),
+        *([f"others hold {memory_text(device.other_process_bytes)}"] if device.other_process_bytes else []),
         *[f"GPU {link.peer_index} over {link.path}" for link in device.links],
     ]
     return ", ".join(parts)
@@ -144,7 +146,3 @@ def _grid() -> Table:
 
 def _heading(title: str) -> Text:
     return Text(f"\n{title}", style="bold")
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else f"{num_bytes / GIB:.1f} GiB"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.hardware.memory import MEMORY_KINDS, budget, memory_kind
+from autotune.hardware.memory import OVERRIDES, budget, memory_kind
 
 SIZES = st.one_of(st.none(), st.integers(0, 2**45))
 
@@ -30,14 +30,14 @@ def test_two_signals_decide(integrated, pages, kind):
 
 @given(st.text(min_size=1))
 def test_an_override_is_a_known_kind_or_refused(text):
-    if text in MEMORY_KINDS:
+    if text in OVERRIDES:
         assert memory_kind(None, None, text)[0] == text
         return
     with pytest.raises(InvalidInput):
         memory_kind(None, None, text)
 
 
-@given(st.sampled_from(MEMORY_KINDS), SIZES, SIZES, st.booleans(), st.one_of(st.none(), st.integers(0, 2**40)))
+@given(st.sampled_from((*OVERRIDES, "host")), SIZES, SIZES, st.booleans(), st.one_of(st.none(), st.integers(0, 2**40)))
 def test_a_budget_never_exceeds_what_is_free(kind, total, free, display, reserve):
     if total is None and free is None:
         with pytest.raises(AutotuneError):

@@ -26,7 +26,7 @@ RATES = (
 
 
 def measured(name):
-    return with_rates(profile_of(machine(name)), RATES, ("a note",), False)
+    return with_rates(profile_of(machine(name)), RATES, ("an old note", "not measured: gds"), False)
 
 
 @pytest.fixture
@@ -70,6 +70,7 @@ def test_rates_are_reused_with_a_fresh_budget(probes):
     first, again = cached_profile(), cached_profile()
     assert probes["full"] == 1
     assert first.rates == again.rates == RATES
+    assert again.notes == (*profile_of(machine("rtx-4090")).notes, "not measured: gds")
 
 
 def test_another_card_or_stack_is_measured_again(probes):

@@ -1,0 +1,24 @@
+"""`autotune doctor` and `autotune probe` as a script uses them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from autotune.cli import app
+from autotune.hardware import doctor
+from tests.hardware.fleet import machine
+
+
+@pytest.mark.parametrize(("name", "status"), [("cpu-only-torch", 1), ("gb10", 0), ("h200", 0)])
+def test_the_doctor_exits_with_one_where_something_blocks(monkeypatch, name, status):
+    monkeypatch.setattr(doctor, "RealSystem", lambda torch: machine(name))
+    told = CliRunner().invoke(app, ["doctor", "--json"])
+    severities = [finding["severity"] for finding in json.loads(told.stdout)]
+    assert told.exit_code == status == int("blocks" in severities)
+
+
+def test_the_catalogue_is_listed_for_people_and_for_scripts():
+    assert "nvidia-rtx-4090" in CliRunner().invoke(app, ["probe", "--list"]).stdout
+    entries = json.loads(CliRunner().invoke(app, ["probe", "--list", "--json"]).stdout)
+    assert len({entry["id"] for entry in entries}) == 24

@@ -1,0 +1,136 @@
+"""Rates are measured for real, and whatever fails costs one rate and leaves a note."""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+
+import pytest
+
+from autotune.hardware import measure as measuring
+from autotune.hardware import rates
+from autotune.hardware.probe import measured, profile_of
+from autotune.schema import Rate
+from tests.hardware.fleet import machine
+
+UNITS = {"matmul": "FLOP/s", "attention": "FLOP/s", "memory": "B/s", "disk": "B/s", "process": "B"}
+
+
+@pytest.fixture
+def small_effort(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    small = dataclasses.replace(
+        rates.EFFORTS["cpu"],
+        matmul_shapes=((8, 64, 64), (8, 64, 128)),
+        tokens=(16, 32),
+        heads=1,
+        copy_bytes=2**16,
+        file_bytes=2**18,
+        limit_seconds=0.01,
+        total_seconds=60.0,
+    )
+    monkeypatch.setitem(rates.EFFORTS, "cpu", small)
+
+
+def reports_of(name="no-gpu"):
+    reports = []
+    measuring.measure(profile_of(machine(name)), machine(name), lambda kind, value: reports.append((kind, value)))
+    return reports
+
+
+def test_a_processor_is_measured_whole(small_effort):
+    reports = reports_of()
+    found = [Rate.model_validate_json(value) for kind, value in reports if kind == "rate"]
+    assert [value for kind, value in reports if kind == "note"] == []
+    assert reports[-1] == ("measuring", "done")
+    assert {rate.name for rate in found} == {
+        "process.overhead",
+        "memory.bandwidth",
+        "matmul.bf16.8x64x64",
+        "matmul.fp32.8x64x64",
+        "matmul.fp16.8x64x64",
+        "matmul.bf16.8x64x128",
+        *(f"attention.{b}.bf16.{n}" for b in ("native", "_native_flash", "_native_math") for n in (16, 32)),
+        "disk.safetensors",
+        "disk.pread",
+        "disk.fastsafetensors",
+    }
+    for rate in found:
+        assert rate.unit == UNITS[rate.name.split(".")[0]]
+        assert math.isfinite(rate.value)
+
+
+def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
+    def broken(self):
+        raise RuntimeError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(rates.Meter, "bandwidth", broken)
+    reports = reports_of()
+    assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
+    assert sum(kind == "rate" for kind, _ in reports) == 14
+
+
+def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
+    none_left = dataclasses.replace(rates.EFFORTS["cpu"], total_seconds=-1.0)
+    monkeypatch.setitem(rates.EFFORTS, "cpu", none_left)
+    reports = reports_of()
+    assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
+    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 14
+
+
+def child(code, **options):
+    return measured(profile_of(machine("h100-sxm")), lambda _: None, (sys.executable, "-c", code), **options)
+
+
+RATE = Rate(name="memory.bandwidth", value=3e12, unit="B/s", spread=0.01, num_samples=9)
+REPORT = f"import json; print(json.dumps({{'rate': {RATE.model_dump_json()!r}}}), flush=True)"
+
+
+def test_a_child_that_dies_keeps_what_it_reported():
+    profile = child(f"{REPORT}; print(json.dumps({{'measuring': 'attention x'}}), flush=True); import os; os.abort()")
+    assert profile.rates == (RATE,)
+    assert any("in attention x" in note for note in profile.notes)
+
+
+def test_a_child_that_hangs_is_ended():
+    profile = child(f"{REPORT}; import time; time.sleep(60)", limit_seconds=1.0)
+    assert profile.rates == (RATE,)
+    assert any("ended early" in note for note in profile.notes)
+
+
+def test_a_child_that_chatters_is_understood():
+    profile = child(
+        f"print('Warning: x'); print('[1]'); print('{{}}'); {REPORT}; print(json.dumps({{'noisy': 'why'}}))"
+    )
+    assert profile.rates == (RATE,)
+    assert profile.noisy
+    assert "noisy: why" in profile.notes
+
+
+def test_other_processes_on_the_processor_are_noise(small_effort, monkeypatch):
+    monkeypatch.setattr(measuring.Others, "share", lambda self: 0.4)
+    assert ("noisy", "other processes took 40% of the processor") in reports_of()
+
+
+def test_own_work_is_no_other_process():
+    others = measuring.Others()
+    begin = time.process_time()
+    while time.process_time() < begin + 0.2:
+        pass
+    busy, _, own = (now - before for now, before in zip(others._times(), others._begin, strict=True))
+    assert own >= 0.15
+    assert 0 <= others.share() <= 1
+    assert busy >= own - 0.1
+
+
+@pytest.mark.parametrize(
+    ("spreads", "again", "noisy"),
+    [((0.01, 0.02, 0.03), 1.0, False), ((0.01, 0.3, 0.4), 1.0, True), ((0.01, 0.01, 0.01), 1.2, True)],
+)
+def test_disagreement_is_noise(spreads, again, noisy):
+    found = tuple(
+        Rate(name=f"r{i}", value=1.0, unit="s", spread=spread, num_samples=9) for i, spread in enumerate(spreads)
+    )
+    repeated = Rate(name="r0", value=again, unit="s", spread=0.0, num_samples=9)
+    assert rates.is_noisy(found, repeated) is noisy

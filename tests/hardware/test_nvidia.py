@@ -1,0 +1,151 @@
+"""The edge to NVML and the driver API, against stand-ins with the real calling conventions."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autotune.hardware import nvidia
+from autotune.hardware.answers import RealSystem
+from autotune.hardware.nvidia import DriverSource, NvmlSource
+from autotune.hardware.system import Unanswered
+
+LIBCUDA = """
+#include <string.h>
+static int ready = 0;
+int cuInit(unsigned flags) { ready = flags == 0; return FAIL; }
+int cuDriverGetVersion(int *v) { *v = 13020; return 0; }
+int cuDeviceGetCount(int *n) { *n = 1; return ready ? 0 : 3; }
+int cuDeviceGet(int *d, int i) { if (i != 0) return 101; *d = 42; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { if (d != 42) return 101; *v = a == 18 || a == 100; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *u, int d) { for (int i = 0; i < 16; i++) u[i] = i; return d == 42 ? 0 : 101; }
+"""
+
+
+@pytest.fixture
+def libcuda(tmp_path, monkeypatch):
+    """Builds a libcuda whose cuInit answers `status`, and puts it where ctypes loads it from."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+
+    def build(status):
+        source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+        source.write_text(LIBCUDA.replace("FAIL", str(status)))
+        subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+        load = nvidia.ctypes.CDLL
+        monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: load(str(library)))
+        return DriverSource()
+
+    return build
+
+
+def test_the_driver_api_answers_through_ctypes(libcuda):
+    driver = libcuda(0)
+    answers = {name: ask(0) for name, ask in driver.questions.items()}
+    assert answers == {"count": 1, "cuda_driver": "13.2", "integrated": 1, "host_page_tables": 1}
+    assert driver.uuid(0) == "00010203-0405-0607-0809-0a0b0c0d0e0f"
+    with pytest.raises(Unanswered, match="101"):
+        driver.questions["integrated"](1)
+
+
+def test_a_driver_that_does_not_start_is_a_reason(libcuda):
+    with pytest.raises(Unanswered, match="cuInit failed with error 100"):
+        libcuda(100).questions["integrated"](0)
+
+
+class FakeNvml:
+    """As much of the pynvml module as the probe calls, with its conventions (milliwatts, bytes, handles)."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    nvmlMemory_v2 = 33554472
+    NVML_P2P_CAPS_INDEX_NVLINK = 2
+    NVML_P2P_STATUS_OK = 0
+
+    def nvmlInit(self):
+        return None
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"580.95.05"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self):
+        return 13000
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return f"GPU-{index}"
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        if name not in ("GPU-0", "GPU-1"):
+            raise self.NVMLError("Not Found")
+        return name
+
+    def nvmlDeviceGetUUID(self, handle):
+        return handle
+
+    def nvmlDeviceGetMemoryInfo(self, handle, version):
+        return SimpleNamespace(total=100, free=60)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle):
+        return 350_000
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=1000)
+        return [mine, SimpleNamespace(pid=1, usedGpuMemory=30 if handle == "GPU-0" else None)]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle):
+        return [SimpleNamespace(pid=1, usedGpuMemory=30 if handle == "GPU-0" else None)]
+
+    def nvmlDeviceGetP2PStatus(self, handle, other, kind):
+        return 0
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, handle, other):
+        return 50
+
+
+def test_nvml_answers_in_our_units_and_by_uuid(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    ask = NvmlSource(lambda index: str(1 - index)).questions  # CUDA's order is the other way round
+    assert ask["driver"](0) == "580.95.05"
+    assert ask["cuda_driver"](0) == "13.0"
+    assert ask["free_bytes"](0) == 60
+    assert ask["power_limit_watts"](0) == 350.0
+    assert ask["links"](0) == [(0, "nvlink")]
+    assert ask["other_process_bytes"](1) == 30  # ours is left out, and a process seen twice counts once
+    with pytest.raises(Unanswered, match="1 other processes"):
+        ask["other_process_bytes"](0)
+
+
+def test_every_function_that_is_called_exists_in_the_real_module():
+    import pynvml
+
+    called = set(re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", Path(nvidia.__file__).read_text()))
+    assert len(called) > 20
+    assert [name for name in sorted(called) if not hasattr(pynvml, name)] == []
+
+
+def test_a_device_that_nvml_does_not_know_is_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    with pytest.raises(Unanswered, match="no device with UUID 9"):
+        NvmlSource(lambda _: "9").questions["free_bytes"](0)
+
+
+@pytest.mark.parametrize("source", ["torch", "nvml", "driver", "os", "packages", "environment"])
+def test_the_real_machine_answers_or_says_why(source):
+    with pytest.raises(Unanswered):
+        RealSystem(torch=False).ask(source, "no such question")
+
+
+def test_the_real_machine_knows_its_memory_and_packages():
+    system = RealSystem(torch=False)
+    assert system.ask("os", "memory_bytes") >= system.ask("os", "available_bytes") > 0
+    assert system.ask("os", "logical_cores") >= 1
+    assert system.ask("packages", "pydantic").startswith("2")
+    with pytest.raises(Unanswered, match="not installed"):
+        system.ask("packages", "surely-not-installed")

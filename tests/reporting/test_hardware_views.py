@@ -1,0 +1,68 @@
+"""What the terminal shows of a machine fits 80 columns and leaves nothing important out."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from autotune.hardware.catalogue import catalogue
+from autotune.hardware.doctor import findings
+from autotune.hardware.patient import examine
+from autotune.hardware.probe import profile_of, with_rates
+from autotune.hardware.store import hardware_named
+from autotune.reporting.hardware import catalogue_view, findings_view, human_rate, profile_view
+from autotune.schema import Rate
+from tests.hardware.fleet import MACHINES, machine
+
+
+def shown(view):
+    console = Console(width=80, record=True, file=io.StringIO(), color_system=None)
+    console.print(view)
+    return console.export_text()
+
+
+def rate(value, unit, samples=9):
+    return Rate(name="matmul.bf16.4096x3072x18432", value=value, unit=unit, spread=0.04, num_samples=samples)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_profile_fits_and_shows_budget_gates_and_notes(name):
+    profile = with_rates(profile_of(machine(name)), (rate(1.4e14, "FLOP/s"),), ("a note",), True)
+    text = shown(profile_view(profile))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for needed in ("budget", profile.device.memory_kind, "noisy", "140.0 TFLOP/s", "note: a note", "torchao-int8"):
+        assert needed in text
+    assert "None" not in text
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_findings_fit_and_name_their_fix(name):
+    found = findings(examine(machine(name), 2**36))
+    text = shown(findings_view(found))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert text.count("fix:") == len(found)
+    assert found or "Nothing" in text
+
+
+def test_the_catalogue_fits_with_every_name():
+    text = shown(catalogue_view(catalogue()))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert all(gpu.id in text for gpu in catalogue())
+
+
+def test_a_catalogue_profile_says_that_nothing_was_measured():
+    assert "not measured" in shown(profile_view(hardware_named("nvidia-gb10")))
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1.5e14, "FLOP/s", "150.0 TFLOP/s"),
+        (2e9, "FLOP/s", "2.0 GFLOP/s"),
+        (2.5e10, "B/s", "25.00 GB/s"),
+        (2**20, "B", "1 MiB"),
+        (0.25, "s", "250.00 ms"),
+    ],
+)
+def test_rates_are_told_in_the_units_that_people_use(value, unit, text):
+    assert human_rate(rate(value, unit)) == text
