@@ -7,6 +7,7 @@ Every family here is trained by flow matching: noisy = (1 - sigma) * clean + sig
 predicts the velocity noise - clean.
 """
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -46,8 +47,9 @@ class Defaults:
     def num_steps(self, num_images: int) -> int:
         """Optimizer steps for a data set of this size: each image is seen about a hundred times.
 
-        Bounded to what ai-toolkit calls a good range, 500 to 4000 steps at batch size 1 (its example configurations),
-        but with the upper bound in steps of our effective batch: large sets need to be seen, too.
+        At least 500 images are seen and at most 4,000 steps made: the ends of what ai-toolkit's example
+        configurations call a good range, with the upper one in steps of our effective batch, since it is images that
+        a large set is short of.
         """
         views = max(500, VIEWS_PER_IMAGE * num_images)
         return min(4000, math.ceil(views / self.effective_batch_size))
@@ -62,6 +64,15 @@ def unwrapped(transformer: "nn.Module") -> Any:
     while (inner := getattr(transformer, "module", getattr(transformer, "_orig_mod", None))) is not None:
         transformer = inner
     return transformer
+
+
+def bare_pipeline(pipeline_class: str, **parts: Any) -> Any:
+    """A stock pipeline with these components and no others: for what its constructor knows, such as its template."""
+    import diffusers
+
+    stock = getattr(diffusers, pipeline_class)
+    names = [name for name in inspect.signature(stock.__init__).parameters if name != "self"]
+    return stock(**{**dict.fromkeys(names), **parts})
 
 
 class Family(ABC):
@@ -104,7 +115,9 @@ class Family(ABC):
         """The pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
         import diffusers
 
-        return getattr(diffusers, self.pipeline_class).from_pretrained(folder, **components)
+        pipeline = getattr(diffusers, self.pipeline_class).from_pretrained(folder, **components)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
 
     @abstractmethod
     def sample_shapes(
@@ -174,22 +187,22 @@ class Family(ABC):
         """
         import torch
 
-        images = pipeline(
-            prompt=prompt,
-            width=bucket.width_px,
-            height=bucket.height_px,
-            num_inference_steps=num_steps,
-            generator=torch.Generator().manual_seed(seed),
-            return_dict=False,
-            **self.sampling_arguments(pipeline, bucket, guidance, controls),
-        )[0]
+        with torch.no_grad():
+            images = pipeline(
+                width=bucket.width_px,
+                height=bucket.height_px,
+                num_inference_steps=num_steps,
+                generator=torch.Generator().manual_seed(seed),
+                return_dict=False,
+                **self.sampling_arguments(pipeline, prompt, bucket, guidance, controls),
+            )[0]
         return images[0] if isinstance(images[0], list) else [images[0]]
 
     @abstractmethod
     def sampling_arguments(
-        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        """What else the pipeline is called with to sample: guidance, control images, frames."""
+        """What else the pipeline is called with to sample: prompt, guidance, control images, frames."""
 
     @abstractmethod
     def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:

@@ -78,7 +78,8 @@ class Flux1Dev(Family):
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         vae = pipeline.vae
         latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[0, :, None]
-        return (latents.to(pixels.dtype) - vae.config.shift_factor) * vae.config.scaling_factor
+        shift, scale = float(vae.config.shift_factor), float(vae.config.scaling_factor)
+        return (latents.to(pixels.dtype) - shift) * scale
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
         import torch
@@ -102,9 +103,9 @@ class Flux1Dev(Family):
         return unpack(velocity, noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        return {"guidance_scale": 3.5 if guidance is None else guidance}  # the model's card
+        return {"prompt": prompt, "guidance_scale": 3.5 if guidance is None else guidance}  # the model's card
 
     def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
         return False

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autotune.errors import InvalidInput
-from autotune.families.base import Batch, Family, Sample, unwrapped
+from autotune.families.base import Batch, Family, Sample, bare_pipeline, unwrapped
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
@@ -75,13 +75,11 @@ class Kandinsky5(Family):
     def count_text_tokens(
         self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
     ) -> list[int]:
-        import diffusers
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
         from transformers import AutoTokenizer
 
-        parts = dict.fromkeys(("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer_2", "scheduler"))
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-        pipeline = getattr(diffusers, self.pipeline_class)(tokenizer=tokenizer, **parts)
+        pipeline = bare_pipeline(self.pipeline_class)
         texts = [pipeline.prompt_template.format(prompt_clean(caption)) for caption in captions]
         dropped = pipeline.prompt_template_encode_start_idx
         # Of a prompt that is too long the pipeline cuts characters, so a token or two fewer may remain.
@@ -94,7 +92,7 @@ class Kandinsky5(Family):
             return self._predict_one_length(transformer, noisy, sigmas, batch)
         lengths = batch["prompt_mask"].sum(dim=1)
         velocity = torch.empty_like(noisy)
-        for length in lengths.unique().tolist():
+        for length in sorted(set(lengths.tolist())):
             chosen = lengths == length
             prompts = batch["prompt_embeds"][chosen, :length]
             part = {"prompt_embeds": prompts, "pooled_prompt_embeds": batch["pooled_prompt_embeds"][chosen]}

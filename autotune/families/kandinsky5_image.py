@@ -47,14 +47,14 @@ class Kandinsky5Image(Kandinsky5):
         vae = pipeline.vae
         latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[0, :, None]
         # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
-        return latents.to(pixels.dtype) * vae.config.scaling_factor
+        return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
     def sampling_arguments(
-        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         # The pipeline would replace any other size by one of its seven.
         pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
-        return {"guidance_scale": 3.5 if guidance is None else guidance}
+        return {"prompt": prompt, "guidance_scale": 3.5 if guidance is None else guidance}
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
         from autotune.families.small.kandinsky5 import write_image_pipeline

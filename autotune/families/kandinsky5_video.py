@@ -51,13 +51,13 @@ class Kandinsky5Video(Kandinsky5):
         vae = pipeline.vae
         whole = (self._num_latent_frames(pixels.shape[1]) - 1) * FRAMES_PER_LATENT + 1
         latents: Tensor = vae.encode(pixels[None, :, :whole].to(vae.dtype)).latent_dist.mode()[0]
-        return latents.to(pixels.dtype) * vae.config.scaling_factor
+        return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
     def sampling_arguments(
-        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         frames = (self._num_latent_frames(bucket.num_frames) - 1) * FRAMES_PER_LATENT + 1
-        return {"guidance_scale": 5.0 if guidance is None else guidance, "num_frames": frames}
+        return {"prompt": prompt, "guidance_scale": 5.0 if guidance is None else guidance, "num_frames": frames}
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
         from autotune.families.small.kandinsky5 import write_video_pipeline

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autotune.families.base import Batch, Defaults, Family, Sample
+from autotune.families.base import Batch, Defaults, Family, Sample, bare_pipeline
 from autotune.families.packing import PATCH, pack, unpack
 from autotune.schema import Bucket
 
@@ -27,7 +27,7 @@ class QwenImage(Family):
     hub_id = "Qwen/Qwen-Image"
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
-    components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+    components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {}  # the class's own defaults are the published model
     # Rank 16 and shift 2.2 on logit-normal timesteps: musubi-tuner's guide (its rate is 5e-5, diffusers' 1e-4).
     # Weight decay: between diffusers' 1e-4 and torch's 1e-2.
@@ -70,20 +70,13 @@ class QwenImage(Family):
     def count_text_tokens(
         self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
     ) -> list[int]:
-        from diffusers import QwenImagePipeline
         from transformers import AutoTokenizer
 
-        # The template and what it drops are attributes that the pipeline sets in its constructor.
-        pipeline = QwenImagePipeline(
-            scheduler=None,
-            vae=None,
-            text_encoder=None,
-            transformer=None,
-            tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"),
-        )
+        pipeline = bare_pipeline(self.pipeline_class)
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
         template, dropped = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
         longest = pipeline.tokenizer_max_length
-        ids = pipeline.tokenizer([template.format(caption) for caption in captions])["input_ids"]
+        ids = tokenizer([template.format(caption) for caption in captions])["input_ids"]
         return [min(len(tokens) - dropped, longest) for tokens in ids]
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
@@ -109,11 +102,11 @@ class QwenImage(Family):
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one and 4.
         scale = 4.0 if guidance is None else guidance
-        return {"true_cfg_scale": scale, "negative_prompt": " " if scale > 1 else None}
+        return {"prompt": prompt, "true_cfg_scale": scale, "negative_prompt": " " if scale > 1 else None}
 
     def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
         return micro_batch_size > 1 and text_padding == "masked"

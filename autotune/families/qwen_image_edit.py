@@ -4,13 +4,16 @@ The transformer is Qwen-Image's: the tokens of the control images follow those o
 control images, too, so a caption's encoding belongs to one pair of caption and images.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput
-from autotune.families.base import Sample
+from autotune.families.base import Sample, bare_pipeline
 from autotune.families.qwen_image import QwenImage
 from autotune.schema import Bucket
 
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONDITION_AREA = 1024 * 1024
-"""Pixels that `QwenImageEditPipeline` resizes the image for its text encoder to; its number is a literal."""
+PLUS_CONDITION_AREA = 384 * 384
+"""Pixels that the pipelines resize images for the text encoder to."""
 
 
 class QwenImageEdit(QwenImage):
@@ -42,21 +46,25 @@ class QwenImageEdit(QwenImage):
         self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
     ) -> list[Sample]:
         self._check_controls(captions, controls)
-        samples = []
-        for caption, pixels in zip(captions, controls, strict=True):
-            images = [self._condition_image(pipeline, _to_image(control)) for control in pixels]
-            samples.append({"prompt_embeds": pipeline.encode_prompt(prompt=[caption], image=images)[0][0]})
-        return samples
+        return [
+            {"prompt_embeds": self._encode(pipeline, caption, [_to_image(control) for control in pixels])[0]}
+            for caption, pixels in zip(captions, controls, strict=True)
+        ]
+
+    def _encode(self, pipeline: Any, caption: str, images: Sequence["Image.Image"]) -> "Tensor":
+        resized = []
+        for image in images:
+            width, height = self._condition_size(*image.size)
+            resized.append(pipeline.image_processor.resize(image, height, width))
+        prompt: Tensor = pipeline.encode_prompt(prompt=[caption], image=resized)[0]
+        return prompt
 
     def count_text_tokens(
         self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
     ) -> list[int]:
-        import diffusers
-
         self._check_controls(captions, controls)
         processor = _processor(folder)
-        parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
-        pipeline = getattr(diffusers, self.pipeline_class)(processor=processor, **parts)
+        pipeline = bare_pipeline(self.pipeline_class)
         counts = []
         for caption, sizes in zip(captions, controls, strict=True):
             pictures = "".join(self.picture_prompt.format(number) for number in range(1, len(sizes) + 1))
@@ -67,21 +75,36 @@ class QwenImageEdit(QwenImage):
             counts.append(num_tokens - pipeline.prompt_template_encode_start_idx)
         return counts
 
-    def sampling_arguments(
-        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
-    ) -> dict[str, Any]:
-        image = controls[0] if self.max_controls == 1 else list(controls)
-        return {**super().sampling_arguments(pipeline, bucket, guidance, controls), "image": image}
+    def sample(self, pipeline: Any, prompt: str, bucket: Bucket, **options: Any) -> list["Image.Image"]:
+        with self._control_area(bucket.width_px * bucket.height_px):
+            return super().sample(pipeline, prompt, bucket, **options)
 
-    def _condition_size(self, width: int, height: int) -> tuple[int, int]:
+    def sampling_arguments(
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        self._check_controls([prompt], [controls])
+        usual = super().sampling_arguments(pipeline, prompt, bucket, guidance, controls)
+        negative = usual["negative_prompt"]
+        return {
+            "true_cfg_scale": usual["true_cfg_scale"],
+            "prompt_embeds": self._encode(pipeline, prompt, controls),
+            "negative_prompt_embeds": None if negative is None else self._encode(pipeline, negative, controls),
+            "image": controls[0] if self.max_controls == 1 else list(controls),
+        }
+
+    def _control_area(self, area_px: int) -> AbstractContextManager[object]:
+        """Makes the pipeline encode control images with this many pixels, as training does, instead of a megapixel.
+
+        A preview then needs the memory that was planned, and sees what the adapter was trained on. The pipeline has no
+        argument for it, so a name in its module is replaced for a moment: one preview at a time.
+        """
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
 
-        size = stock.calculate_dimensions(CONDITION_AREA, width / height)
-        return int(size[0]), int(size[1])
+        stock_size = stock.calculate_dimensions
+        return _replaced(stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio))
 
-    def _condition_image(self, pipeline: Any, image: "Image.Image") -> Any:
-        width, height = self._condition_size(*image.size)
-        return pipeline.image_processor.resize(image, height, width)
+    def _condition_size(self, width: int, height: int) -> tuple[int, int]:
+        return _stock_size(CONDITION_AREA, width / height)
 
     def _check_controls(self, captions: Sequence[str], controls: Sequence[Sequence[object]]) -> None:
         good = len(controls) == len(captions) and all(1 <= len(images) <= self.max_controls for images in controls)
@@ -103,11 +126,29 @@ class QwenImageEditPlus(QwenImageEdit):
     defaults = replace(QwenImage.defaults, text_tokens=384)
     picture_prompt = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 
-    def _condition_size(self, width: int, height: int) -> tuple[int, int]:
+    def _control_area(self, area_px: int) -> AbstractContextManager[object]:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
-        size = stock.calculate_dimensions(stock.CONDITION_IMAGE_SIZE, width / height)
-        return int(size[0]), int(size[1])
+        return _replaced(stock, "VAE_IMAGE_SIZE", area_px)
+
+    def _condition_size(self, width: int, height: int) -> tuple[int, int]:
+        return _stock_size(PLUS_CONDITION_AREA, width / height)
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    stock = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)
+
+
+def _stock_size(area_px: int, ratio: float) -> tuple[int, int]:
+    """(width, height) of about this area, in multiples of 32 px, as both pipelines' `calculate_dimensions`."""
+    width = math.sqrt(area_px * ratio)
+    return round(width / 32) * 32, round(width / ratio / 32) * 32
 
 
 def _processor(folder: Path) -> Any:

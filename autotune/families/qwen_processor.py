@@ -23,8 +23,8 @@ class Qwen2VLProcessor(StockProcessor):  # type: ignore[misc]
 
     def num_image_tokens(self, width_px: int, height_px: int) -> int:
         """Tokens that an image of this size becomes."""
-        patches: int = self.image_processor.get_number_of_image_patches(height_px, width_px)
-        return patches // self.image_processor.merge_size**2
+        num_patches = self.image_processor.get_number_of_image_patches(height_px, width_px)
+        return int(num_patches) // int(self.image_processor.merge_size) ** 2
 
 
 # diffusers writes a component's module into model_index.json: a saved pipeline must name the stock class.

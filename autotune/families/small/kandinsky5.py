@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.families.base import bare_pipeline
 from autotune.families.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
@@ -16,27 +17,25 @@ from autotune.families.small.parts import (
 
 def write_image_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
     """Write a pipeline with FLUX's kind of VAE."""
-    from diffusers import Kandinsky5T2IPipeline
-
-    _write(Kandinsky5T2IPipeline, flux_vae, folder, captions, seed, visual_cond=False)
+    _write("Kandinsky5T2IPipeline", flux_vae, folder, captions, seed, visual_cond=False)
 
 
 def write_video_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
     """Write a pipeline with HunyuanVideo's kind of VAE and the extra input channels of the video model."""
-    from diffusers import Kandinsky5T2VPipeline
-
-    _write(Kandinsky5T2VPipeline, _video_vae, folder, captions, seed, visual_cond=True)
+    _write("Kandinsky5T2VPipeline", _video_vae, folder, captions, seed, visual_cond=True)
 
 
 def _write(
-    pipeline_class: Any, make_vae: Any, folder: Path, captions: Sequence[str], seed: int, *, visual_cond: bool
+    pipeline_class: str, make_vae: Any, folder: Path, captions: Sequence[str], seed: int, *, visual_cond: bool
 ) -> None:
+    import diffusers
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5Transformer3DModel
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer, tokenizer_2 = qwen_tokenizer(captions), clip_tokenizer(captions)
+        tokenizer = qwen_tokenizer(captions, bare_pipeline(pipeline_class).prompt_template)
+        tokenizer_2 = clip_tokenizer(captions)
         text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
         text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
         transformer = Kandinsky5Transformer3DModel(
@@ -54,7 +53,7 @@ def _write(
         )
         _open_gates(transformer)
         vae = make_vae()
-    pipeline_class(
+    getattr(diffusers, pipeline_class)(
         transformer=transformer,
         vae=vae,
         text_encoder=text_encoder,

@@ -16,20 +16,17 @@ QWEN_SPECIAL_TOKENS = (
 )
 
 
-QWEN_TEMPLATE = (
-    "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships"
-    " of the objects and background:\nuser\nassistant\n"
-)
-"""Words of the pipeline's prompt template: trained in, so they take about as many tokens as in the original."""
+def qwen_tokenizer(captions: Sequence[str], template: str) -> Any:
+    """A `Qwen2Tokenizer` trained on `captions`, with Qwen2.5-VL's special tokens.
 
-
-def qwen_tokenizer(captions: Sequence[str]) -> Any:
-    """A `Qwen2Tokenizer` whose byte-level BPE is trained on `captions`, with Qwen2.5-VL's special tokens."""
+    Its byte-level BPE is trained on the pipeline's `template`, too: the pipeline drops a fixed number of tokens, and
+    so this template has as many as with the original tokenizer.
+    """
     from tokenizers import ByteLevelBPETokenizer
     from transformers import Qwen2Tokenizer
 
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator([*captions, QWEN_TEMPLATE], vocab_size=512, min_frequency=1, show_progress=False)
+    bpe.train_from_iterator([*captions, template], vocab_size=1024, min_frequency=1, show_progress=False)
     model = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
     tokenizer.add_special_tokens({"extra_special_tokens": list(QWEN_SPECIAL_TOKENS)})

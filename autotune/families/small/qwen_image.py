@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from autotune.families.base import bare_pipeline
 from autotune.families.small.parts import qwen_processor, qwen_text_encoder, qwen_tokenizer
 
 
@@ -14,7 +15,7 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = qwen_tokenizer(captions)
+        tokenizer = qwen_tokenizer(captions, bare_pipeline(pipeline_class).prompt_template_encode)
         text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
         transformer = QwenImageTransformer2DModel(
             in_channels=64,
