@@ -11,7 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from autotune.commands import data as data_commands
+from autotune.commands import weights as weights_commands
 from autotune.errors import AutotuneError
+from autotune.quiet import silence_libraries
 
 app = typer.Typer(
     help="Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.",
@@ -21,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(data_commands.app, name="data")
+app.add_typer(weights_commands.app, name="weights")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
@@ -88,6 +94,23 @@ def doctor(as_json: Json = False) -> None:
         out.print(findings_view(findings))
     if any(finding.severity == "blocks" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the model families that can be planned and trained, with their sizes."""
+    from autotune.families.registry import FAMILIES
+    from autotune.families.resolve import resolve_model
+
+    specs = {name: resolve_model(name).spec for name in FAMILIES}
+    if as_json:
+        typer.echo(json.dumps([spec.model_dump(mode="json") for spec in specs.values()], indent=1))
+        return
+    typer.echo(f"{'family':<24}{'parameters':>11}{'blocks':>8}  by default")
+    for name, spec in specs.items():
+        usual = FAMILIES[name].defaults
+        size = f"{spec.num_parameters / 1e9:>10.2f}B{spec.num_blocks:>8}"
+        typer.echo(f"{name:<24}{size}  rank {usual.rank}, {usual.resolution_px} px")
 
 
 @app.command()
@@ -197,7 +220,6 @@ def train(
     import platformdirs
 
     from autotune.plan_file import read_plan, with_job
-    from autotune.quiet import silence_libraries
 
     chosen = with_job(
         read_plan(plan_file),
@@ -208,7 +230,6 @@ def train(
         learning_rate=learning_rate,
         seed=seed,
     )
-    silence_libraries()
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
     from autotune.reporting.run import report_lines
@@ -235,10 +256,8 @@ def demo(
     model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
 ) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
-    from autotune.quiet import silence_libraries, silence_progress_bars
-
-    silence_libraries()
     from autotune.demo import make_demo
+    from autotune.quiet import silence_progress_bars
     from autotune.terminal import err, out
 
     with err.status("writing a small pipeline and drawing images"):
@@ -270,11 +289,25 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
 
 def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
+    silence_libraries()
     try:
         app()
     except AutotuneError as error:
-        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
-        sys.exit(error.exit_status)
+        _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception as error:
+        if os.environ.get("AUTOTUNE_TRACEBACK"):
+            raise
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        _fail(
+            f"{type(error).__name__}: {first}",
+            "this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
+            1,
+        )
+
+
+def _fail(message: str, hint: str, status: int) -> None:
+    sys.stderr.write(f"error: {' '.join(message.split())}\nhint: {hint}\n")
+    sys.exit(status)
