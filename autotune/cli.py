@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from autotune.commands import data as data_commands
+from autotune.commands import profiles as profiles_commands
 from autotune.commands import weights as weights_commands
 from autotune.errors import AutotuneError
 from autotune.quiet import silence_libraries
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 
 app.add_typer(data_commands.app, name="data")
+app.add_typer(profiles_commands.app, name="profiles")
 app.add_typer(weights_commands.app, name="weights")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
