@@ -85,7 +85,7 @@ def export_records(file: Annotated[Path, typer.Argument(metavar="FILE")], store:
     """Write all records into one file, to send where there is no store."""
     from autotune.sharing.store import export_to
 
-    typer.echo(f"{export_to(_store(store), file)} records written to {file}")
+    typer.echo(f"records: {export_to(_store(store), file)}; written to {file}")
 
 
 @app.command("import")
@@ -106,7 +106,7 @@ def prune(
     from autotune.sharing.store import prune as delete_useless
 
     reasons = delete_useless(_store(store), older_than_days=older_than, dry_run=dry_run)
-    typer.echo("\n".join((*reasons, f"{len(reasons)} records {'would be' if dry_run else 'were'} deleted")))
+    typer.echo("\n".join((*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}")))
 
 
 @app.command()
@@ -115,7 +115,7 @@ def verify(store: Where = None) -> None:
     from autotune.sharing.store import verify as check
 
     count, bad = check(_store(store))
-    typer.echo("\n".join((*(problem.reason for problem in bad), f"{count} records, {len(bad)} of them bad")))
+    typer.echo("\n".join((*(problem.reason for problem in bad), f"records: {count}, bad: {len(bad)}")))
     if bad:
         raise typer.Exit(1)
 
@@ -129,8 +129,7 @@ def _store(url: str | None) -> "Store":
 def _tell(merged: "Merged", where: str) -> None:
     for refused in merged.refused:
         typer.echo(f"refused: {refused.reason}", err=True)
-    refusals = f", {len(merged.refused)} refused" if merged.refused else ""
-    typer.echo(f"{merged.new} new records in {where}, {merged.present} were there{refusals}")
+    typer.echo(f"new: {merged.new}, already there: {merged.present}, refused: {len(merged.refused)}; in {where}")
 
 
 def _verdicts(store: "Store") -> dict[str, dict[str, object]]:

@@ -92,10 +92,12 @@ class LocalFiles:
 
     def _place(self, key: str) -> Path:
         """The path of a key: one of the layout, with no link between the root and it."""
-        path = self.root / _checked(key)
-        if any(parent.is_symlink() for parent in list(path.parents)[:DEPTH]):
-            raise OSError(f"a folder of {key} is a link")
-        return path
+        folder = self.root
+        for part in _checked(key).split("/")[:DEPTH]:
+            folder /= part
+            if folder.is_symlink():
+                raise OSError(f"{folder.name}, a folder of the store, is a link")
+        return self.root / key
 
 
 class RemoteFiles:

@@ -233,15 +233,17 @@ def _public(version: str | None) -> str | None:
 
 
 def _leaves(data: Any) -> Iterator[Any]:
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield key
-            yield from _leaves(value)
-    elif isinstance(data, list):
-        for value in data:
-            yield from _leaves(value)
-    else:
-        yield data
+    """Every key and every value that holds no others."""
+    pending = [data]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield from value
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+        else:
+            yield value
 
 
 def _slug(text: str) -> str:

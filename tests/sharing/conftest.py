@@ -34,11 +34,11 @@ def s3() -> Iterator[tuple[str, Faults]]:
 
 @pytest.fixture
 def s3_store(s3: tuple[str, Faults]) -> Iterator[Callable[[], Store]]:
-    """Opens the same new S3 store, each time as another client would."""
+    """Opens the same new S3 store; fsspec shares the connections."""
     address, faults = s3
     url, options = f"s3://team/{next(NUMBERS)}", {"endpoint_url": address, "key": "a", "secret": "b"}
     options |= {"config_kwargs": {"retries": {"max_attempts": 1}}, "client_kwargs": {"region_name": "us-east-1"}}
-    yield lambda: open_store(url, **options, skip_instance_cache=True)
+    yield lambda: open_store(url, **options)
     faults.set("none", 0, 0)
 
 

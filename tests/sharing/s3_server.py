@@ -66,7 +66,7 @@ def handler_for(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
                 upstream.sendall("\r\n".join(head).encode() + body[: len(body) // 2])
             self.connection.shutdown(socket.SHUT_RDWR)
 
-        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward  # noqa: N815
+        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""

@@ -44,9 +44,9 @@ def test_another_architecture_never_counts() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"torch": "2.13.1+cu130"}, {"total_memory_bytes": 25_000_000_000}, {"power_limit_watts": 440.0}, {"rates": ()}]
-    + [{"rates": WITHIN}, {"cpu": "another"}, {"free_memory_bytes": GIB}, {"power_limit_watts": None}],
-)
+    [{"torch": "2.13.1+cu130"}, {"total_memory_bytes": 25_000_000_000}, {"power_limit_watts": 440.0}, {"rates": ()},
+     {"rates": WITHIN}, {"cpu": "another"}, {"free_memory_bytes": GIB}, {"power_limit_watts": None}],
+)  # fmt: skip
 def test_what_does_not_matter_stays_exact(change: dict[str, object]) -> None:
     assert match(record(), machine(**change), workload()).kind == "exact"
 
@@ -61,9 +61,9 @@ def test_soft_keys_make_a_prior_the_nearer_the_more_alike() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"rank": 32}, {"max_text_tokens": 512}, {"effective_batch_size": 8}, {"targets": "all"}, {"quality": "exact"}]
-    + [{"objective": "memory"}, {"text_padding": "exact"}, {"resolution_px": 768}],
-)
+    [{"rank": 32}, {"max_text_tokens": 512}, {"effective_batch_size": 8}, {"targets": "all"}, {"quality": "exact"},
+     {"objective": "memory"}, {"text_padding": "exact"}, {"resolution_px": 768}],
+)  # fmt: skip
 def test_other_work_on_the_same_model_is_a_prior(change: dict[str, object]) -> None:
     found = match(record(), machine(), workload(**change))
     assert found.kind == "near"

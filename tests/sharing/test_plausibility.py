@@ -10,6 +10,7 @@ from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import machine, plan, record
 
 INT8 = candidate(quantization="torchao-int8")
+LESS = candidate(quantization="torchao-int8", checkpointed_blocks=1)
 
 
 def claiming(*trials: TrialResult, **changes: object) -> Record:
@@ -44,13 +45,13 @@ def test_true_records_are_believed() -> None:
         (claiming(trial(INT8, 2.0, 21 * GIB, step_seconds=(2.0, -1.0, 2.0))), "took no time"),
         (claiming(trial(INT8, 2.0, 21 * GIB), TrialResult(candidate=INT8, outcome="ok")), "without times"),
         (
-            claiming(trial(INT8, 1.5, 21 * GIB), trial(candidate(quantization="torchao-int8", checkpointed_blocks=1), 4.0, 21 * GIB)),
+            claiming(trial(INT8, 1.5, 21 * GIB), trial(LESS, 4.0, 21 * GIB)),
             "less than half the time",
         ),
         (
             claiming(
                 trial(INT8, 2.0, 23 * GIB),
-                trial(INT8.model_copy(update={"checkpointed_blocks": 1}), 2.0, 20 * GIB),
+                trial(LESS, 2.0, 20 * GIB),
                 machine=record(machine(total_memory_bytes=None)).machine,
             ),
             None,
@@ -96,6 +97,8 @@ def test_the_cost_model_names_what_is_possible_but_not_believable() -> None:
 
 
 def test_a_record_full_of_trials_is_judged_quickly() -> None:
-    many = tuple(trial(candidate(quantization="torchao-int8", checkpointed_blocks=i), 2.0, 21 * GIB) for i in range(512))
+    many = tuple(
+        trial(candidate(quantization="torchao-int8", checkpointed_blocks=i), 2.0, 21 * GIB) for i in range(512)
+    )
     assert implausible(claiming(*many)) == ()
     assert plan().frozen.trials

@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.schema import Gate, HardwareProfile, ModelSpec, Provenance, Rejected, TrainingPlan
+from autotune.schema import Gate, HardwareProfile, ModelSpec, Provenance, TrainingPlan
 from autotune.sharing.files import KEY
-from autotune.sharing.record import MAX_RECORD_BYTES, MAX_TRIALS, DamagedRecord, canonical, name_of, parse_record, record_of
+from autotune.sharing.record import (
+    MAX_RECORD_BYTES,
+    MAX_TRIALS,
+    DamagedRecord,
+    canonical,
+    name_of,
+    parse_record,
+    record_of,
+)
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import DAY, TRIALS, machine, plan, record
 
@@ -179,7 +187,7 @@ def _changed(**changes: object) -> bytes:
         b"[" * 100_000, b'{"a":' * 100_000, b" " * (MAX_RECORD_BYTES + 1), b'{"schema_version":1}',
         _changed(schema_version=2), _changed(command="rm -rf /"), _changed(search_seconds="60"),
         _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")), _changed(search_seconds=-1.0),
-        _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="‮evil"),
+        _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
         _changed(machine__device_name="x" * 1000), _changed(machine__hard_keys={}), _changed(trials=[]),
         _changed(machine__total_memory_bytes=10**400), _changed(machine__hard_keys={"k" * 200: "v"}),
         _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS), _changed(expected__evidence="predicted"),

@@ -13,8 +13,8 @@ from autotune.errors import InvalidInput
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, name_of
 from autotune.sharing.store import Store, merge, prune, verify
-from tests.sharing.examples import TRIALS, machine, record, several
 from tests.builders import GIB, candidate, trial
+from tests.sharing.examples import TRIALS, machine, record, several
 
 Open = Callable[[], Store]
 
@@ -119,7 +119,7 @@ def test_two_writers_at_once_lose_nothing(opened: Open, tmp_path: Path) -> None:
     def push(source: Store) -> None:
         try:
             merge(source, opened())
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=push, args=(source,)) for source in sources]
@@ -163,7 +163,9 @@ def test_finding_a_damaged_record_says_so(opened: Open) -> None:
         opened().find(made.name)
 
 
-@pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", "a/b/c/d.json", "0" * 16 + "/../x/" + "0" * 64 + ".json"])
+@pytest.mark.parametrize(
+    "key", ["../../etc/passwd", "/etc/passwd", "a/b/c/d.json", "0" * 16 + "/../x/" + "0" * 64 + ".json"]
+)
 def test_no_path_outside_the_layout_is_touched(opened: Open, key: str) -> None:
     files = opened().files
     with pytest.raises(InvalidInput):
