@@ -21,7 +21,7 @@ VERDICTS = {
 def list_lines(rows: Sequence[Summary], verdicts: Mapping[str, Mapping[str, object]]) -> list[str]:
     """Two lines a record, and whether it counts here where that was asked."""
     if not rows:
-        return ["no records yet: `autotune plan` makes one, `autotune profiles pull URL` fetches a team's"]
+        return ["no records yet: `autotune plan` makes them, `profiles pull URL` fetches them"]
     lines = []
     for row in rows:
         numbers = f"{seconds_text(row.step_seconds)}/step  {memory_text(row.peak_memory_bytes)}"
@@ -87,7 +87,7 @@ def _verdict_lines(verdict: Mapping[str, object]) -> Iterator[str]:
 
 
 def _trial_line(trial: TrialResult) -> str:
-    numbers = f"{seconds_text(trial.median_step_seconds):>12}  {memory_text(trial.peak_memory_bytes):>10}"
+    numbers = f"{seconds_text(trial.median_step_seconds):>8} {memory_text(trial.peak_memory_bytes):>9}"
     return _cut(f"{trial.outcome:<11} {numbers}  {trial.candidate.label()}")
 
 

@@ -37,12 +37,18 @@ def _rate(prefix: str) -> Callable[[Machine], Value]:
     return fastest
 
 
+def _training_cores(machine: Machine) -> Value:
+    """Cores count where they train."""
+    return machine.logical_cores if machine.hard_keys.get("device_kind") == "cpu" else None
+
+
 def _version(name: str, weight: float) -> SoftKey:
     return SoftKey(name, lambda machine: getattr(machine.versions, name), weight)
 
 
 MACHINE_KEYS: tuple[SoftKey, ...] = (
     SoftKey("device", lambda machine: machine.device_name, 1.0),
+    SoftKey("cores", _training_cores, 1.0),
     SoftKey("memory", lambda machine: machine.total_memory_bytes, 1.0, 0.03),
     SoftKey("memory bandwidth", _rate("memory.bandwidth"), 2.0, 0.10),
     SoftKey("bf16 matmul rate", _rate("matmul.bf16."), 2.0, 0.10),

@@ -22,6 +22,7 @@ from autotune.schema import (
     HardwareProfile,
     ModelSpec,
     NaturalInt,
+    PositiveInt,
     Rate,
     TrainingPlan,
     TrialResult,
@@ -31,7 +32,7 @@ from autotune.schema import (
 )
 from autotune.sharing.libraries import LIBRARIES
 
-MAX_RECORD_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 18
 """A record of 8 trials has about 4 KiB."""
 MAX_TRIALS = 512
 MAX_TEXT = 160
@@ -50,6 +51,7 @@ class Machine(Frozen):
     device_name: str
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
+    logical_cores: int = PositiveInt
     power_limit_watts: float | None
     versions: Versions
     rates: tuple[Rate, ...] = Field(max_length=256)
@@ -164,6 +166,7 @@ def machine_of(hardware: HardwareProfile) -> Machine:
         device_name=device.name,
         total_memory_bytes=device.total_memory_bytes,
         budget_bytes=device.budget_bytes,
+        logical_cores=hardware.host.logical_cores,
         power_limit_watts=device.power_limit_watts,
         versions=Versions.model_validate({key: _public(value) for key, value in hardware.versions}),
         rates=tuple(rate.model_copy(update={"conditions": None}) for rate in hardware.rates),

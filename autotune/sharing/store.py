@@ -25,6 +25,8 @@ from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, Record, par
 
 MAX_RECORDS = 100_000
 """In one store or file."""
+MAX_TRANSFER_BYTES = 1 << 30
+"""Of new records in one push, pull or import: more than any team has measured, less than a disk."""
 BATCH = 64
 """Files asked for at once; object stores answer them side by side."""
 LINE = re.compile(rb'\{"name":"(?P<name>[0-9a-f]{64})","record":(?P<record>\{.*\})\}\r?\n?')
@@ -194,20 +196,25 @@ def merge(source: Store, target: Store) -> Merged:
     there = {entry.key: entry.size for entry in target.entries()}
     entries = source.entries()
     wanted = [entry for entry in entries if there.get(entry.key) != entry.size]
+    _require_moderate(sum(entry.size for entry in wanted), source.where)
     merged = target.take((entry.name, content, record) for entry, content, record in source.contents(wanted))
     return Merged(merged.new, merged.present + len(entries) - len(wanted), merged.refused)
 
 
+def _require_moderate(num_bytes: int, where: str) -> None:
+    if num_bytes > MAX_TRANSFER_BYTES:
+        raise InvalidInput(f"{where} has {num_bytes / 2**30:.1f} GiB of new records", hint="no team has that many")
+
+
 def verify(store: Store) -> tuple[int, tuple[Refused, ...]]:
     """How many records there are, and which are damaged, altered, misfiled or impossible."""
-    merely_read = list(store.contents(store.entries()))
-    bad = []
-    for entry, _, record in merely_read:
+    count, bad = 0, []
+    for count, (entry, _, record) in enumerate(store.contents(store.entries()), start=1):  # noqa: B007
         if isinstance(record, DamagedRecord):
             bad.append(Refused(entry.key, record.message))
         elif reasons := implausible(record):
             bad.append(Refused(entry.key, f"{entry.name[:12]} cannot be true: {reasons[0]}"))
-    return len(merely_read), tuple(bad)
+    return count, tuple(bad)
 
 
 def useless(store: Store, *, today: date, older_than_days: int | None = None) -> Iterator[tuple[Entry, str]]:
@@ -256,6 +263,7 @@ def import_from(file: Path, store: Store) -> Merged:
         InvalidInput: the file cannot be read.
     """
     try:
+        _require_moderate(file.stat().st_size, str(file))
         with file.open("rb") as lines:
             return store.take(_found_in(lines))
     except OSError as error:

@@ -70,6 +70,13 @@ def test_other_work_on_the_same_model_is_a_prior(change: dict[str, object]) -> N
     assert found.reasons
 
 
+def test_cores_count_only_where_they_train() -> None:
+    more = {"logical_cores": 64, "memory_kind": "host", "kind": "cpu", "compute_capability": None}
+    fewer = machine(**(more | {"logical_cores": 8}))
+    assert match(record(machine(**more)), fewer, workload()).reasons == ("cores: 8.00 times ours",)
+    assert match(record(machine(logical_cores=64)), machine(), workload()).kind == "exact"
+
+
 def test_captions_a_little_longer_are_the_same_work() -> None:
     assert match(record(), machine(), workload(max_text_tokens=70)).kind == "exact"
 

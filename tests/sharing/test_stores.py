@@ -183,6 +183,15 @@ def test_a_store_with_too_many_files_is_refused(opened: Open, monkeypatch: pytes
         opened().entries()
 
 
+def test_a_flood_of_bytes_is_refused_before_it_is_read(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened().add(record())
+    monkeypatch.setattr("autotune.sharing.store.MAX_TRANSFER_BYTES", 100)
+    with pytest.raises(InvalidInput, match="GiB of new records"):
+        merge(opened(), local(tmp_path / "mine"))
+
+
 def test_an_entry_knows_its_place_without_opening_the_file(opened: Open) -> None:
     made = record()
     opened().add(made)
