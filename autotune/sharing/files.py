@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from autotune.atomic import replacing
 from autotune.errors import AutotuneError, InvalidInput
@@ -173,7 +174,8 @@ def _secrets_of(url: str) -> tuple[str, ...]:
     login = re.search(r"://(.*)@", url)
     query = re.search(r"\?(.*)", url)
     found = [group for part in (login, query) if part for group in (part[1], *re.split(r"[:&=]", part[1]))]
-    return tuple(sorted((text for text in found if len(text) > 2), key=len, reverse=True))
+    decoded = {text for part in found for text in (part, unquote(part)) if len(text) > 2}
+    return tuple(sorted(decoded, key=len, reverse=True))
 
 
 def _checked(key: str) -> str:

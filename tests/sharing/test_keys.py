@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.sharing.keys import compare_machine, match, usable_trials
@@ -111,6 +111,7 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it(
 VERSIONS = st.sampled_from(["1.0", "2.0.1", None])
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.fixed_dictionaries(
         {},
