@@ -50,6 +50,20 @@ def test_a_fault_that_stays_leaves_nothing_half_readable(
     assert verify(s3_store()) == (6, ())
 
 
+@pytest.mark.parametrize("spare", [0, 1, 3])
+def test_a_pull_that_breaks_says_so_instead_of_refusing_records(
+    spare: int, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store], tmp_path: Path
+) -> None:
+    merge(mine, s3_store())
+    bob = Store(LocalFiles(tmp_path / "bob"))
+    s3[1].set("503", spare=spare, count=10_000, method="GET")
+    with pytest.raises(Unreachable):
+        merge(s3_store(), bob)
+    s3[1].set("none", 0, 0)
+    assert merge(s3_store(), bob).refused == ()
+    assert verify(bob) == (6, ())
+
+
 def test_the_command_line_finds_another_endpoint_and_keys_where_the_aws_tools_do(
     mine: Store, s3: tuple[str, Faults], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
