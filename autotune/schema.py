@@ -9,168 +9,40 @@ Equal questions give equal objects, so objects can be compared, hashed, stored a
 Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
 """
 
-import hashlib
-import json
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from autotune.frozen import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
+from autotune.machine import (
+    Conditions,
+    Datasheet,
+    Device,
+    DeviceKind,
+    Gate,
+    HardwareProfile,
+    Host,
+    Link,
+    MemoryKind,
+    Provenance,
+    Rate,
+    Versions,
+)
+
+__all__ = [
+    "TRIAL_PROTOCOL_VERSION", "Conditions", "Datasheet", "Device", "DeviceKind", "Frozen", "Gate", "HardwareProfile",
+    "Host", "Link", "MemoryKind", "NaturalInt", "PositiveInt", "Provenance", "Rate", "Versions", "digest_of",
+]  # fmt: skip
+"""What this module passes on from `autotune.frozen` and `autotune.machine`."""
 
 PLAN_SCHEMA_VERSION = 1
 """Version of the plan file; a plan from a newer version is refused, not guessed at."""
 
-TRIAL_PROTOCOL_VERSION = 1
-"""Version of how a trial measures; results of different versions are never compared."""
-
-DeviceKind = Literal["cuda", "mps", "cpu"]
-MemoryKind = Literal["discrete", "integrated", "coherent", "host"]
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
 Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "crash"]
 Knob = str
 Choice = str | int
-
-PositiveInt = Field(ge=1)
-NaturalInt = Field(ge=0)
-
-
-class Frozen(BaseModel):
-    """Base of every object here: immutable, strict, closed to unknown fields, finite numbers only."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-def digest_of(value: Frozen | dict[str, object]) -> str:
-    """SHA-256 of the canonical JSON of `value` (sorted keys, no spaces), as `sha256:<64 hex digits>`."""
-    data = value.model_dump(mode="json") if isinstance(value, Frozen) else value
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-# --- the machine -------------------------------------------------------------------------------------------------
-
-
-class Device(Frozen):
-    """One device that can train, as its runtime reports it. What is unknown is None, never 0."""
-
-    kind: DeviceKind
-    index: int = NaturalInt
-    name: str
-    """As the runtime reports it, e.g. `NVIDIA GeForce RTX 4090`."""
-    compute_capability: tuple[int, int] | None = None
-    """(major, minor) on CUDA devices."""
-    sm_count: int | None = None
-    l2_bytes: int | None = None
-    memory_kind: MemoryKind
-    memory_kind_reason: str
-    total_memory_bytes: int | None = None
-    budget_bytes: int = NaturalInt
-    """What a run may really take, overhead of its own process included."""
-    budget_reason: str
-
-
-class Host(Frozen):
-    """The computer around the device."""
-
-    cpu: str
-    physical_cores: int | None = None
-    logical_cores: int = PositiveInt
-    memory_bytes: int = PositiveInt
-    available_memory_bytes: int = NaturalInt
-    swap_bytes: int = NaturalInt
-    system: str
-    """Operating system and release, e.g. `Linux 6.1`."""
-    memory_model: str
-    """What an over-allocation meets: `linux`, `wsl`, `windows`, `macos`."""
-
-
-class Versions(Frozen):
-    """Versions of what decides how a step runs; None where it is absent."""
-
-    python: str
-    torch: str | None = None
-    cuda_runtime: str | None = None
-    driver: str | None = None
-    cudnn: str | None = None
-    triton: str | None = None
-    diffusers: str | None = None
-    transformers: str | None = None
-    peft: str | None = None
-    accelerate: str | None = None
-    torchao: str | None = None
-    bitsandbytes: str | None = None
-    fastsafetensors: str | None = None
-
-
-class Gate(Frozen):
-    """Whether this machine can use a feature, and why or why not."""
-
-    name: str
-    available: bool
-    reason: str
-
-
-class Rate(Frozen):
-    """One measured rate: the median of several timings."""
-
-    name: str
-    """Dotted: what, variant, shape; e.g. `matmul.bf16.4096x3072x3072`."""
-    value: float = Field(gt=0)
-    unit: Literal["FLOP/s", "B/s", "B", "s"]
-    spread: float = Field(ge=0)
-    """Interquartile range over the median."""
-    num_samples: int = PositiveInt
-
-
-class HardwareProfile(Frozen):
-    """A machine with one device, in a form that two teams can compare."""
-
-    device: Device
-    host: Host
-    versions: Versions
-    gates: tuple[Gate, ...] = ()
-    rates: tuple[Rate, ...] = ()
-    noisy: bool = False
-    """True when repeated timings disagreed, so that rates deserve less trust."""
-
-    @property
-    def hard_keys(self) -> dict[str, str | None]:
-        """The facts that decide whether a tuning carries over to another machine."""
-        capability = self.device.compute_capability
-        return {
-            "device_kind": self.device.kind,
-            "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
-            "memory_kind": self.device.memory_kind,
-            "memory_model": self.host.memory_model,
-            "torch": _minor(self.versions.torch),
-            "cuda": _major(self.versions.cuda_runtime),
-            "torchao": self.versions.torchao,
-            "bitsandbytes": self.versions.bitsandbytes,
-            "trial_protocol": str(TRIAL_PROTOCOL_VERSION),
-        }
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the hard keys: equal where a tuning may be reused."""
-        return digest_of(dict(self.hard_keys))
-
-    def gate(self, name: str) -> Gate:
-        """The gate called `name`; an unknown name is a closed gate that says so."""
-        found = next((gate for gate in self.gates if gate.name == name), None)
-        return found or Gate(name=name, available=False, reason=f"this profile says nothing about {name}")
-
-    def rate(self, name: str) -> float | None:
-        """The measured rate called `name` in its unit, or None."""
-        return next((rate.value for rate in self.rates if rate.name == name), None)
-
-
-def _minor(version: str | None) -> str | None:
-    return None if version is None else ".".join(version.split("+")[0].split(".")[:2])
-
-
-def _major(version: str | None) -> str | None:
-    return None if version is None else version.split(".")[0]
 
 
 # --- the question ------------------------------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""The base that every frozen object shares: immutable, strict, closed, finite; and the digest of one."""
+
+import hashlib
+import json
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TRIAL_PROTOCOL_VERSION = 1
+"""Version of how a trial measures; results of different versions are never compared."""
+
+PositiveInt = Field(ge=1)
+NaturalInt = Field(ge=0)
+
+
+class Frozen(BaseModel):
+    """Base of every object that flows: immutable, strict, closed to unknown fields, finite numbers only."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def digest_of(value: Frozen | dict[str, object]) -> str:
+    """SHA-256 of the canonical JSON of `value` (sorted keys, no spaces), as `sha256:<64 hex digits>`."""
+    data = value.model_dump(mode="json") if isinstance(value, Frozen) else value
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

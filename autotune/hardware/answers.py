@@ -1,0 +1,216 @@
+"""The real machine behind `System`: torch, the operating system, installed packages, environment variables.
+
+NVML and the driver API are in `nvidia.py`. Every failure becomes `Unanswered` with its reason: a machine may lack
+any of these, and none may break the probe. `torch=False` keeps torch unimported: the doctor works that way.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from autotune.hardware.nvidia import DriverSource, NvmlSource
+from autotune.hardware.system import Unanswered
+
+Answer = Callable[[int], object]
+
+
+class RealSystem:
+    """Asks this machine."""
+
+    def __init__(self, *, torch: bool = True) -> None:
+        driver = DriverSource()
+        self._sources: dict[str, Mapping[str, Answer]] = {
+            "os": OS_QUESTIONS,
+            # The doctor looks at every GPU in NVML's order, also at those hidden from CUDA.
+            "nvml": NvmlSource(driver.uuid if torch else None).questions,
+            "driver": driver.questions,
+            "torch": TorchSource().questions if torch else {},
+        }
+
+    def ask(self, source: str, question: str, index: int = 0) -> object:
+        """The raw answer.
+
+        Raises:
+            Unanswered: the source is missing, failed, or does not support the question.
+        """
+        try:
+            if source == "packages":
+                return _package(question)
+            if source == "environment":
+                return os.environ[question]
+            return self._sources[source][question](index)
+        except Unanswered:
+            raise
+        except importlib.metadata.PackageNotFoundError:
+            raise Unanswered("not installed") from None
+        except KeyError:
+            raise Unanswered("not reported") from None
+        except Exception as error:  # whatever a driver or a library throws means the same here
+            raise Unanswered(f"{type(error).__name__}: {error}".split("\n")[0][:200]) from error
+
+
+class TorchSource:
+    """The CUDA runtime (or MPS) as torch sees it; imports torch at the first question."""
+
+    def __init__(self) -> None:
+        self.questions: Mapping[str, Answer] = {
+            "kind": lambda _: self._kind(),
+            "count": lambda _: self._cuda().device_count(),
+            "cuda": lambda _: _known(_torch().version.cuda, "this torch is built without CUDA"),
+            "cudnn": lambda _: _cudnn_text(_known(_torch().backends.cudnn.version(), "no cuDNN")),
+            "recommended_bytes": lambda _: _torch().mps.recommended_max_memory(),
+            "name": lambda index: self._properties(index).name,
+            "capability": lambda index: (self._properties(index).major, self._properties(index).minor),
+            "sm_count": lambda index: self._properties(index).multi_processor_count,
+            "l2_bytes": lambda index: self._properties(index).L2_cache_size,
+            "total_bytes": lambda index: self._properties(index).total_memory,
+            "integrated": lambda index: int(self._properties(index).is_integrated),
+            "free_bytes": lambda index: self._cuda().mem_get_info(index)[0],
+        }
+
+    def _kind(self) -> str:
+        torch = _torch()
+        if torch.version.hip is not None:
+            return "rocm"
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+
+    def _cuda(self) -> Any:
+        if self._kind() != "cuda":
+            raise Unanswered("torch sees no CUDA device")
+        return _torch().cuda
+
+    def _properties(self, index: int) -> Any:
+        return self._cuda().get_device_properties(index)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _known(value: object, otherwise: str) -> object:
+    if value is None:
+        raise Unanswered(otherwise)
+    return value
+
+
+def _cudnn_text(version: object) -> str:
+    """91002 is 9.10.2, 8902 is 8.9.2: the base changed from 1000 to 10000 with cuDNN 9."""
+    number = int(str(version))
+    base = 10_000 if number >= 90_000 else 1000
+    return f"{number // base}.{number % base // 100}.{number % 100}"
+
+
+def _package(name: str) -> str:
+    """Version of a distribution. `torch_cuda` and `torch_hip` say how torch was built without importing it,
+    `torchvision_needs` which torch an installed torchvision was built for."""
+    if name == "torchvision_needs":
+        needs = importlib.metadata.requires("torchvision") or []
+        return str(_known(next((need for need in needs if need.startswith("torch==")), None), "any torch"))
+    if name in ("torch_cuda", "torch_hip"):
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            raise Unanswered("torch is not installed")
+        text = (Path(spec.origin).parent / "version.py").read_text()
+        found = re.search(rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'", text, re.MULTILINE)
+        return str(_known(found and found.group(1), "this torch is built without it"))
+    return importlib.metadata.version(name)
+
+
+# --- operating system --------------------------------------------------------------------------------------------
+
+
+def _cpu(_: int) -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if found:
+            return found.group(1)
+    return _known(platform.processor() or platform.machine() or None, "no name")  # type: ignore[return-value]
+
+
+def _logical_cores(_: int) -> int:
+    """Cores that this process may run on, a container's quota included."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        most, period = quota.read_text().split()
+        if most != "max":
+            allowed = min(allowed, max(1, int(most) // int(period)))
+    return allowed
+
+
+def _container_free_bytes(_: int) -> int:
+    """What a container's memory limit leaves; page cache inside it can be given back."""
+    root = Path("/sys/fs/cgroup")
+    most = (root / "memory.max").read_text().strip()
+    if most == "max":
+        raise Unanswered("no limit")
+    used = int((root / "memory.current").read_text())
+    inactive = re.search(r"^inactive_file (\d+)", (root / "memory.stat").read_text(), re.MULTILINE)
+    return max(0, int(most) - used + (int(inactive.group(1)) if inactive else 0))
+
+
+def _container(_: int) -> str:
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "kubernetes"
+    for marker, name in (("/.dockerenv", "docker"), ("/run/.containerenv", "podman")):
+        if Path(marker).exists():
+            return name
+    raise Unanswered("none seen")
+
+
+def _wsl(_: int) -> bool:
+    return "microsoft" in platform.release().lower()
+
+
+def _compiler(_: int) -> str:
+    names = (os.environ.get("CC"), "cc", "gcc", "clang", "cl")
+    return str(_known(next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"))
+
+
+def _disk_free_bytes(_: int) -> int:
+    """Free where models are kept: Hugging Face's cache, or the nearest folder above it that exists."""
+    folder = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _nvidia_cards(_: int) -> int:
+    """NVIDIA display controllers (PCI vendor 0x10de, class 0x03....) on the bus, with or without a driver."""
+    cards = 0
+    for device in Path("/sys/bus/pci/devices").iterdir():
+        vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        cards += vendor == "0x10de" and kind.startswith("0x03")
+    return cards
+
+
+OS_QUESTIONS: Mapping[str, Answer] = {
+    "cpu": _cpu,
+    "physical_cores": lambda _: psutil.cpu_count(logical=False),
+    "logical_cores": _logical_cores,
+    "memory_bytes": lambda _: psutil.virtual_memory().total,
+    "available_bytes": lambda _: psutil.virtual_memory().available,
+    "container_free_bytes": _container_free_bytes,
+    "swap_bytes": lambda _: psutil.swap_memory().total,
+    "system": lambda _: f"{platform.system()} {platform.release()}",
+    "wsl": _wsl,
+    "container": _container,
+    "compiler": _compiler,
+    "gpu_direct_storage": lambda _: Path("/dev/nvidia-fs0").exists(),
+    "disk_free_bytes": _disk_free_bytes,
+    "nvidia_cards": _nvidia_cards,
+    "python": lambda _: platform.python_version(),
+}

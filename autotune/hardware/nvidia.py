@@ -1,0 +1,169 @@
+"""What NVML and the CUDA driver API answer. Neither opens a CUDA context, so both are safe beside someone's run."""
+
+import ctypes
+import os
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autotune.hardware.system import Unanswered
+
+Answer = Callable[[int], object]
+
+CU_ATTRIBUTE_INTEGRATED = 18
+CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES = 100
+
+TOPOLOGY_PATHS = {
+    0: "same board",
+    10: "pcie switch",
+    20: "pcie switches",
+    30: "host bridge",
+    40: "same socket",
+    50: "cpu sockets",
+}
+"""NVML_TOPOLOGY_* to words."""
+
+
+class NvmlSource:
+    """NVML. `uuid_of` maps CUDA's device index to a UUID (NVML counts in another order, and past
+    CUDA_VISIBLE_DEVICES); None takes NVML's own order."""
+
+    def __init__(self, uuid_of: Callable[[int], str] | None) -> None:
+        self._uuid_of = uuid_of
+        self._module: Any = None
+        self.questions: Mapping[str, Answer] = {
+            "driver": lambda _: _text(self._nvml().nvmlSystemGetDriverVersion()),
+            "cuda_driver": lambda _: cuda_version_text(self._nvml().nvmlSystemGetCudaDriverVersion_v2()),
+            "count": lambda _: self._nvml().nvmlDeviceGetCount(),
+            "name": self._get("nvmlDeviceGetName", _text),
+            "capability": self._get("nvmlDeviceGetCudaComputeCapability", tuple),
+            "total_bytes": lambda index: self._memory(index).total,
+            "free_bytes": lambda index: self._memory(index).free,
+            "pcie_generation": self._get("nvmlDeviceGetMaxPcieLinkGeneration"),
+            "pcie_width": self._get("nvmlDeviceGetCurrPcieLinkWidth"),
+            "pcie_max_width": self._get("nvmlDeviceGetMaxPcieLinkWidth"),
+            "power_limit_watts": self._get("nvmlDeviceGetEnforcedPowerLimit", _watts),
+            "default_power_limit_watts": self._get("nvmlDeviceGetPowerManagementDefaultLimit", _watts),
+            "mig": self._mig,
+            "display_active": self._get("nvmlDeviceGetDisplayActive"),
+            "other_process_bytes": self._other_process_bytes,
+            "links": self._links,
+            "clock_mhz": lambda index: self._nvml().nvmlDeviceGetClockInfo(self._handle(index), 1),
+            "temperature_celsius": lambda index: self._nvml().nvmlDeviceGetTemperature(self._handle(index), 0),
+            "power_watts": self._get("nvmlDeviceGetPowerUsage", _watts),
+            "utilisation_percent": self._get("nvmlDeviceGetUtilizationRates", lambda rates: rates.gpu),
+        }
+
+    def _nvml(self) -> Any:
+        if self._module is None:
+            import pynvml
+
+            try:
+                pynvml.nvmlInit()
+            except pynvml.NVMLError as error:
+                raise Unanswered(str(error)) from error
+            self._module = pynvml
+        return self._module
+
+    def _handle(self, index: int) -> Any:
+        nvml = self._nvml()
+        if self._uuid_of is None:
+            return nvml.nvmlDeviceGetHandleByIndex(index)
+        name = self._uuid_of(index)
+        for prefix in ("GPU-", "MIG-"):
+            try:
+                return nvml.nvmlDeviceGetHandleByUUID(prefix + name)
+            except nvml.NVMLError:
+                continue
+        raise Unanswered(f"no device with UUID {name}")
+
+    def _get(self, function: str, convert: Callable[[Any], object] = lambda value: value) -> Answer:
+        return lambda index: convert(getattr(self._nvml(), function)(self._handle(index)))
+
+    def _memory(self, index: int) -> Any:
+        nvml = self._nvml()
+        return nvml.nvmlDeviceGetMemoryInfo(self._handle(index), version=nvml.nvmlMemory_v2)
+
+    def _mig(self, index: int) -> object:
+        handle = self._handle(index)
+        return self._nvml().nvmlDeviceIsMigDeviceHandle(handle)
+
+    def _other_process_bytes(self, index: int) -> int:
+        nvml, handle = self._nvml(), self._handle(index)
+        processes = [
+            *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
+            *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
+        ]
+        held = {process.pid: process.usedGpuMemory for process in processes if process.pid != os.getpid()}
+        if any(num_bytes is None for num_bytes in held.values()):
+            raise Unanswered(f"{len(held)} other processes, whose memory the driver does not tell")
+        return sum(held.values())
+
+    def _links(self, index: int) -> list[tuple[int, str]]:
+        nvml, handle = self._nvml(), self._handle(index)
+        links = []
+        for peer in range(nvml.nvmlDeviceGetCount()):
+            other = nvml.nvmlDeviceGetHandleByIndex(peer)
+            if nvml.nvmlDeviceGetUUID(other) == nvml.nvmlDeviceGetUUID(handle):
+                continue
+            status = nvml.nvmlDeviceGetP2PStatus(handle, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            path = TOPOLOGY_PATHS[nvml.nvmlDeviceGetTopologyCommonAncestor(handle, other)]
+            links.append((peer, "nvlink" if status == nvml.NVML_P2P_STATUS_OK else path))
+        return links
+
+
+class DriverSource:
+    """The CUDA driver API through ctypes. `cuInit` and attribute queries open no context."""
+
+    def __init__(self) -> None:
+        self._library: Any = None
+        self.questions: Mapping[str, Answer] = {
+            "count": lambda _: self._count(),
+            "cuda_driver": lambda _: cuda_version_text(self._integer("cuDriverGetVersion")),
+            "integrated": lambda index: self._attribute(CU_ATTRIBUTE_INTEGRATED, index),
+            "host_page_tables": lambda index: self._attribute(CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES, index),
+        }
+
+    def _cuda(self) -> Any:
+        if self._library is None:
+            library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+            status = library.cuInit(0)
+            if status != 0:
+                raise Unanswered(f"cuInit failed with error {status}")
+            self._library = library
+        return self._library
+
+    def _integer(self, function: str, *arguments: int) -> int:
+        value = ctypes.c_int()
+        status = getattr(self._cuda(), function)(ctypes.byref(value), *arguments)
+        if status != 0:
+            raise Unanswered(f"{function} failed with error {status}")
+        return value.value
+
+    def uuid(self, index: int) -> str:
+        """UUID of CUDA device `index`; of the slice, under MIG."""
+        buffer = (ctypes.c_ubyte * 16)()
+        status = self._cuda().cuDeviceGetUuid_v2(buffer, self._integer("cuDeviceGet", index))
+        if status != 0:
+            raise Unanswered(f"cuDeviceGetUuid failed with error {status}")
+        return str(uuid.UUID(bytes=bytes(buffer)))
+
+    def _count(self) -> int:
+        return self._integer("cuDeviceGetCount")
+
+    def _attribute(self, attribute: int, index: int) -> int:
+        return self._integer("cuDeviceGetAttribute", attribute, self._integer("cuDeviceGet", index))
+
+
+def cuda_version_text(version: int) -> str:
+    """13000 is 13.0, 12040 is 12.4."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _watts(milliwatts: float) -> float:
+    return milliwatts / 1000

@@ -1,0 +1,222 @@
+"""Measures what a device really does, in shapes that the model families use. Every measurement is limited in time.
+
+Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<tokens>` (forward and backward, FLOP/s),
+`memory.bandwidth`, `host_to_device.pinned`, `host_to_device.pageable`, `disk.<loader>` (B/s), `process.overhead` (B).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from autotune.hardware.disk import LOADERS, disk_timings
+from autotune.hardware.timing import Timings, disagreement, timed
+from autotune.schema import Conditions, DeviceKind, HardwareProfile, Rate
+
+if TYPE_CHECKING:
+    import torch
+
+NOISY_ABOVE = 0.10
+"""Spread, or drift between the first and the last measurement, above which a machine is called noisy."""
+
+HEADS, HEAD_SIZE = 24, 128
+"""Of Qwen-Image and FLUX."""
+
+ATTENTION_FLOPS = 14
+"""Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's convention)."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure on a kind of device. Widths are the families': 3072, 12288 and 18432."""
+
+    matmul_shapes: tuple[tuple[int, int, int], ...]
+    tokens: tuple[int, int]
+    heads: int
+    copy_bytes: int
+    file_bytes: int
+    limit_seconds: float
+    """For one measurement."""
+    total_seconds: float
+    """For all; what does not fit is left out and said."""
+
+
+EFFORTS: dict[DeviceKind, Effort] = {
+    "cuda": Effort(
+        ((4096, 3072, 3072), (4096, 3072, 12288), (4096, 12288, 3072), (4096, 3072, 18432)),
+        (4096, 16384), HEADS, 2**30, 2**28, 0.5, 22.0,
+    ),
+    "mps": Effort(((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**28, 2**28, 0.5, 15.0),
+    "cpu": Effort(((128, 3072, 3072), (128, 3072, 12288)), (256, 1024), 4, 2**27, 2**26, 0.4, 10.0),
+}  # fmt: skip
+
+
+class Meter:
+    """Measures one device and keeps the rates."""
+
+    def __init__(self, profile: HardwareProfile, conditions: Callable[[], Conditions | None]) -> None:
+        import torch
+
+        self.torch = torch
+        self.profile = profile
+        self.kind = profile.device.kind
+        self.effort = EFFORTS[self.kind]
+        self.device = torch.device(self.kind, profile.device.index) if self.kind == "cuda" else torch.device(self.kind)
+        self.conditions = conditions
+
+    def finish(self) -> None:
+        """Wait until the device has done what was asked."""
+        if self.kind == "cuda":
+            self.torch.cuda.synchronize(self.device)
+        elif self.kind == "mps":
+            self.torch.mps.synchronize()
+
+    def time(self, call: Callable[[], object]) -> Timings:
+        return timed(call, limit_seconds=self.effort.limit_seconds, finish=self.finish)
+
+    def rate(self, name: str, work: float, timings: Timings, unit: Any) -> Rate:
+        return Rate(
+            name=name,
+            value=work / timings.median,
+            unit=unit,
+            spread=timings.spread,
+            num_samples=len(timings.seconds),
+            conditions=self.conditions(),
+        )
+
+    # --- what is measured ------------------------------------------------------------------------------------
+
+    def matmul(self, dtype: str, m: int, k: int, n: int) -> Rate:
+        """One product (m, k) x (k, n); where even a thin slice of it is slow, the slice is what is measured."""
+        thin = 8
+        if self.kind == "cpu" and m > thin:
+            pilot = self._product(dtype, thin, k, n)
+            if self.time_once(pilot) * (m / thin) > 4 * self.effort.limit_seconds:
+                return self.rate(f"matmul.{dtype}.{thin}x{k}x{n}", 2 * thin * k * n, self.time(pilot), "FLOP/s")
+        return self.rate(
+            f"matmul.{dtype}.{m}x{k}x{n}", 2 * m * k * n, self.time(self._product(dtype, m, k, n)), "FLOP/s"
+        )
+
+    def time_once(self, call: Callable[[], object]) -> float:
+        return timed(call, limit_seconds=0.0, finish=self.finish).median
+
+    def _product(self, dtype: str, m: int, k: int, n: int) -> Callable[[], object]:
+        torch = self.torch
+        if dtype == "fp8":
+            left = torch.randn(m, k, device=self.device).to(torch.float8_e4m3fn)
+            right = torch.randn(n, k, device=self.device).to(torch.float8_e4m3fn).t()
+            one = torch.ones((), device=self.device)
+            return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        if dtype == "int8":
+            left = torch.randint(-127, 127, (m, k), device=self.device, dtype=torch.int8)
+            right = torch.randint(-127, 127, (n, k), device=self.device, dtype=torch.int8).t()
+            return lambda: torch._int_mm(left, right)
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        left = torch.randn(m, k, device=self.device).to(kind)
+        right = torch.randn(n, k, device=self.device).to(kind).t()
+        if dtype != "tf32":
+            return lambda: left @ right
+
+        def rounded() -> None:
+            before = torch.backends.cuda.matmul.allow_tf32
+            torch.backends.cuda.matmul.allow_tf32 = True
+            left @ right
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+        return rounded
+
+    def attention(self, backend: str, dtype: str, tokens: int) -> Rate:
+        """Forward and backward of self-attention without a mask, through the kernel that training would call."""
+        torch = self.torch
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+        shape = (1, tokens, self.effort.heads, HEAD_SIZE)
+        query, key, value = (torch.randn(shape, device=self.device).to(kind).requires_grad_() for _ in range(3))
+        gradient = torch.ones(shape, device=self.device, dtype=kind)
+        attend = attention_call(backend)
+        work = ATTENTION_FLOPS * tokens**2 * self.effort.heads * HEAD_SIZE
+        timings = self.time(lambda: torch.autograd.grad(attend(query, key, value), (query, key, value), gradient))
+        return self.rate(f"attention.{backend}.{dtype}.{tokens}", work, timings, "FLOP/s")
+
+    def bandwidth(self) -> Rate:
+        """A copy within the device's memory; it reads and writes, so twice its bytes count."""
+        source = self.torch.ones(self.effort.copy_bytes, dtype=self.torch.uint8, device=self.device)
+        target = self.torch.empty_like(source)
+        timings = self.time(lambda: target.copy_(source))
+        return self.rate("memory.bandwidth", 2 * self.effort.copy_bytes, timings, "B/s")
+
+    def host_to_device(self, pinned: bool) -> Rate:
+        """A copy from the host's memory."""
+        num_bytes = self.effort.copy_bytes // 4
+        source = self.torch.ones(num_bytes, dtype=self.torch.uint8, pin_memory=pinned)
+        target = self.torch.empty_like(source, device=self.device)
+        name = "host_to_device.pinned" if pinned else "host_to_device.pageable"
+        return self.rate(name, num_bytes, self.time(lambda: target.copy_(source, non_blocking=pinned)), "B/s")
+
+    def disk(self, loader: str) -> Rate:
+        """A safetensors file read from disk, past the page cache, onto the device."""
+        timings = disk_timings(loader, self.effort.file_bytes, str(self.device), 2 * self.effort.limit_seconds)
+        return self.rate(f"disk.{loader}", self.effort.file_bytes, timings, "B/s")
+
+    # --- all of it -------------------------------------------------------------------------------------------
+
+    def measurements(self) -> Iterator[tuple[str, Callable[[], Rate]]]:
+        """(what, call) in the order of their worth: what the time does not reach is the least missed."""
+        available = [gate.name for gate in self.profile.gates if gate.available]
+        backends = [name.removeprefix("attention.") for name in available if name.startswith("attention.")]
+        dtype = "bf16" if "precision.bf16" in available else "fp32"
+        dtypes = ["bf16", "fp32"] if self.kind != "cuda" else [
+            name for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if f"precision.{name}" in available
+        ]  # fmt: skip
+        first, *more = self.effort.matmul_shapes
+        for name in dtypes:
+            yield f"matmul {name}", partial(self.matmul, name, *first)
+        yield "memory", self.bandwidth
+        for shape in more:
+            yield f"matmul {dtype} {shape}", partial(self.matmul, dtype, *shape)
+        for tokens in self.effort.tokens:
+            for name in backends:
+                yield f"attention {name} {tokens}", partial(self.attention, name, dtype, tokens)
+        if self.kind == "cuda":
+            yield "pinned copies", partial(self.host_to_device, True)
+            yield "pageable copies", partial(self.host_to_device, False)
+        for loader in LOADERS:
+            yield f"disk {loader}", partial(self.disk, loader)
+        last = "fp16" if self.kind == "cpu" else "int8"
+        yield f"matmul {last}", partial(self.matmul, last, *first)
+
+
+def attention_call(backend: str) -> Callable[..., "torch.Tensor"]:
+    """A function of (query, key, value), each (batch, tokens, heads, head size)."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = {
+        "_native_flash": SDPBackend.FLASH_ATTENTION,
+        "_native_math": SDPBackend.MATH,
+        "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
+    }
+
+    def plain(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+    def chosen(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
+        with sdpa_kernel([kernels[backend]]):
+            return plain(query, key, value)
+
+    if backend == "native":
+        return plain
+    if backend in kernels:
+        return chosen
+    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+
+    return lambda query, key, value: dispatch_attention_fn(query, key, value, backend=AttentionBackendName(backend))
+
+
+def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:
+    """Whether timings disagree: within a measurement, or between the first one and its repetition at the end."""
+    spreads = sorted(rate.spread for rate in rates if rate.num_samples >= 4)
+    wide = bool(spreads) and spreads[int(0.75 * (len(spreads) - 1))] > NOISY_ABOVE
+    first = next((rate for rate in rates if again is not None and rate.name == again.name), None)
+    return wide or (first is not None and again is not None and disagreement((first.value, again.value)) > NOISY_ABOVE)

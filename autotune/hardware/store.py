@@ -1,0 +1,113 @@
+"""Where this machine's profiles are kept between runs: under the user's cache folder, written atomically.
+
+A file carries the digest of its profile, so a damaged one is noticed and measured again, never trusted.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import platformdirs
+from pydantic import ValidationError
+
+from autotune.errors import InvalidInput
+from autotune.hardware.catalogue import catalogue, profile_of_gpu
+from autotune.hardware.probe import probe, with_rates
+from autotune.schema import HardwareProfile, digest_of
+
+
+def cached_profile(
+    *, index: int = 0, fresh: bool = False, on_progress: Callable[[str], None] | None = None
+) -> HardwareProfile:
+    """This machine's profile: facts and budget as they are now, rates from the last probe while they still hold.
+
+    Rates are measured again when `fresh`, or when the saved file is absent, damaged, of another device or of another
+    fingerprint.
+
+    Raises:
+        InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
+        AutotuneError: nobody says how much memory the host or the device has.
+    """
+    now = probe(quick=True, index=index, on_progress=on_progress)
+    path = profile_path(now)
+    saved = None if fresh else _readable(path)
+    if saved is not None and still_holds(saved, now):
+        return with_rates(now, saved.rates, saved.notes, saved.noisy)
+    profile = probe(index=index, on_progress=on_progress)
+    save_profile(profile, path)
+    return profile
+
+
+def still_holds(saved: HardwareProfile, now: HardwareProfile) -> bool:
+    """Whether rates saved earlier are true of the machine as it is now."""
+    return bool(saved.rates) and saved.fingerprint == now.fingerprint and saved.device.name == now.device.name
+
+
+def profile_path(profile: HardwareProfile) -> Path:
+    """Where the profile of this device is kept."""
+    name = re.sub(r"[^a-z0-9]+", "-", profile.device.name.lower()).strip("-")[:60]
+    folder = platformdirs.user_cache_path("autotune") / "hardware"
+    return folder / f"{profile.device.kind}-{profile.device.index}-{name or 'device'}.json"
+
+
+def save_profile(profile: HardwareProfile, path: Path) -> None:
+    """Write the profile and its digest; readers see the old file or the whole new one."""
+    text = json.dumps({"digest": digest_of(profile), "profile": profile.model_dump(mode="json")}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        Path(scratch).replace(path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+
+
+def load_profile(path: Path | str) -> HardwareProfile:
+    """The profile in a file that `save_profile` wrote.
+
+    Raises:
+        InvalidInput: the file cannot be read, is damaged, was edited, or is from another version of autotune.
+    """
+    hint = "write a new one with `autotune probe`"
+    try:
+        content = json.loads(Path(path).read_text())
+        profile = HardwareProfile.model_validate_json(json.dumps(content["profile"]))
+        digest = content["digest"]
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
+    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+        raise InvalidInput(f"{path} is no hardware profile of this autotune, or damaged", hint=hint) from error
+    if digest != digest_of(profile):
+        raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
+    return profile
+
+
+def hardware_named(name_or_path: str) -> HardwareProfile:
+    """The profile of a catalogue GPU (`nvidia-rtx-4090`), or of a saved probe's file.
+
+    Raises:
+        InvalidInput: the catalogue has no such GPU and there is no such file, or the file is damaged.
+    """
+    gpu = next((gpu for gpu in catalogue() if gpu.id == name_or_path.lower()), None)
+    if gpu is not None:
+        return profile_of_gpu(gpu)
+    if Path(name_or_path).is_file():
+        return load_profile(name_or_path)
+    raise InvalidInput(
+        f"no hardware called {name_or_path!r}: neither a catalogue name nor a saved profile",
+        hint="`autotune probe --list` shows the catalogue",
+    )
+
+
+def _readable(path: Path) -> HardwareProfile | None:
+    try:
+        return load_profile(path)
+    except InvalidInput:
+        return None

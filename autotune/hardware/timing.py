@@ -1,0 +1,65 @@
+"""Repeated timings under a limit of wall-clock time, and what they come to: median and spread."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MOST_SAMPLES = 25
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of several equal calls."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median; 0 for fewer than four samples, which say nothing."""
+        if len(self.seconds) < 4:
+            return 0.0
+        first, _, third = statistics.quantiles(self.seconds, n=4)
+        return (third - first) / self.median
+
+
+def timed(
+    call: Callable[[], object],
+    *,
+    limit_seconds: float,
+    finish: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timings:
+    """Time `call` until the limit or 25 samples, at least once.
+
+    The first call warms up and is dropped, unless it alone took four times the limit. `finish` waits for the device.
+    Quick calls are grouped so that a sample takes at least a millisecond: clocks and launches have their own noise.
+    """
+
+    def sample(repeats: int) -> float:
+        finish()
+        begin = clock()
+        for _ in range(repeats):
+            call()
+        finish()
+        return (clock() - begin) / repeats
+
+    begin = clock()
+    first = sample(1)
+    if first >= 4 * limit_seconds:
+        return Timings((first,))
+    repeats = max(1, min(1000, round(1e-3 / max(sample(1), 1e-9))))
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < MOST_SAMPLES and clock() - begin < limit_seconds):
+        seconds.append(sample(repeats))
+    return Timings(tuple(seconds))
+
+
+def disagreement(values: Sequence[float]) -> float:
+    """(largest - smallest) / median."""
+    return (max(values) - min(values)) / statistics.median(values)

@@ -1,0 +1,144 @@
+"""What the terminal shows of a machine: its profile, the doctor's findings, the catalogue. Pure; fits 80 columns."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autotune.hardware.catalogue import CatalogueGpu
+from autotune.hardware.checks import Finding
+from autotune.schema import Gate, HardwareProfile, Rate
+
+GIB = 2**30
+STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
+
+
+def profile_view(profile: HardwareProfile) -> RenderableType:
+    """A profile: the device, its budget and why, the host, what it can use, and its rates."""
+    parts: list[RenderableType] = [
+        Text(profile.device.name, style="bold") + Text(f"  {profile.device.kind}:{profile.device.index}", style="dim"),
+        _facts(profile),
+        _heading("Features"),
+        _gates(profile.gates),
+    ]
+    if profile.rates:
+        title = "Measured" + (" (noisy machine: trust these less)" if profile.noisy else "")
+        parts += [_heading(title), _rates(profile.rates)]
+    parts += [Text(f"note: {note}", style="dim") for note in profile.notes]
+    return Group(*parts)
+
+
+def findings_view(findings: Sequence[Finding]) -> RenderableType:
+    """The doctor's findings, worst first."""
+    if not findings:
+        return Text("Nothing on this machine will hurt.", style="green")
+    table = _grid()
+    for finding in findings:
+        body = Text(finding.what) + Text(f"\nfix: {finding.fix}", style="dim")
+        table.add_row(Text(finding.severity, style=STYLES[finding.severity]), body)
+    return table
+
+
+def catalogue_view(gpus: Sequence[CatalogueGpu]) -> RenderableType:
+    """The catalogue's GPUs, one a line."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("name for --hardware", no_wrap=True)
+    for column in ("sm", "memory", "bf16", "bandwidth", "power"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("memory kind", no_wrap=True)
+    for gpu in gpus:
+        bf16 = gpu.dense_tflops.get("bf16")
+        table.add_row(
+            gpu.id,
+            gpu.compute_capability,
+            f"{gpu.memory_nominal_gb:g} GB",
+            "-" if bf16 is None else f"{bf16:g} TF",
+            f"{gpu.memory_gb_per_second:g} GB/s",
+            f"{gpu.power_watts:g} W",
+            gpu.memory_kind,
+        )
+    return table
+
+
+def _facts(profile: HardwareProfile) -> Table:
+    device, host, versions = profile.device, profile.host, profile.versions
+    table = _grid()
+    table.add_row("memory", f"{_gib(device.total_memory_bytes)}, {device.memory_kind}: {device.memory_kind_reason}")
+    table.add_row("budget", Text(_gib(device.budget_bytes), style="bold") + Text(f": {device.budget_reason}"))
+    if device.kind == "cuda":
+        table.add_row("compute", _compute(profile))
+        table.add_row("link, power", _link_and_power(profile))
+    cores = f"{host.physical_cores or '?'} cores, {host.logical_cores} usable threads"
+    table.add_row("host", f"{host.cpu}, {cores}, {_gib(host.memory_bytes)}, {host.system}{_where(profile)}")
+    stack = [("torch", versions.torch), ("CUDA", versions.cuda_runtime), ("driver", versions.driver)]
+    stack += [("cuDNN", versions.cudnn), ("triton", versions.triton), ("diffusers", versions.diffusers)]
+    stack += [("torchao", versions.torchao), ("peft", versions.peft), ("bitsandbytes", versions.bitsandbytes)]
+    table.add_row("software", ", ".join(f"{name} {version}" for name, version in stack if version))
+    table.add_row("fingerprint", profile.fingerprint[:23])
+    return table
+
+
+def _compute(profile: HardwareProfile) -> str:
+    device = profile.device
+    capability = "?" if device.compute_capability is None else "{}.{}".format(*device.compute_capability)
+    l2 = "?" if device.l2_bytes is None else f"{device.l2_bytes / 2**20:g} MiB"
+    of = f", device {device.index} of {device.count}" if device.count > 1 else ""
+    return f"capability {capability}, {device.sm_count or '?'} SMs, L2 {l2}{of}"
+
+
+def _link_and_power(profile: HardwareProfile) -> str:
+    device = profile.device
+    parts = [
+        f"PCIe {device.pcie_generation or '?'} x{device.pcie_width or '?'}",
+        "power limit " + ("?" if device.power_limit_watts is None else f"{device.power_limit_watts:g} W"),
+        *(["MIG slice"] if device.mig else []),
+        *(["drives a display"] if device.drives_display else []),
+        *([f"others hold {_gib(device.other_process_bytes)}"] if device.other_process_bytes else []),
+        *[f"GPU {link.peer_index} over {link.path}" for link in device.links],
+    ]
+    return ", ".join(parts)
+
+
+def _where(profile: HardwareProfile) -> str:
+    wsl = ", WSL" if profile.host.memory_model == "wsl" else ""
+    return wsl + (f", in {profile.host.container}" if profile.host.container else "")
+
+
+def _gates(gates: Sequence[Gate]) -> Table:
+    table = _grid()
+    for gate in gates:
+        sign = Text("yes", style="green") if gate.available else Text("no", style="dim")
+        table.add_row(sign, gate.name, Text(gate.reason, style="" if gate.available else "dim"))
+    return table
+
+
+def _rates(rates: Sequence[Rate]) -> Table:
+    table = _grid()
+    for rate in rates:
+        spread = f"±{rate.spread / 2:.0%}" if rate.num_samples >= 4 else f"n={rate.num_samples}"
+        table.add_row(rate.name, Text(human_rate(rate), justify="right"), Text(spread, style="dim"))
+    return table
+
+
+def human_rate(rate: Rate) -> str:
+    """A rate in the unit that people use: TFLOP/s, GB/s, MiB, ms."""
+    if rate.unit == "FLOP/s":
+        return f"{rate.value / 1e12:.1f} TFLOP/s" if rate.value >= 1e12 else f"{rate.value / 1e9:.1f} GFLOP/s"
+    if rate.unit == "B/s":
+        return f"{rate.value / 1e9:.2f} GB/s"
+    return f"{rate.value / 2**20:.0f} MiB" if rate.unit == "B" else f"{rate.value * 1e3:.2f} ms"
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    return table
+
+
+def _heading(title: str) -> Text:
+    return Text(f"\n{title}", style="bold")
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / GIB:.1f} GiB"
