@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 DeviceRules = Literal["cpu", "cuda"]
 
+Work = tuple[str, tuple[int, ...], int, int]
+"""One kind of operation: class, shape, FLOPs, bytes moved.
+
+Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of `attention` and `attention_backward`.
+"""
+
+CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution")
+"""What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
+
 ATTENTION_KERNELS = {
     "native": "fused",
     "_native_flash": "flash",

@@ -5,6 +5,7 @@ second. Live bytes are exact, because the recorder follows storages (not tensors
 that makes them until Python and autograd let go of them.
 """
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,18 +16,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from autotune.cost.kernels import workspace_bytes
+from autotune.cost.kernels import Work, workspace_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Work = tuple[str, tuple[int, ...], int, int]
-"""One kind of operation: class, shape, FLOPs, bytes moved. Classes: see `_class_of`."""
 
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"})
 FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"})
 """Operations that start no kernel, beside those whose schema says that they return a view."""
 
+
+STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
+"""Dtypes that only quantised weights have."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -96,14 +97,16 @@ class Recorder(TorchDispatchMode):
         outputs: "list[Tensor]",
     ) -> None:
         moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
-        formula = flop_registry.get(func.overloadpacket)
-        flops = formula(*args, **kwargs, out_val=out) if formula else 0
-        segment.work[(*_class_of(name, inputs), int(flops), moved)] += 1
-        if "attention" in name:
-            backward = name.endswith("backward")
-            scratch = workspace_bytes(name, tuple(inputs[1 if backward else 0].shape))
+        kind, shape = _class_of(name, inputs)
+        if kind.startswith("attention"):
+            flops = math.prod(shape) * (10 if kind == "attention_backward" else 4)  # 5 and 2 products, 2 FLOPs each
+            scratch = workspace_bytes(name, inputs[1 if kind == "attention_backward" else 0].shape)
             if scratch:
                 segment.events.extend([(SCRATCH, scratch), (SCRATCH, -scratch)])
+        else:
+            formula = flop_registry.get(func.overloadpacket)
+            flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
+        segment.work[(kind, shape, flops, moved)] += 1
 
     def _watch(self, tensor: "Tensor", segment: Segment | None) -> int:
         """Follow the storage of `tensor` if it is new; returns its bytes, 0 for one that is known."""
@@ -135,7 +138,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
-    """`matmul` (m, k, n), `attention` (batch, heads, queries, keys, dimension), `convolution` or `elementwise`."""
+    """Class and shape of an operation; see `kernels.CLASSES`."""
     if name in MATMULS:
         left, right = inputs[-2], inputs[-1]
         batch = left.shape[0] if left.ndim == 3 else 1
@@ -147,6 +150,8 @@ def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
         return ("attention_backward" if backward else "attention"), tuple(shape)
     if name.startswith("convolution"):
         return "convolution", ()
+    if any(tensor.dtype in STORED for tensor in inputs):
+        return "dequantization", ()
     return "elementwise", ()
 
 

@@ -78,7 +78,7 @@ def trace_pass(
     recorder = Recorder(CUDA_BLOCK_BYTES if rules == "cuda" else 1)
     noise = torch.empty_like(batch["latents"])
     sigmas = torch.empty(len(noise), device="meta")
-    recorder.seed(_stored(transformer))
+    recorder.seed(stored_tensors(transformer))
     inputs_bytes = recorder.seed([*batch.values(), noise, sigmas])
     recorder.mark("before")
     blocks = family.blocks(transformer)
@@ -108,9 +108,11 @@ def trace_pass(
     )
 
 
-def _stored(transformer: "nn.Module") -> "Iterator[Tensor]":
-    """Every plain tensor behind parameters and buffers: quantised ones are made of several."""
-    for tensor in (*transformer.parameters(), *transformer.buffers()):
+def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
+    """Every plain tensor behind a parameter, or behind a module's parameters and buffers: quantised ones have several."""
+    import torch
+
+    for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
         yield from (getattr(tensor, name) for name in names) if names else (tensor,)
 
