@@ -7,15 +7,18 @@ Every family here is trained by flow matching: noisy = (1 - sigma) * clean + sig
 predicts the velocity noise - clean.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from autotune.families.packing import collate_samples
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor, nn
 
 Sample = dict[str, "Tensor"]
@@ -40,6 +43,26 @@ class Defaults:
     timestep_shift: float
     preview_steps: int
 
+    def num_steps(self, num_images: int) -> int:
+        """Optimizer steps for a data set of this size: each image is seen about a hundred times.
+
+        Bounded to what ai-toolkit calls a good range, 500 to 4000 steps at batch size 1 (its example configurations),
+        but with the upper bound in steps of our effective batch: large sets need to be seen, too.
+        """
+        views = max(500, VIEWS_PER_IMAGE * num_images)
+        return min(4000, math.ceil(views / self.effective_batch_size))
+
+
+VIEWS_PER_IMAGE = 100
+"""20 images then make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples."""
+
+
+def unwrapped(transformer: "nn.Module") -> Any:
+    """The diffusers model itself, whether or not it is wrapped for several processes or compiled as a whole."""
+    while (inner := getattr(transformer, "module", getattr(transformer, "_orig_mod", None))) is not None:
+        transformer = inner
+    return transformer
+
 
 class Family(ABC):
     """One model family. Stateless: instances live in the registry."""
@@ -60,6 +83,10 @@ class Family(ABC):
     """Named sets of adapted layers, each in the form that peft's `target_modules` takes."""
     block_lists: ClassVar[tuple[str, ...]]
     """Attributes of the transformer that hold its repeated blocks, in the order they run."""
+    max_controls: ClassVar[int] = 0
+    """Control images that an item may have; where this is not 0 every item needs at least one."""
+    takes_clips: ClassVar[bool] = False
+    """Whether an item may have several frames."""
 
     def build_transformer(self, config: Mapping[str, Any]) -> "nn.Module":
         """The transformer with random weights, on torch's current default device and dtype."""
@@ -73,25 +100,47 @@ class Family(ABC):
         """The repeated blocks that can be checkpointed, in the order they run."""
         return [block for name in self.block_lists for block in getattr(transformer, name)]
 
-    @abstractmethod
-    def sample_shapes(self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor in a sample of this bucket, for a transformer of this configuration."""
+    def load_pipeline(self, folder: Path, **components: Any) -> Any:
+        """The pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
+        import diffusers
+
+        return getattr(diffusers, self.pipeline_class).from_pretrained(folder, **components)
 
     @abstractmethod
-    def encode_captions(self, pipeline: Any, captions: Sequence[str]) -> list[Sample]:
-        """Encode each caption at its own length with the pipeline's own template."""
+    def sample_shapes(
+        self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor in a sample of this bucket, for a transformer of this configuration.
+
+        `num_controls` counts the control images of an item; families without them ignore it.
+        """
 
     @abstractmethod
-    def count_text_tokens(self, folder: Path, captions: Sequence[str]) -> list[int]:
-        """Length of each encoded caption, from the tokenizer in the model's `folder` alone: no encoder is loaded."""
+    def encode_captions(
+        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
+    ) -> list[Sample]:
+        """Encode each caption at its own length with the pipeline's own template.
+
+        `controls` holds for each caption the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what
+        they show is part of the prompt. Families without control images ignore it.
+        """
+
+    @abstractmethod
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
+    ) -> list[int]:
+        """Length of each encoded caption, from the tokenizer in the model's `folder` alone: no encoder is loaded.
+
+        `controls` holds for each caption the (width, height) in px of its control images.
+        """
 
     @abstractmethod
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         """Latents (channels, frames, height, width), normalised, of pixels (3, frames, height, width) in [-1, 1]."""
 
-    @abstractmethod
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Stack samples of one bucket; pad captions and add a mask only where their lengths differ."""
+        return collate_samples(samples)
 
     @abstractmethod
     def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
@@ -99,6 +148,48 @@ class Family(ABC):
 
         `sigmas` (batch,) in [0, 1] is the share of noise.
         """
+
+    def sample(
+        self,
+        pipeline: Any,
+        prompt: str,
+        bucket: Bucket,
+        *,
+        num_steps: int,
+        seed: int,
+        guidance: float | None = None,
+        controls: Sequence["Image.Image"] = (),
+    ) -> list["Image.Image"]:
+        """The frames of an image or a clip in the shape of `bucket`, by the pipeline's own loop.
+
+        Args:
+            pipeline: all of it, its adapter loaded or not.
+            prompt: what to show.
+            bucket: width, height and frames; each must suit the family.
+            num_steps: denoising steps.
+            seed: of the noise, drawn on the CPU: the same picture on every device.
+            guidance: None for what the model's card recommends; 1 for none, which halves the time where guidance takes
+                a second call of the transformer.
+            controls: control images, where the family takes them.
+        """
+        import torch
+
+        images = pipeline(
+            prompt=prompt,
+            width=bucket.width_px,
+            height=bucket.height_px,
+            num_inference_steps=num_steps,
+            generator=torch.Generator().manual_seed(seed),
+            return_dict=False,
+            **self.sampling_arguments(pipeline, bucket, guidance, controls),
+        )[0]
+        return images[0] if isinstance(images[0], list) else [images[0]]
+
+    @abstractmethod
+    def sampling_arguments(
+        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        """What else the pipeline is called with to sample: guidance, control images, frames."""
 
     @abstractmethod
     def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:

@@ -5,13 +5,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from autotune.families.base import Batch, Defaults, Family, Sample
+from autotune.families.packing import PATCH, pack, unpack
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor, nn
 
 VAE_FACTOR = 8
-PATCH = 2
+BLOCK = r"transformer_blocks\.\d+"
+ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+CONTROL = "control_latents_"
+"""Names of control images in a sample: this and a number from 1, so at most nine in the order of their names."""
+MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
 
 
 class QwenImage(Family):
@@ -23,7 +29,8 @@ class QwenImage(Family):
     transformer_class = "QwenImageTransformer2DModel"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {}  # the class's own defaults are the published model
-    # Rank and rate: what musubi-tuner, SimpleTuner and diffusers users run; shift 2.2 is musubi-tuner's.
+    # Rank 16 and shift 2.2 on logit-normal timesteps: musubi-tuner's guide (its rate is 5e-5, diffusers' 1e-4).
+    # Weight decay: between diffusers' 1e-4 and torch's 1e-2.
     defaults = Defaults(
         rank=16,
         lora_alpha=16.0,
@@ -37,22 +44,32 @@ class QwenImage(Family):
     )
     size_multiple_px = VAE_FACTOR * PATCH
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
+        # diffusers' own script adapts the image stream's attention alone.
         "attention": ("to_q", "to_k", "to_v", "to_out.0"),
+        # musubi-tuner's choice: both streams, everything but the modulation.
+        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(img|txt)_mod\.1)",
     }
     block_lists = ("transformer_blocks",)
 
-    def sample_shapes(self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int) -> dict[str, tuple[int, ...]]:
+    def sample_shapes(
+        self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> dict[str, tuple[int, ...]]:
         channels = config.get("in_channels", 64) // PATCH**2
-        return {
-            "latents": (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR),
-            "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 3584)),
-        }
+        latents = (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
+        controls = {f"{CONTROL}{number}": latents for number in range(1, min(num_controls, self.max_controls) + 1)}
+        prompt = (text_tokens, config.get("joint_attention_dim", 3584))
+        return {"latents": latents, **controls, "prompt_embeds": prompt}
 
-    def encode_captions(self, pipeline: Any, captions: Sequence[str]) -> list[Sample]:
+    def encode_captions(
+        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
+    ) -> list[Sample]:
         # One at a time: a lone prompt has no padding, so what is cached is exact and needs no mask.
         return [{"prompt_embeds": pipeline.encode_prompt(prompt=[caption])[0][0]} for caption in captions]
 
-    def count_text_tokens(self, folder: Path, captions: Sequence[str]) -> list[int]:
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
+    ) -> list[int]:
         from diffusers import QwenImagePipeline
         from transformers import AutoTokenizer
 
@@ -76,73 +93,32 @@ class QwenImage(Family):
         latents: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
         return (latents.to(pixels.dtype) - mean) / std
 
-    def collate(self, samples: Sequence[Sample]) -> Batch:
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
-        prompts = [sample["prompt_embeds"] for sample in samples]
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        batch: Batch = {
-            "latents": torch.stack([sample["latents"] for sample in samples]),
-            "prompt_embeds": pad_sequence(prompts, batch_first=True),
-        }
-        if len(set(lengths.tolist())) > 1:
-            batch["prompt_mask"] = torch.arange(int(lengths.max()))[None] < lengths[:, None]
-        return batch
-
     def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
-        size, channels, frames, height, width = noisy.shape
-        rows, columns = height // PATCH, width // PATCH
-        packed = noisy.view(size, channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3, 5)
+        import torch
+
+        images = [noisy, *(batch[name] for name in sorted(batch) if name.startswith(CONTROL))]
+        tokens = [pack(image.to(noisy.dtype)) for image in images]
         velocity: Tensor = transformer(
-            hidden_states=packed.reshape(size, rows * columns, channels * PATCH**2),
+            hidden_states=torch.cat(tokens, dim=1),
             encoder_hidden_states=batch["prompt_embeds"],
             encoder_hidden_states_mask=batch.get("prompt_mask"),
             timestep=sigmas.to(noisy.dtype),
-            img_shapes=[[(frames, rows, columns)]] * size,
+            img_shapes=[[(1, image.shape[3] // PATCH, image.shape[4] // PATCH) for image in images]] * len(noisy),
             return_dict=False,
         )[0]
-        unpacked = velocity.view(size, rows, columns, channels, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
-        return unpacked.reshape(noisy.shape)
+        return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
+
+    def sampling_arguments(
+        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one and 4.
+        scale = 4.0 if guidance is None else guidance
+        return {"true_cfg_scale": scale, "negative_prompt": " " if scale > 1 else None}
 
     def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
         return micro_batch_size > 1 and text_padding == "masked"
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        import torch
-        from diffusers import (
-            AutoencoderKLQwenImage,
-            FlowMatchEulerDiscreteScheduler,
-            QwenImagePipeline,
-            QwenImageTransformer2DModel,
-        )
+        from autotune.families.small.qwen_image import write_pipeline
 
-        from autotune.families.small_parts import qwen_text_encoder, qwen_tokenizer
-
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            tokenizer = qwen_tokenizer(captions)
-            text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
-            transformer = QwenImageTransformer2DModel(
-                in_channels=64,
-                out_channels=16,
-                num_layers=6,
-                attention_head_dim=32,
-                num_attention_heads=4,
-                joint_attention_dim=128,
-                axes_dims_rope=(8, 12, 12),
-            )
-            vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
-        scheduler = FlowMatchEulerDiscreteScheduler(
-            shift=1.0,
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=0.9,
-            base_image_seq_len=256,
-            max_image_seq_len=8192,
-            shift_terminal=0.02,
-            time_shift_type="exponential",
-        )
-        QwenImagePipeline(
-            scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, transformer=transformer
-        ).save_pretrained(folder)
+        write_pipeline(self.pipeline_class, folder, captions, seed)

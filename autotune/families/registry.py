@@ -5,9 +5,25 @@ from types import MappingProxyType
 
 from autotune.errors import InvalidInput
 from autotune.families.base import Family
+from autotune.families.flux1_dev import Flux1Dev
+from autotune.families.kandinsky5_image import Kandinsky5Image
+from autotune.families.kandinsky5_video import Kandinsky5Video
 from autotune.families.qwen_image import QwenImage
+from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in (QwenImage(),)})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            QwenImage(),
+            QwenImageEdit(),
+            QwenImageEditPlus(),
+            Flux1Dev(),
+            Kandinsky5Image(),
+            Kandinsky5Video(),
+        )
+    }
+)
 
 
 def family_named(name: str) -> Family:

@@ -1,0 +1,115 @@
+"""FLUX.1 [dev]: 19 double-stream and 38 single-stream blocks, T5 and CLIP, guidance as an input of the transformer."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from autotune.families.base import Batch, Defaults, Family, Sample, unwrapped
+from autotune.families.packing import PATCH, pack, unpack
+from autotune.schema import Bucket
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor, nn
+
+VAE_FACTOR = 8
+TEXT_TOKENS = 512
+"""The pipeline pads every prompt to this and masks nothing: the model was trained to attend to the padding."""
+
+TRAINING_GUIDANCE = 1.0
+"""kohya's sd-scripts, SimpleTuner and ai-toolkit train the distilled model with guidance 1 and sample with 3.5."""
+
+BLOCK = r"(single_)?transformer_blocks\.\d+"
+ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
+
+
+class Flux1Dev(Family):
+    """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
+
+    name = "flux1-dev"
+    hub_id = "black-forest-labs/FLUX.1-dev"
+    pipeline_class = "FluxPipeline"
+    transformer_class = "FluxTransformer2DModel"
+    components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+    transformer_config: ClassVar[Mapping[str, Any]] = {"guidance_embeds": True}
+    # Rank 16 and 1e-4: diffusers and ai-toolkit; shift 3.1582 = exp(1.15) on logit-normal timesteps: kohya's guide, and
+    # what the pipeline itself uses at 1024 px. Weight decay: between diffusers' 1e-4 and torch's 1e-2.
+    defaults = Defaults(
+        rank=16,
+        lora_alpha=16.0,
+        learning_rate=1e-4,
+        weight_decay=1e-3,
+        effective_batch_size=4,
+        resolution_px=1024,
+        text_tokens=TEXT_TOKENS,
+        timestep_shift=3.1582,
+        preview_steps=28,
+    )
+    size_multiple_px = VAE_FACTOR * PATCH
+    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
+        "attention": rf"{BLOCK}\.({ATTENTION})",
+        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|norm(1|1_context)?\.linear)",
+    }
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+
+    def sample_shapes(
+        self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, num_controls: int = 1
+    ) -> dict[str, tuple[int, ...]]:
+        channels = config.get("in_channels", 64) // PATCH**2
+        return {
+            "latents": (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR),
+            "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 4096)),
+            "pooled_prompt_embeds": (config.get("pooled_projection_dim", 768),),
+        }
+
+    def encode_captions(
+        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
+    ) -> list[Sample]:
+        encoded = (pipeline.encode_prompt(prompt=caption, prompt_2=None) for caption in captions)
+        return [{"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]} for prompt, pooled, _ in encoded]
+
+    def count_text_tokens(
+        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
+    ) -> list[int]:
+        return [TEXT_TOKENS] * len(captions)
+
+    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+        vae = pipeline.vae
+        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[0, :, None]
+        return (latents.to(pixels.dtype) - vae.config.shift_factor) * vae.config.scaling_factor
+
+    def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
+        import torch
+
+        prompt = batch["prompt_embeds"]
+        rows, columns = noisy.shape[3] // PATCH, noisy.shape[4] // PATCH
+        # An image token's position is (0, row, column); text has none.
+        grid = torch.meshgrid(torch.arange(1), torch.arange(rows), torch.arange(columns), indexing="ij")
+        positions = torch.stack(grid, dim=-1).reshape(rows * columns, 3).to(noisy)
+        distilled = unwrapped(transformer).config.guidance_embeds
+        velocity: Tensor = transformer(
+            hidden_states=pack(noisy),
+            timestep=sigmas.to(noisy.dtype),
+            guidance=torch.full_like(sigmas, TRAINING_GUIDANCE, dtype=torch.float32) if distilled else None,
+            pooled_projections=batch["pooled_prompt_embeds"],
+            encoder_hidden_states=prompt,
+            txt_ids=noisy.new_zeros(prompt.shape[1], 3),
+            img_ids=positions,
+            return_dict=False,
+        )[0]
+        return unpack(velocity, noisy.shape)
+
+    def sampling_arguments(
+        self, pipeline: Any, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        return {"guidance_scale": 3.5 if guidance is None else guidance}  # the model's card
+
+    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+        return False
+
+    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
+        from autotune.families.small.flux1_dev import write_pipeline
+
+        write_pipeline(folder, captions, seed)

@@ -1,0 +1,1 @@
+"""Small genuine pipelines with random weights, one module per family: for demos and tests, never for training."""

@@ -1,0 +1,46 @@
+"""A small FLUX.1 pipeline."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.families.small.parts import clip_text_encoder, clip_tokenizer, flux_vae, t5_encoder, t5_tokenizer
+
+
+def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
+    """Write the pipeline: 3 double-stream and 3 single-stream blocks of width 128."""
+    import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer, tokenizer_2 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=512)
+        text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
+        text_encoder_2 = t5_encoder(tokenizer_2, hidden_size=128)
+        transformer = FluxTransformer2DModel(
+            num_layers=3,
+            num_single_layers=3,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            joint_attention_dim=128,
+            pooled_projection_dim=64,
+            guidance_embeds=True,
+            axes_dims_rope=(8, 12, 12),
+        )
+        vae = flux_vae()
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        shift=3.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+    )
+    FluxPipeline(
+        scheduler=scheduler,
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        text_encoder_2=text_encoder_2,
+        tokenizer_2=tokenizer_2,
+        transformer=transformer,
+    ).save_pretrained(folder)

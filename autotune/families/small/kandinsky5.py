@@ -1,0 +1,82 @@
+"""Small Kandinsky 5.0 pipelines, for images and for video."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.families.small.parts import (
+    clip_text_encoder,
+    clip_tokenizer,
+    flux_vae,
+    qwen_processor,
+    qwen_text_encoder,
+    qwen_tokenizer,
+)
+
+
+def write_image_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
+    """Write a pipeline with FLUX's kind of VAE."""
+    from diffusers import Kandinsky5T2IPipeline
+
+    _write(Kandinsky5T2IPipeline, flux_vae, folder, captions, seed, visual_cond=False)
+
+
+def write_video_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
+    """Write a pipeline with HunyuanVideo's kind of VAE and the extra input channels of the video model."""
+    from diffusers import Kandinsky5T2VPipeline
+
+    _write(Kandinsky5T2VPipeline, _video_vae, folder, captions, seed, visual_cond=True)
+
+
+def _write(
+    pipeline_class: Any, make_vae: Any, folder: Path, captions: Sequence[str], seed: int, *, visual_cond: bool
+) -> None:
+    import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5Transformer3DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer, tokenizer_2 = qwen_tokenizer(captions), clip_tokenizer(captions)
+        text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
+        text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
+        transformer = Kandinsky5Transformer3DModel(
+            in_visual_dim=16,
+            out_visual_dim=16,
+            in_text_dim=128,
+            in_text_dim2=64,
+            time_dim=64,
+            model_dim=128,
+            ff_dim=256,
+            num_text_blocks=2,
+            num_visual_blocks=4,
+            axes_dims=(8, 12, 12),
+            visual_cond=visual_cond,
+        )
+        _open_gates(transformer)
+        vae = make_vae()
+    pipeline_class(
+        transformer=transformer,
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=qwen_processor(tokenizer),
+        text_encoder_2=text_encoder_2,
+        tokenizer_2=tokenizer_2,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0 if not visual_cond else 5.0),
+    ).save_pretrained(folder)
+
+
+def _open_gates(transformer: Any) -> None:
+    """The class starts with all modulation at zero, which closes every block: no gradient would reach an adapter."""
+    import torch
+
+    for name, parameter in transformer.named_parameters():
+        if "modulation" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+
+
+def _video_vae() -> Any:
+    from diffusers import AutoencoderKLHunyuanVideo
+
+    return AutoencoderKLHunyuanVideo(
+        block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, scaling_factor=0.476986
+    ).eval()

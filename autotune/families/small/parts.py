@@ -1,0 +1,155 @@
+"""Small text encoders and tokenizers of the real classes, for the small pipelines of demos and tests."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+QWEN_SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+
+QWEN_TEMPLATE = (
+    "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships"
+    " of the objects and background:\nuser\nassistant\n"
+)
+"""Words of the pipeline's prompt template: trained in, so they take about as many tokens as in the original."""
+
+
+def qwen_tokenizer(captions: Sequence[str]) -> Any:
+    """A `Qwen2Tokenizer` whose byte-level BPE is trained on `captions`, with Qwen2.5-VL's special tokens."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import Qwen2Tokenizer
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([*captions, QWEN_TEMPLATE], vocab_size=512, min_frequency=1, show_progress=False)
+    model = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+    tokenizer.add_special_tokens({"extra_special_tokens": list(QWEN_SPECIAL_TOKENS)})
+    return tokenizer
+
+
+def qwen_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
+    """A two-layer `Qwen2_5_VLForConditionalGeneration` with a one-layer vision tower."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    heads = hidden_size // 32
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": hidden_size,
+            "intermediate_size": hidden_size * 2,
+            "num_hidden_layers": 2,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": hidden_size,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def qwen_processor(tokenizer: Any) -> Any:
+    """Processor of Qwen2.5-VL that shrinks images to at most 16 tokens."""
+    from autotune.families.qwen_processor import Qwen2VLImageProcessorPil, Qwen2VLProcessor
+
+    return Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2}),
+        tokenizer=tokenizer,
+    )
+
+
+def clip_tokenizer(captions: Sequence[str]) -> Any:
+    """A `CLIPTokenizer` that knows the words and characters of `captions`."""
+    from transformers import CLIPTokenizer
+
+    words = sorted({word for caption in captions for word in caption.lower().split()})
+    characters = sorted({character for word in words for character in word})
+    pieces = [*characters, *(f"{character}</w>" for character in characters)]
+    vocabulary = {token: index for index, token in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
+
+
+def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
+    """A two-layer `CLIPTextModel`; its pooled output has `hidden_size` numbers."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 2,
+        num_hidden_layers=2,
+        num_attention_heads=hidden_size // 32,
+        projection_dim=hidden_size,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModel(config).eval()
+
+
+def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
+    """A unigram `T5Tokenizer` that knows the words and characters of `captions`."""
+    from transformers import T5Tokenizer
+
+    words = sorted({word for caption in captions for word in caption.split()})
+    characters = sorted({character for word in words for character in word})
+    scored = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    scored += [(f"▁{word}", -1.0) for word in words if len(word) > 1]
+    scored += [(character, -8.0) for character in characters]
+    return T5Tokenizer(vocab=scored, extra_ids=0, model_max_length=max_length)
+
+
+def t5_encoder(tokenizer: Any, hidden_size: int) -> Any:
+    """A two-layer `T5EncoderModel`."""
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=hidden_size,
+        d_kv=32,
+        d_ff=hidden_size * 2,
+        num_layers=2,
+        num_heads=hidden_size // 32,
+        feed_forward_proj="gated-gelu",
+    )
+    return T5EncoderModel(config).eval()
+
+
+def flux_vae() -> Any:
+    """FLUX's `AutoencoderKL` (Kandinsky5 for images uses it, too): 16 channels, factor 8, no quant convolutions."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 32, 32, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=16,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    ).eval()

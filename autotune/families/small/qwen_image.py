@@ -1,0 +1,42 @@
+"""A small Qwen-Image pipeline, and its editing variants."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.families.small.parts import qwen_processor, qwen_text_encoder, qwen_tokenizer
+
+
+def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
+    """Write the pipeline; the editing classes get a processor for control images, too."""
+    import diffusers
+    import torch
+    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = qwen_tokenizer(captions)
+        text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
+        transformer = QwenImageTransformer2DModel(
+            in_channels=64,
+            out_channels=16,
+            num_layers=6,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            joint_attention_dim=128,
+            axes_dims_rope=(8, 12, 12),
+        )
+        vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        shift=1.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+    )
+    parts = {"scheduler": scheduler, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    if "Edit" in pipeline_class:
+        parts["processor"] = qwen_processor(tokenizer)
+    getattr(diffusers, pipeline_class)(transformer=transformer, **parts).save_pretrained(folder)
