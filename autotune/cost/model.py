@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from autotune.cost.allocator import waste_share
-from autotune.cost.kernels import DeviceRules
+from autotune.cost.kernels import DeviceRules, kernel_for
 from autotune.cost.quantized import quantize_for_tracing
-from autotune.cost.trace import TRACED_BLOCKS, TracePass, meta_batch, shorten, stored_tensors, trace_pass
+from autotune.cost.trace import TRACED_BLOCKS, TracePass, meta_batch, shorten, stored_tensors, trace_inference, trace_pass
 from autotune.families.adapter import add_adapter
-from autotune.families.base import Family
+from autotune.families.base import Family, Parts
 from autotune.families.precision import cast_as_loaded
 from autotune.families.resolve import build_on_meta
 from autotune.knobs.checkpointing import Checkpointing
@@ -35,8 +36,18 @@ class Storage:
     """Of each block, in the order they run."""
     largest_block_bytes: int
     """Of one block before quantisation."""
+    largest_layer_bytes: int
+    """Of one weight before quantisation."""
     waste_share: float
     """What the caching allocator reserves beyond the weights, as a share of them."""
+
+
+@dataclass(frozen=True)
+class VaeCost:
+    """Bytes of the autoencoder, and the most it takes for one item beyond its weights."""
+
+    weight_bytes: int
+    transient_bytes: int
 
 
 @dataclass
@@ -47,6 +58,8 @@ class TracedModel:
     config: Mapping[str, Any]
     workload: Workload
     rules: DeviceRules
+    parts: Parts
+    """The models around the transformer."""
     num_traced_blocks: int = TRACED_BLOCKS
     counts: tuple[int, ...] = ()
     """Blocks of each kind in the full model."""
@@ -54,6 +67,7 @@ class TracedModel:
     _template: Any = None
     _models: dict[tuple[str, str], "nn.Module"] = field(default_factory=dict)
     _passes: dict[tuple[Any, ...], TracePass] = field(default_factory=dict)
+    _vaes: dict[str, VaeCost] = field(default_factory=dict)
     _storages: dict[tuple[str, str], Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,6 +125,44 @@ class TracedModel:
             )
         return self._passes[key]
 
+    def forward_bytes(self, precision: str, quantization: str) -> int:
+        """Most that one item's forward pass takes without gradients: segments leave almost nothing behind."""
+        kernel = kernel_for("native", self.rules, self.masked(1))
+        trace = self.traced(precision, quantization, kernel, 1, 0, train=False)
+        level = peak = 0
+        for segment in (trace.before, *trace.forward, trace.between):
+            peak = max(peak, level + segment.peak_bytes)
+            level += segment.growth_bytes
+        return peak
+
+    def vae_cost(self, precision: str) -> VaeCost:
+        """The family's autoencoder for the largest bucket, traced; nothing for a model whose parts are unknown."""
+        if precision not in self._vaes:
+            self._vaes[precision] = self._trace_vae(precision)
+        return self._vaes[precision]
+
+    def _trace_vae(self, precision: str) -> VaeCost:
+        import diffusers
+        import torch
+
+        if not self.parts.vae_class:
+            return VaeCost(0, 0)
+        dtype, bucket = torch_dtype(precision), self.workload.largest_bucket
+        with torch.device("meta"):
+            vae = getattr(diffusers, self.parts.vae_class)(**self.parts.vae_config).to(dtype).eval()
+            pixels = torch.empty(3, bucket.num_frames, bucket.height_px, bucket.width_px, dtype=dtype)
+        latents = self.family.sample_shapes(self.config, bucket, self.workload.max_text_tokens)["latents"]
+        calls = (
+            lambda: self.family.encode_pixels(SimpleNamespace(vae=vae), pixels),
+            lambda: vae.decode(self._decodable(vae, torch.empty(1, *latents, dtype=dtype, device="meta"))),
+        )
+        weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
+        return VaeCost(weight_bytes, max(trace_inference(call, vae, self.rules) for call in calls))
+
+    def _decodable(self, vae: Any, latents: Any) -> Any:
+        """Latents as the autoencoder takes them: those of images have no frames."""
+        return latents[:, :, 0] if type(vae).__name__ == "AutoencoderKL" else latents
+
     def storage(self, precision: str, quantization: str) -> Storage:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""
         key = (precision, quantization)
@@ -140,6 +192,7 @@ class TracedModel:
             adapter_tensors=len(full_trainable),
             block_adapter_bytes=tuple(sum(p.numel() * p.element_size() for p in trainable[i]) for i in index),
             largest_block_bytes=max(_frozen_bytes(block) for block in plain),
+            largest_layer_bytes=max(p.untyped_storage().nbytes() for block in plain for p in block.parameters()),
             waste_share=waste_share((i + 1, size) for i, size in enumerate(middle)) if self.rules == "cuda" else 0.0,
         )
 

@@ -1,6 +1,7 @@
 """Predict memory and step time of any candidate: traces once, then answers by arithmetic."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,11 @@ from autotune.cost.allocator import waste_share
 from autotune.cost.calibration import Calibration
 from autotune.cost.composition import ComposedPass, PassTable, compose, table_of
 from autotune.cost.kernels import CLASSES, DeviceRules, kernel_for
-from autotune.cost.memory import Resident, phases_of, process_overhead_bytes
+from autotune.cost.memory import PHASES, Resident, phases_of, resident_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
-from autotune.families.base import Family
-from autotune.schema import Candidate, HardwareProfile, Prediction, StepTime, Workload
+from autotune.families.base import Family, Parts
+from autotune.schema import Candidate, HardwareProfile, Prediction, StepTime, TrialResult, Workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,13 +41,15 @@ class Predictor:
         workload: Workload,
         family: Family,
         config: Mapping[str, Any],
-        calibration: Calibration | None = None,
+        parts: Parts | None = None,
     ) -> None:
+        """`parts`: the models around the transformer; by default the published ones of the published transformer."""
         self.hardware = hardware
         self.workload = workload
         self.family = family
         self.config = config
-        self.calibration = calibration or Calibration()
+        self.parts = parts
+        self.calibration: Calibration | None = None
         self.rules: DeviceRules = "cuda" if hardware.device.kind == "cuda" else "cpu"
         self._tables: dict[tuple[Any, ...], PassTable] = {}
         self._rates: dict[tuple[str, str, str], Rates] = {}
@@ -56,30 +59,45 @@ class Predictor:
     @cached_property
     def model(self) -> TracedModel:
         """The traced side; built when first needed."""
-        return TracedModel(self.family, self.config, self.workload, self.rules)
+        published = dict(self.config) == dict(self.family.transformer_config)
+        parts = self.parts or (self.family.parts if published else Parts())
+        return TracedModel(self.family, self.config, self.workload, self.rules, parts)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
+        calibration = self.calibration or Calibration.of((), rates_measured=self._rates_of(candidate).measured)
+        return self._predicted(candidate, calibration)
+
+    def calibrate(self, trials: Sequence[TrialResult]) -> None:
+        """Learn from all `trials` at once; earlier ones that are not among them are forgotten."""
+        pairs = [(trial, self._predicted(trial.candidate, None)) for trial in trials if trial.outcome == "ok"]
+        measured = all(self._rates_of(trial.candidate).measured for trial, _ in pairs)
+        self.calibration = Calibration.of(pairs, rates_measured=measured)
+
+    def _predicted(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
         accumulation = -(-self.workload.effective_batch_size // candidate.micro_batch_size)
         composed = self.composed(candidate, accumulates=accumulation > 1)
         resident = self._resident(candidate)
-        phases = phases_of(resident, composed, self._waste_of(candidate), self.calibration.memory_factor)
-        train = next(phase for phase in phases if phase.name == "train")
-        worst = max(phases, key=lambda phase: phase.peak_memory_bytes)
+        factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
+        phases = phases_of(resident, composed, self._waste_of(candidate), factor)
+        train = phases[PHASES.index("train")]
         time = self._step_time(candidate, composed, accumulation)
-        seconds = sum(value for name, value in time.items() if name != "recompute_seconds")
+        if calibration:
+            factor = math.exp(calibration.time.log_factor(candidate))
+            time = {name: factor * value for name, value in time.items()}
+        seconds = sum(time.values()) - time["recompute_seconds"]
         return Prediction.model_construct(
             candidate=candidate,
             peak_memory_bytes=train.peak_memory_bytes,
             allocated_memory_bytes=train.allocated_memory_bytes,
-            required_memory_bytes=worst.peak_memory_bytes,
+            required_memory_bytes=max(phase.peak_memory_bytes for phase in phases),
+            host_memory_bytes=resident.host_memory_bytes,
             phases=phases,
             step_seconds=seconds,
             step_time=StepTime.model_construct(**time),
             images_per_second=self.workload.effective_batch_size / seconds,
-            host_memory_bytes=resident.host_memory_bytes,
-            memory_uncertainty=self.calibration.memory_uncertainty,
-            time_uncertainty=self.calibration.time_uncertainty(measured=self._rates_of(candidate).measured),
+            memory_uncertainty=calibration.memory.uncertainty(candidate) if calibration else 0.0,
+            time_uncertainty=calibration.time.uncertainty(candidate) if calibration else 0.0,
         )
 
     def composed(self, candidate: Candidate, *, accumulates: bool) -> ComposedPass:
@@ -140,15 +158,7 @@ class Predictor:
     def _resident(self, candidate: Candidate) -> Resident:
         key = (candidate.precision, candidate.quantization)
         if key not in self._residents:
-            storage = self.model.storage(*key)
-            self._residents[key] = Resident.of(
-                storage,
-                precision=candidate.precision,
-                quantized=candidate.quantization != "none",
-                model=self.model,
-                overhead_bytes=process_overhead_bytes(self.hardware),
-                shares_host=self.hardware.device.memory_kind in ("integrated", "host"),
-            )
+            self._residents[key] = resident_of(self.hardware, self.model, *key)
         return self._residents[key]
 
     def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:
@@ -161,11 +171,9 @@ class Predictor:
         host = launches * rates.launch_seconds
         # A GPU works while the host launches the next operation; a CPU does one after the other.
         overhead = host if self.rules == "cpu" else max(0.0, host - float(device.sum()) - optimizer)
-        factor = self.calibration.time_factor(candidate)
-        named = {f"{name}_seconds": factor * float(value) for name, value in zip(CLASSES, device, strict=True)}
         return {
-            **named,
-            "optimizer_seconds": factor * optimizer,
-            "overhead_seconds": factor * overhead,
-            "recompute_seconds": factor * accumulation * float(composed.recompute[:-1].sum()),
+            **{f"{name}_seconds": float(value) for name, value in zip(CLASSES, device, strict=True)},
+            "optimizer_seconds": optimizer,
+            "overhead_seconds": overhead,
+            "recompute_seconds": accumulation * float(composed.recompute[:-1].sum()),
         }

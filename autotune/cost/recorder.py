@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from autotune.cost.kernels import Work, workspace_bytes
+from autotune.cost.kernels import CUDA_BLOCK_BYTES, DeviceRules, Work, workspace_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +54,10 @@ class Segment:
 class Recorder(TorchDispatchMode):
     """Records segments between calls of `mark`."""
 
-    def __init__(self, granularity: int) -> None:
+    def __init__(self, rules: DeviceRules) -> None:
         super().__init__()
-        self.granularity = granularity
+        self.granularity = CUDA_BLOCK_BYTES if rules == "cuda" else 1
+        self.counts_host = rules == "cpu"
         self.segments: list[Segment] = []
         self.found_bytes = 0
         """Tensors that were live before the pass and that nobody seeded: plain attributes and caches of modules."""
@@ -110,6 +111,8 @@ class Recorder(TorchDispatchMode):
 
     def _watch(self, tensor: "Tensor", segment: Segment | None) -> int:
         """Follow the storage of `tensor` if it is new; returns its bytes, 0 for one that is known."""
+        if tensor.device.type != "meta" and not self.counts_host:
+            return 0
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:

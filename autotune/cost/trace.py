@@ -5,12 +5,12 @@ three blocks of each kind: the first (whose input needs no gradient), one from t
 between are alike, so `composition` repeats the middle one to any depth.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune.cost.kernels import CUDA_BLOCK_BYTES, DeviceRules, substitutes
+from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.families.base import Batch, Family
 from autotune.schema import Bucket
 
@@ -75,7 +75,7 @@ def trace_pass(
     from autotune.cost.recorder import Recorder, summarise
     from autotune.families.loss import flow_matching_loss
 
-    recorder = Recorder(CUDA_BLOCK_BYTES if rules == "cuda" else 1)
+    recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
     sigmas = torch.empty(len(noise), device="meta")
     recorder.seed(stored_tensors(transformer))
@@ -106,6 +106,22 @@ def trace_pass(
         found_bytes=recorder.found_bytes,
         saved_bytes=saved_bytes,
     )
+
+
+def trace_inference(call: Callable[[], object], module: "nn.Module", rules: DeviceRules) -> int:
+    """Most bytes that `call`, on meta tensors and without gradients, takes beyond `module`'s own."""
+    import torch
+
+    from autotune.cost.recorder import Recorder, summarise
+
+    recorder = Recorder(rules)
+    recorder.seed(stored_tensors(module))
+    recorder.mark("all")
+    kernel = kernel_for("native", rules, masked=False)
+    with substitutes(kernel, rules), recorder, torch.no_grad():
+        call()
+    summarise(recorder.segments)
+    return recorder.segments[0].peak_bytes
 
 
 def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":

@@ -9,7 +9,13 @@ from autotune.schema import Choice, Quality, Rejected
 if TYPE_CHECKING:
     from torch import nn
 
-QUALITY_OF: dict[str, Quality] = {"none": "exact", "torchao-int8": "high", "torchao-fp8": "high"}
+QUALITY_OF: dict[str, Quality] = {
+    "none": "exact",
+    "torchao-int8": "high",
+    "torchao-fp8": "high",
+    "bnb-int8": "high",
+    "bnb-nf4": "compact",
+}
 """The strictest quality floor that admits each storage."""
 
 STRICTNESS: tuple[Quality, ...] = ("compact", "high", "exact")
@@ -46,17 +52,41 @@ class Quantization(Knob):
 def quantize_linears(module: "nn.Module", choice: str) -> None:
     """Store the weights of every Linear in `module` as `choice` says, in place.
 
-    One Linear at a time: torchao needs several times one layer's size for a moment.
+    One Linear at a time: torchao needs several times one layer's size for a moment. bitsandbytes needs a GPU: it
+    quantises a layer when that is moved there.
     """
     from torch import nn
-    from torchao.quantization import quantize_
 
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            quantize_(layer, _torchao_config(choice))
+    for parent in module.modules():
+        for name, layer in parent.named_children():
+            if not isinstance(layer, nn.Linear):
+                continue
+            if choice.startswith("bnb-"):
+                setattr(parent, name, _bitsandbytes_layer(layer, choice))
+            else:
+                from torchao.quantization import quantize_
+
+                quantize_(layer, _torchao_config(choice))
 
 
 def _torchao_config(choice: str) -> Any:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
     return {"torchao-int8": Int8WeightOnlyConfig, "torchao-fp8": Float8WeightOnlyConfig}[choice]()
+
+
+def _bitsandbytes_layer(layer: "nn.Linear", choice: str) -> "nn.Module":
+    """The layer that takes the place of `layer`, with its weights, on its device."""
+    from bitsandbytes import nn as bnb
+
+    dtype, device, bias = layer.weight.dtype, layer.weight.device, layer.bias
+    shape = (layer.in_features, layer.out_features, bias is not None)
+    if choice == "bnb-nf4":
+        replacement = bnb.Linear4bit(*shape, compute_dtype=dtype, compress_statistics=True, quant_type="nf4")
+        weight = bnb.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+    else:
+        replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False)
+        weight = bnb.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
+    replacement.weight, replacement.bias = weight, bias
+    result: nn.Module = replacement.to(device)
+    return result
