@@ -222,6 +222,37 @@ class Prediction(Frozen):
     """One sigma of the logarithm of time."""
 
 
+class JobTime(Frozen):
+    """Wall time of a whole job, in seconds."""
+
+    total_seconds: float = Field(ge=0)
+    load_seconds: float = Field(ge=0)
+    cache_seconds: float = Field(ge=0)
+    step_seconds: float = Field(ge=0)
+    """Of all steps."""
+    preview_seconds: float = Field(ge=0)
+    save_seconds: float = Field(ge=0)
+
+
+class Estimate(Frozen):
+    """A prediction for one machine, with the job that it is for."""
+
+    hardware: str
+    budget_bytes: int = NaturalInt
+    fits: bool
+    """Whether the neediest phase stays within the budget."""
+    workload: Workload
+    prediction: Prediction
+    peak_memory_bytes: int = PositiveInt
+    """The prediction's, at the top for those who read JSON."""
+    step_seconds: float = Field(gt=0)
+    num_steps: int = PositiveInt
+    job: JobTime
+    price_per_hour: float | None = Field(default=None, ge=0)
+    cost: float | None = Field(default=None, ge=0)
+    """Of the whole job, in the price's currency."""
+
+
 class Rejected(Frozen):
     """A choice that lost or never ran, and why."""
 

@@ -7,7 +7,7 @@ segments each pool is one range that grows at its end by whole pages, 2 MiB for 
 """
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 MIB = 1 << 20
@@ -158,13 +158,37 @@ class CachingAllocator:
             pool.give(block)
 
 
-def waste_share(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> float:
-    """Reserved over allocated bytes at their peaks, minus one, of (number, bytes) events; a free has negative bytes."""
+def replayed(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> CachingAllocator:
+    """An allocator after (number, bytes) events; a free has negative bytes."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     for number, size in events:
         if size >= 0:
             allocator.allocate(number, size)
         else:
             allocator.free(number)
+    return allocator
+
+
+@dataclass(frozen=True)
+class Waste:
+    """What the allocator reserves beyond what is allocated."""
+
+    fixed_bytes: float
+    """Holes that a pass leaves whatever its depth."""
+    saved_share: float
+    """Of what stays for the backward pass: rounding of its tensors to segments."""
+
+
+def waste_of(events: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> Waste:
+    """From the events of a short pass, and those of its tensors that outlive one block's forward pass."""
+    allocator = replayed(events)
+    peak = allocator.peak_allocated_bytes
+    share = waste_share(kept)
+    return Waste(max(0.0, allocator.reserved_bytes - peak - share * peak), share)
+
+
+def waste_share(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> float:
+    """Reserved over allocated bytes at their peaks, minus one, of (number, bytes) events; a free has negative bytes."""
+    allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
     return allocator.reserved_bytes / peak - 1 if peak else 0.0

@@ -15,11 +15,11 @@ from autotune.schema import Candidate, Prediction, TrialResult
 
 OFFSET = "offset"
 PRIOR_TIME_DATASHEET = 0.35
-PRIOR_TIME_MEASURED = 0.15
+PRIOR_TIME_MEASURED = 0.25
 """One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at the model's shapes."""
 PRIOR_MEMORY = 0.04
-CHOICE_SHARE = 0.3
-"""Sigma of each choice's term, relative to the offset's."""
+CHOICE_SHARE = 0.2
+"""Sigma of each choice's term, relative to the offset's: a model that is off is mostly off for all candidates."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 
@@ -89,9 +89,13 @@ class Calibration:
     def of(trials: Sequence[tuple[TrialResult, Prediction]], *, rates_measured: bool) -> "Calibration":
         """From trials and what was predicted for them before any calibration. Failed trials teach nothing here."""
         good = [(trial, prediction) for trial, prediction in trials if trial.outcome == "ok"]
-        timed = [(t.candidate, math.log(t.median_step_seconds / p.step_seconds)) for t, p in good if t.median_step_seconds]
+        timed = [
+            (t.candidate, math.log(t.median_step_seconds / p.step_seconds)) for t, p in good if t.median_step_seconds
+        ]
         weighed = [
-            (t.candidate, math.log(t.peak_memory_bytes / p.allocated_memory_bytes)) for t, p in good if t.peak_memory_bytes
+            (t.candidate, math.log(t.peak_memory_bytes / p.allocated_memory_bytes))
+            for t, p in good
+            if t.peak_memory_bytes
         ]
         prior = PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET
         return Calibration(

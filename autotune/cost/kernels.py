@@ -85,7 +85,7 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
 
     aten = torch.ops.aten
 
-    def attend(
+    def attend(  # noqa: PLR0917 - torch's own signature
         query: "torch.Tensor",
         key: "torch.Tensor",
         value: "torch.Tensor",
@@ -94,7 +94,7 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> "torch.Tensor":
+    ) -> Any:
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype)  # torch turns boolean masks into additive ones
@@ -128,12 +128,12 @@ def _fused_rms_norm(
 
     class Fused(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
             ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
             return torch.empty_like(x)
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             x, weight, _ = ctx.saved_tensors
             of_weight = torch.empty_like(weight) if weight is not None and weight.requires_grad else None
             return torch.empty_like(x), of_weight

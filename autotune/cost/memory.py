@@ -7,7 +7,7 @@ from autotune.cost.composition import ComposedPass
 from autotune.schema import HardwareProfile, MemoryBreakdown, PhaseMemory
 
 if TYPE_CHECKING:
-    from autotune.cost.model import Storage, TracedModel
+    from autotune.cost.model import TracedModel
 
 FP32_BYTES = 4
 CUDA_CONTEXT_BYTES = 500 << 20
@@ -99,20 +99,19 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
     Args:
         resident: what stays.
         composed: one micro-batch.
-        waste: what the allocator reserves beyond a pass's own peak, as a share of it.
+        waste: bytes that the allocator reserves beyond the micro-batch's own peak.
         factor: calibration of the training step's allocated memory.
     """
     r = resident
     kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
     weights = r.weight_bytes + r.buffer_bytes
 
-    def phase(name: str, *, pass_waste: float = waste, **parts: float) -> PhaseMemory:
+    def phase(name: str, *, waste: float = 0.0, **parts: float) -> PhaseMemory:
         whole = {key: round(value) for key, value in parts.items()}
         allocated = sum(whole.values())
-        moving = sum(whole.get(key, 0) for key in MOVING)
-        rounding = round(r.waste_share * whole.get("weight_bytes", 0) + pass_waste * moving)
+        rounding = round(r.waste_share * whole["weight_bytes"] + waste)
         breakdown = MemoryBreakdown.model_construct(
-            **{**EMPTY, **whole}, process_overhead_bytes=r.overhead_bytes, allocator_rounding_bytes=rounding
+            None, **{**EMPTY, **whole}, process_overhead_bytes=r.overhead_bytes, allocator_rounding_bytes=rounding
         )
         return PhaseMemory.model_construct(
             name=name,
@@ -137,7 +136,7 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
     return (
         phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes),
         phase("cache", weight_bytes=r.encoder_bytes + r.vae_bytes, transient_bytes=r.vae_transient_bytes),
-        phase("train", weight_bytes=weights, **kept, **step),
+        phase("train", waste=waste, weight_bytes=weights, **kept, **step),
         phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),
         phase("save", weight_bytes=weights, **kept),
     )

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for
 from autotune.cost.quantized import quantize_for_tracing
-from autotune.cost.trace import TRACED_BLOCKS, TracePass, meta_batch, shorten, stored_tensors, trace_inference, trace_pass
+from autotune.cost.trace import (
+    TRACED_BLOCKS,
+    TracePass,
+    meta_batch,
+    shorten,
+    stored_tensors,
+    trace_inference,
+    trace_pass,
+)
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family, Parts
 from autotune.families.precision import cast_as_loaded
@@ -48,6 +56,8 @@ class VaeCost:
 
     weight_bytes: int
     transient_bytes: int
+    encode_bytes_moved: int
+    """Read and written by the operations that encode one item: convolutions of this kind wait for memory."""
 
 
 @dataclass
@@ -146,7 +156,7 @@ class TracedModel:
         import torch
 
         if not self.parts.vae_class:
-            return VaeCost(0, 0)
+            return VaeCost(0, 0, 0)
         dtype, bucket = torch_dtype(precision), self.workload.largest_bucket
         with torch.device("meta"):
             vae = getattr(diffusers, self.parts.vae_class)(**self.parts.vae_config).to(dtype).eval()
@@ -157,7 +167,9 @@ class TracedModel:
             lambda: vae.decode(self._decodable(vae, torch.empty(1, *latents, dtype=dtype, device="meta"))),
         )
         weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
-        return VaeCost(weight_bytes, max(trace_inference(call, vae, self.rules) for call in calls))
+        encode, decode = (trace_inference(call, vae, self.rules) for call in calls)
+        moved = sum(count * work[3] for work, count in encode.work.items())
+        return VaeCost(weight_bytes, max(encode.peak_bytes, decode.peak_bytes), moved)
 
     def _decodable(self, vae: Any, latents: Any) -> Any:
         """Latents as the autoencoder takes them: those of images have no frames."""

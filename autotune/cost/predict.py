@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autotune.cost.allocator import waste_share
+from autotune.cost.allocator import Waste, waste_of
 from autotune.cost.calibration import Calibration
-from autotune.cost.composition import ComposedPass, PassTable, compose, table_of
+from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
 from autotune.cost.kernels import CLASSES, DeviceRules, kernel_for
 from autotune.cost.memory import PHASES, Resident, phases_of, resident_of
 from autotune.cost.model import TracedModel
@@ -54,7 +54,7 @@ class Predictor:
         self._tables: dict[tuple[Any, ...], PassTable] = {}
         self._rates: dict[tuple[str, str, str], Rates] = {}
         self._residents: dict[tuple[str, str], Resident] = {}
-        self._waste: dict[tuple[Any, ...], float] = {}
+        self._waste: dict[tuple[Any, ...], Waste] = {}
 
     @cached_property
     def model(self) -> TracedModel:
@@ -65,13 +65,13 @@ class Predictor:
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
-        calibration = self.calibration or Calibration.of((), rates_measured=self._rates_of(candidate).measured)
+        calibration = self.calibration or Calibration.of((), rates_measured=self.rates_of(candidate).measured)
         return self._predicted(candidate, calibration)
 
     def calibrate(self, trials: Sequence[TrialResult]) -> None:
         """Learn from all `trials` at once; earlier ones that are not among them are forgotten."""
         pairs = [(trial, self._predicted(trial.candidate, None)) for trial in trials if trial.outcome == "ok"]
-        measured = all(self._rates_of(trial.candidate).measured for trial, _ in pairs)
+        measured = all(self.rates_of(trial.candidate).measured for trial, _ in pairs)
         self.calibration = Calibration.of(pairs, rates_measured=measured)
 
     def _predicted(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
@@ -79,7 +79,7 @@ class Predictor:
         composed = self.composed(candidate, accumulates=accumulation > 1)
         resident = self._resident(candidate)
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
-        phases = phases_of(resident, composed, self._waste_of(candidate), factor)
+        phases = phases_of(resident, composed, self._waste_of(candidate, composed), factor)
         train = phases[PHASES.index("train")]
         time = self._step_time(candidate, composed, accumulation)
         if calibration:
@@ -94,7 +94,7 @@ class Predictor:
             host_memory_bytes=resident.host_memory_bytes,
             phases=phases,
             step_seconds=seconds,
-            step_time=StepTime.model_construct(**time),
+            step_time=StepTime.model_construct(None, **time),
             images_per_second=self.workload.effective_batch_size / seconds,
             memory_uncertainty=calibration.memory.uncertainty(candidate) if calibration else 0.0,
             time_uncertainty=calibration.time.uncertainty(candidate) if calibration else 0.0,
@@ -131,29 +131,38 @@ class Predictor:
         checkpointed = {"none": 0, "some": traced - 1, "all": traced}[mode]
         kernel = kernel_for(candidate.attention, self.rules, self.model.masked(size))
         trace = self.model.traced(candidate.precision, candidate.quantization, kernel, size, checkpointed)
-        return table_of(trace, self._rates_of(candidate), self.workload.rank)
+        return table_of(trace, self.rates_of(candidate), self.workload.rank)
 
-    def _rates_of(self, candidate: Candidate) -> Rates:
+    def rates_of(self, candidate: Candidate) -> Rates:
+        """What the machine does per second with the candidate's precision and attention."""
         kernel = kernel_for(candidate.attention, self.rules, self.model.masked(candidate.micro_batch_size))
         key = (candidate.precision, candidate.attention, kernel)
         if key not in self._rates:
             self._rates[key] = Rates(self.hardware, *key)
         return self._rates[key]
 
-    def _waste_of(self, candidate: Candidate) -> float:
-        """What the caching allocator reserves beyond the pass's own peak, as a share of it."""
+    def forward_seconds(self, candidate: Candidate) -> float:
+        """One item's forward pass, as a preview's denoising step makes it."""
+        table = self._table(candidate.model_copy(update={"micro_batch_size": 1}), "none")
+        return float(table.before[SECONDS:-1].sum() + table.forward[:, SECONDS:-1].sum())
+
+    def _waste_of(self, candidate: Candidate, composed: ComposedPass) -> float:
+        """Bytes that the caching allocator reserves beyond the pass's own peak."""
         if self.rules == "cpu":
             return 0.0
-        size = min(candidate.micro_batch_size, AFFINE_FROM[1])
+        size = 1 if candidate.micro_batch_size == 1 else AFFINE_FROM[0]
         kernel = kernel_for(candidate.attention, self.rules, self.model.masked(size))
-        traced = sum(self.model.traced_counts)
-        k = 0 if candidate.checkpointed_blocks == 0 else traced - 1
-        key = (candidate.precision, candidate.quantization, kernel, 1 if size == 1 else 2, k)
+        k = 0 if candidate.checkpointed_blocks == 0 else sum(self.model.traced_counts) - 1
+        key = (candidate.precision, candidate.quantization, kernel, size, k)
         if key not in self._waste:
             trace = self.model.traced(*key)
             segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
-            self._waste[key] = waste_share(event for segment in segments for event in segment.events)
-        return self._waste[key]
+            block = trace.forward[len(trace.forward) // 2].events
+            freed = {number for number, bytes_ in block if bytes_ < 0}
+            kept = [event for event in block if event[0] not in freed]
+            self._waste[key] = waste_of([event for segment in segments for event in segment.events], kept)
+        waste = self._waste[key]
+        return waste.fixed_bytes * candidate.micro_batch_size / size + waste.saved_share * composed.saved_bytes
 
     def _resident(self, candidate: Candidate) -> Resident:
         key = (candidate.precision, candidate.quantization)
@@ -162,7 +171,7 @@ class Predictor:
         return self._residents[key]
 
     def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:
-        rates = self._rates_of(candidate)
+        rates = self.rates_of(candidate)
         storage = self.model.storage(candidate.precision, candidate.quantization)
         device = accumulation * composed.work[:-1]
         launches = accumulation * composed.work[-1]

@@ -53,7 +53,7 @@ def _stand_in(layer: "nn.Linear", quantization: str) -> None:
     if not four:
         layer.register_parameter("scale", nn.Parameter(layer.weight.new_empty(rows, dtype=torch.float32), False))
     product = _functions()[quantization]
-    layer.forward = lambda x: product.apply(x, layer.weight, layer.bias, (rows, columns))  # type: ignore[method-assign]
+    layer.forward = lambda x: product.apply(x, layer.weight, layer.bias, (rows, columns))  # type: ignore[assignment,method-assign]
 
 
 def _functions() -> dict[str, Any]:
@@ -63,19 +63,19 @@ def _functions() -> dict[str, Any]:
         """Dequantises the weight for each product; keeps only the stored weight."""
 
         @staticmethod
-        def forward(ctx: Any, x: "torch.Tensor", stored: "torch.Tensor", bias: Any, shape: Any) -> Any:  # type: ignore[override]
+        def forward(ctx: Any, x: "torch.Tensor", stored: "torch.Tensor", bias: Any, shape: Any) -> Any:
             ctx.stored, ctx.shape = stored, shape
             return torch.nn.functional.linear(x, _dequantized(stored, shape, x.dtype), bias)
 
         @staticmethod
-        def backward(ctx: Any, gradient: "torch.Tensor") -> Any:  # type: ignore[override]
+        def backward(ctx: Any, gradient: "torch.Tensor") -> Any:
             return gradient.matmul(_dequantized(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
 
     class MatMul8bit(torch.autograd.Function):
         """Quantises the input too; keeps the input, and dequantises the weight in the backward pass."""
 
         @staticmethod
-        def forward(ctx: Any, x: "torch.Tensor", stored: "torch.Tensor", bias: Any, shape: Any) -> Any:  # type: ignore[override]
+        def forward(ctx: Any, x: "torch.Tensor", stored: "torch.Tensor", bias: Any, shape: Any) -> Any:
             ctx.kept, ctx.stored, ctx.shape = x, stored, shape
             rows = x.reshape(-1, shape[1]).to(torch.int8)
             scales = x.new_empty(rows.shape[0], dtype=torch.float32)
@@ -85,7 +85,7 @@ def _functions() -> dict[str, Any]:
             return out if bias is None else out + bias
 
         @staticmethod
-        def backward(ctx: Any, gradient: "torch.Tensor") -> Any:  # type: ignore[override]
+        def backward(ctx: Any, gradient: "torch.Tensor") -> Any:
             return gradient.matmul(_dequantized(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
 
     return {"bnb-nf4": MatMul4Bit, "bnb-int8": MatMul8bit}

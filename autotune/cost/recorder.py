@@ -21,13 +21,16 @@ from autotune.cost.kernels import CUDA_BLOCK_BYTES, DeviceRules, Work, workspace
 if TYPE_CHECKING:
     from torch import Tensor
 
-MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"})
+MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm"})
 FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"})
 """Operations that start no kernel, beside those whose schema says that they return a view."""
 
 
 STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 """Dtypes that only quantised weights have."""
+
+Call = tuple[Any, Any, dict[str, Any], Any, list[torch.Tensor], list[torch.Tensor]]
+"""An operation, its arguments, its result, and the tensors among arguments and results."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -51,11 +54,11 @@ class Segment:
     """(storage number, bytes) of each allocation, (storage number, -bytes) of each free."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records segments between calls of `mark`."""
 
     def __init__(self, rules: DeviceRules) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.granularity = CUDA_BLOCK_BYTES if rules == "cuda" else 1
         self.counts_host = rules == "cpu"
         self.segments: list[Segment] = []
@@ -79,24 +82,18 @@ class Recorder(TorchDispatchMode):
         self.found_bytes += self.seed(inputs)
         out = func(*args, **(kwargs or {}))
         segment = self.segments[-1]
-        outputs = [item for item in (out if isinstance(out, tuple | list) else (out,)) if isinstance(item, torch.Tensor)]
+        outputs = [
+            item for item in (out if isinstance(out, tuple | list) else (out,)) if isinstance(item, torch.Tensor)
+        ]
         fresh = sum(self._watch(tensor, segment) for tensor in outputs)
         name = func._schema.name[6:]
         if fresh or not (func.is_view or name in FREE):
-            self._charge(segment, name, func, args, kwargs or {}, out, inputs, outputs)
+            self._charge(segment, (func, args, kwargs or {}, out, inputs, outputs))
         return out
 
-    def _charge(
-        self,
-        segment: Segment,
-        name: str,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        inputs: "list[Tensor]",
-        outputs: "list[Tensor]",
-    ) -> None:
+    def _charge(self, segment: Segment, call: Call) -> None:
+        func, args, kwargs, out, inputs, outputs = call
+        name = func._schema.name[6:]
         moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
         kind, shape = _class_of(name, inputs)
         if kind.startswith("attention"):
@@ -104,6 +101,8 @@ class Recorder(TorchDispatchMode):
             scratch = workspace_bytes(name, inputs[1 if kind == "attention_backward" else 0].shape)
             if scratch:
                 segment.events.extend([(SCRATCH, scratch), (SCRATCH, -scratch)])
+        elif kind == "matmul":
+            flops = 2 * math.prod(shape)
         else:
             formula = flop_registry.get(func.overloadpacket)
             flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from autotune.cost.kernels import CLASSES, Work
 from autotune.schema import HardwareProfile
@@ -130,7 +131,7 @@ def _between(points: tuple[tuple[int, float], ...], tokens: int) -> float:
     """Interpolate in log tokens and log rate; constant beyond the ends."""
     if tokens <= points[0][0]:
         return points[0][1]
-    for (low, slow), (high, fast) in zip(points, points[1:], strict=False):
+    for (low, slow), (high, fast) in pairwise(points):
         if tokens <= high:
             share = (math.log(tokens) - math.log(low)) / (math.log(high) - math.log(low))
             return math.exp((1 - share) * math.log(slow) + share * math.log(fast))

@@ -108,8 +108,8 @@ def trace_pass(
     )
 
 
-def trace_inference(call: Callable[[], object], module: "nn.Module", rules: DeviceRules) -> int:
-    """Most bytes that `call`, on meta tensors and without gradients, takes beyond `module`'s own."""
+def trace_inference(call: Callable[[], object], module: "nn.Module", rules: DeviceRules) -> "Segment":
+    """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and does."""
     import torch
 
     from autotune.cost.recorder import Recorder, summarise
@@ -121,11 +121,11 @@ def trace_inference(call: Callable[[], object], module: "nn.Module", rules: Devi
     with substitutes(kernel, rules), recorder, torch.no_grad():
         call()
     summarise(recorder.segments)
-    return recorder.segments[0].peak_bytes
+    return recorder.segments[0]
 
 
 def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
-    """Every plain tensor behind a parameter, or behind a module's parameters and buffers: quantised ones have several."""
+    """Every plain tensor behind a parameter, or a module's parameters and buffers: quantised ones have several."""
     import torch
 
     for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
@@ -156,7 +156,7 @@ def _marking(blocks: "list[nn.Module]", recorder: "Recorder") -> Iterator[None]:
         seen.add(index)
         for tensor in output if isinstance(output, tuple | list) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: backward_begins(index))
+                tensor.register_hook(lambda _: backward_begins(index))  # type: ignore[no-untyped-call]
         if index == len(blocks) - 1:
             recorder.mark("between")
 
