@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autotune.families.base import Batch, Defaults, Family, Sample, unwrapped
+from autotune.families.base import FLUX_VAE, Batch, Defaults, Family, Parts, Sample, unwrapped
 from autotune.families.packing import PATCH, pack, unpack
 from autotune.schema import Bucket
 
@@ -46,6 +46,7 @@ class Flux1Dev(Family):
         timestep_shift=3.1582,
         preview_steps=28,
     )
+    parts = Parts(text_encoder_parameters=(123_060_480, 4_762_310_656), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
     size_multiple_px = VAE_FACTOR * PATCH
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.({ATTENTION})",

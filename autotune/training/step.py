@@ -1,4 +1,4 @@
-"""One training step: the only place where a loss is computed, shared by training and trials."""
+"""One optimizer step, shared by training and trials."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,26 +8,10 @@ import torch
 from torch import nn
 
 from autotune.families.base import Batch, Family
+from autotune.families.loss import flow_matching_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def flow_matching_loss(
-    family: Family, transformer: nn.Module, batch: Batch, noise: "Tensor", sigmas: "Tensor"
-) -> "Tensor":
-    """Mean squared error of the predicted velocity, averaged in fp32 over a micro-batch.
-
-    Args:
-        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning.
-        noise: standard normal, in the shape of the latents.
-        sigmas: (batch,) share of noise in [0, 1]: noisy = (1 - sigma) * clean + sigma * noise.
-    """
-    clean = batch["latents"]
-    share = sigmas.view(-1, *[1] * (clean.ndim - 1)).to(clean.dtype)
-    noisy = (1 - share) * clean + share * noise
-    velocity = family.predict(transformer, noisy, sigmas, batch)
-    return torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float())
 
 
 def draw(seed: int, step: int, position: int, shape: Sequence[int], shift: float) -> tuple["Tensor", float]:

@@ -1,0 +1,27 @@
+"""What every family here is trained to do: predict the velocity of a flow. Shared by training, trials and tracing."""
+
+from typing import TYPE_CHECKING
+
+from autotune.families.base import Batch, Family
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def flow_matching_loss(
+    family: Family, transformer: "nn.Module", batch: Batch, noise: "Tensor", sigmas: "Tensor"
+) -> "Tensor":
+    """Mean squared error of the predicted velocity, averaged in fp32 over a micro-batch.
+
+    Args:
+        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning.
+        noise: standard normal, in the shape of the latents.
+        sigmas: (batch,) share of noise in [0, 1]: noisy = (1 - sigma) * clean + sigma * noise.
+    """
+    import torch
+
+    clean = batch["latents"]
+    share = sigmas.view(-1, *[1] * (clean.ndim - 1)).to(clean.dtype)
+    noisy = (1 - share) * clean + share * noise
+    velocity = family.predict(transformer, noisy, sigmas, batch)
+    return torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float())
