@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune import __version__
+from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
 from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.knobs.base import Setting
@@ -25,7 +26,6 @@ from autotune.schema import (
     TrialResult,
     Workload,
 )
-from autotune.search.rough_prior import rough_memory_bytes, rough_step_seconds
 from autotune.search.sampler import ResidualSampler
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.study import Limits, run_search
@@ -82,7 +82,8 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     workload = _describe(question, model, dataset)
     space = search_space(Setting(hardware, model.family, workload))
     events.on_space(space, workload)
-    sampler = ResidualSampler(space, rough_step_seconds(workload), rough_memory_bytes(workload))
+    cost = Predictor(hardware, workload, model.family, model.config)
+    sampler = ResidualSampler(space, cost, hardware.device.budget_bytes)
     limits = Limits(max_trials=question.max_trials, max_seconds=question.search_seconds)
     with ProcessTrialRunner(
         model=question.model,

@@ -43,6 +43,13 @@ class Quantization(Knob):
         admitted.sort(key=lambda name: name == "none")  # the one that needs least memory first
         return Choices(admitted=tuple(admitted), rejected=tuple(rejected))
 
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        quantize = quantize_on_arrival(family, transformer, str(choice))
+        for name, module in list(transformer.named_modules()) if quantize else ():
+            replacement = quantize(name, module)
+            if replacement is not None:
+                transformer.set_submodule(name, replacement)
+
 
 def quantize_on_arrival(
     family: Family, transformer: "nn.Module", choice: str
