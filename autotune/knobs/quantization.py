@@ -45,7 +45,9 @@ class Quantization(Knob):
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         quantize = quantize_on_arrival(family, transformer, str(choice))
-        for name, module in list(transformer.named_modules()) if quantize else ():
+        if quantize is None:
+            return
+        for name, module in list(transformer.named_modules()):
             replacement = quantize(name, module)
             if replacement is not None:
                 transformer.set_submodule(name, replacement)
