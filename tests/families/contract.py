@@ -93,6 +93,25 @@ def batching_changes_nothing(small: Small) -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-3, atol=1e-4)
 
 
+def bf16_trains(small: Small) -> None:
+    """Loaded as a run loads it: modules that must stay in fp32 do, and everything still fits together."""
+    transformer = type(small.pipeline.transformer).from_pretrained(
+        small.folder / "transformer", torch_dtype=torch.bfloat16
+    )
+    parameters = add_adapter(
+        small.family, transformer, rank=2, lora_alpha=2, targets="attention", dtype=torch.bfloat16, seed=0
+    )
+    batch = small.family.collate([small.sample(caption) for caption in CAPTIONS])
+    noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))
+    sigmas = torch.tensor([0.3, 0.8])
+    exact = flow_matching_loss(small.family, small.pipeline.transformer, batch, noise, sigmas)
+    batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
+    loss = flow_matching_loss(small.family, transformer, batch, noise.bfloat16(), sigmas)
+    loss.backward()
+    assert abs(float(loss.detach() - exact)) < 0.05 * float(exact)
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in parameters)
+
+
 def masks_are_announced(small: Small) -> None:
     samples = [small.sample(caption) for caption in CAPTIONS]
     seen = []
@@ -161,6 +180,7 @@ PROMISES = (
     target_sets_nest_and_cover_all_linears,
     every_adapter_layer_learns,
     batching_changes_nothing,
+    bf16_trains,
     masks_are_announced,
     checkpointing_gives_equal_gradients,
     samples_are_deterministic_and_sized,

@@ -1,4 +1,4 @@
-"""The published models, built without their weights: sizes from /architectures/ of the model cards."""
+"""The published models, built without their weights, have the published sizes."""
 
 import pytest
 

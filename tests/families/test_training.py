@@ -49,8 +49,8 @@ def test_adapter_loads_in_the_stock_pipeline_without_unmapped_keys(small, tmp_pa
             stock.unload_lora_weights()
 
 
-OVERFIT_STEPS = {"flux1-dev": 90}
-USUAL_STEPS = 30
+OVERFIT_STEPS = {"flux1-dev": 90, "kandinsky5-image-lite": 60}
+USUAL_STEPS = 20
 
 
 @pytest.fixture
