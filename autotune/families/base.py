@@ -206,10 +206,10 @@ class Family(ABC):
             pipeline: all of it, its adapter loaded or not.
             prompt: what to show.
             bucket: width, height and frames; each must suit the family.
-            num_steps: denoising steps.
+            num_steps: denoising steps; at least 2, since with one the schedule of Qwen-Image divides by zero.
             seed: of the noise, drawn on the CPU: the same picture on every device.
-            guidance: None for what the model's card recommends; 1 for none, which halves the time where guidance takes
-                a second call of the transformer.
+            guidance: None for what the model's card or pipeline recommends; 1 for none, which halves the time where
+                guidance takes a second call of the transformer.
             controls: control images, where the family takes them.
         """
         import torch

@@ -21,7 +21,8 @@ def draw(seed: int, step: int, position: int, shape: Sequence[int], shift: float
     The level is logit-normal, then shifted towards noise, s * t / (1 + (s - 1) * t): the density and the shift of
     Stable Diffusion 3 (Esser et al. 2024, sections 3.1 and 5.3.2).
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + position)
+    place = (seed * 1_000_003 + step) * 1_000_003 + position
+    generator = torch.Generator().manual_seed(place % 2**63)  # large seeds overflow torch's 64 bits
     level = float(torch.sigmoid(torch.randn((), generator=generator)))
     return torch.randn(*shape, generator=generator), shift * level / (1 + (shift - 1) * level)
 
