@@ -41,6 +41,8 @@ PLAN_SCHEMA_VERSION = 1
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
 Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "crash"]
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
+Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 Knob = str
 Choice = str | int
 
@@ -292,26 +294,60 @@ class PlannedHardware(Frozen):
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
     versions: Versions
+    num_processes: int = Field(default=1, ge=1)
+    """Processes that train together, one per device of this kind; they share out the effective batch."""
 
 
 class Job(Frozen):
-    """The user's part of a plan: may be edited or overridden while shapes stay in the planned class."""
+    """The user's part of a plan: may be edited or overridden while shapes stay in the planned class.
+
+    Names are those of diffusers' training scripts where they have one.
+    """
 
     model: str
     """Folder in the diffusers layout, or a hub id."""
     data: str | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
+    control: str | None = None
+    """Folder of control images for editing, by the same stems."""
+    caption: str | None = None
+    """For images that have none."""
+    trigger: str | None = None
+    """Word put in front of every caption that lacks it."""
+    num_frames: int = Field(default=1, ge=1)
+    """Above 1, each subfolder of the data is a clip."""
     output: str = "output"
     num_steps: int = PositiveInt
+    """Optimizer steps of the effective batch."""
+    num_train_epochs: int | None = Field(default=None, ge=1)
+    """Decides the number of steps instead of `num_steps` where it is given."""
     learning_rate: float = Field(gt=0, le=1)
+    lr_scheduler: Schedule = "constant"
+    """`plateau` halves the rate when the mean loss of an epoch has not fallen for a while."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0; `constant` and `plateau` have none."""
     weight_decay: float = Field(ge=0, le=1)
     max_grad_norm: float = Field(gt=0)
     timestep_shift: float = Field(gt=0)
     """Shift of the flow-matching timesteps; 1 leaves them as sampled."""
+    weighting_scheme: Weighting = "none"
+    """How the loss weighs images by their noise."""
+    caption_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of captions that are replaced by the empty one, drawn anew each time."""
     seed: int = NaturalInt
+    checkpointing_steps: int = Field(default=250, ge=0)
+    """Steps between checkpoints; 0 writes one only at the end or when the run is told to stop."""
+    checkpoints_total_limit: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+    checkpoints_keep_every: int = Field(default=0, ge=0)
+    """Every this many checkpoints one is kept for good; 0 for none."""
     preview_prompts: tuple[str, ...] = ()
     preview_steps: int = PositiveInt
     """Denoising steps of a preview."""
+    preview_every: int = Field(default=250, ge=0)
+    """Training steps between previews; 0 samples only at the end."""
+    report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    """Where curves go besides `metrics.jsonl`."""
 
 
 class FrozenPart(Frozen):
@@ -340,20 +376,56 @@ class TrainingPlan(Frozen):
     """Digest of `frozen`."""
 
 
+class PhasePeak(Frozen):
+    """How long a phase of a run took and the most memory it had."""
+
+    name: str
+    seconds: float = Field(ge=0)
+    device_bytes: int | None
+    """By the device's allocator; None on CPU, where the host's memory is the device's."""
+    host_bytes: int | None
+    """Largest resident memory of the process; None where the system does not tell."""
+
+
+class AdapterVerdict(Frozen):
+    """What the trained adapter looks like, and what it does to the loss."""
+
+    num_layers: int = NaturalInt
+    num_unmoved: int = NaturalInt
+    """Layers whose update is still zero: no gradient reached them."""
+    num_not_finite: int = NaturalInt
+    layer_norms: dict[str, float]
+    """Frobenius norm of each layer's update, up @ down * alpha / rank; 0 stands for one that is not finite."""
+    base_loss: float | None
+    """Mean loss without the adapter on images and noise of steps that were not trained on."""
+    adapter_loss: float | None
+    """The same with it."""
+
+
 class RunReport(Frozen):
     """What a training run did, against what its plan promised."""
 
     plan_digest: str
     num_steps: int
+    resumed_at: int = Field(default=0, ge=0)
+    """Steps that an earlier start of this run had taken."""
     total_seconds: float
+    """Of this start."""
     expected_step_seconds: float
     measured_step_seconds: float
+    data_seconds: float = Field(default=0.0, ge=0)
+    """Mean wait for data in a step."""
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None
     """None for a run too short to measure it."""
+    phases: tuple[PhasePeak, ...] = ()
     images_per_second: float
+    gpu_utilisation: float | None = None
+    """Mean share of time in [0, 1] that the GPU computed; None without NVML."""
     first_loss: float
     final_loss: float
+    warnings: tuple[str, ...] = ()
     settings: Candidate
+    verdict: AdapterVerdict | None = None
     adapter: str
     """File name of the adapter inside the output folder."""

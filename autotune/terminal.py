@@ -71,11 +71,20 @@ class TrainingDisplay:
 
     def step(self, event: StepEvent) -> None:
         """Move the bar of the training phase; off a terminal, print a line now and then."""
-        note = f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {memory_text(event.memory_bytes)}"
+        note = (
+            f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
+            f"{memory_text(event.memory_bytes)}"
+        )
+        if event.gpu_utilisation is not None:
+            note += f"  GPU {event.gpu_utilisation:.0%}"
         self._update("training", event.step, event.num_steps, note)
         every = max(1, event.num_steps // 10)
         if self.progress.disable and (event.step % every == 0 or event.step == event.num_steps):
             self.progress.console.print(f"step {event.step}/{event.num_steps}  {note}")
+
+    def warn(self, message: str) -> None:
+        """Say what needs attention, above the bar."""
+        self.progress.console.print(f"warning: {message}", style="yellow", markup=False)
 
     def _update(self, name: str, done: int, total: int, note: str) -> None:
         if self.task is None:
