@@ -85,6 +85,8 @@ class Workload(Frozen):
     """Longest encoded caption."""
     text_padding: Literal["exact", "masked"]
     """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
+    num_control_images: int = Field(default=0, ge=0)
+    """Most control images of an item; edit models only."""
     rank: int = PositiveInt
     lora_alpha: float = Field(gt=0)
     targets: str

@@ -124,8 +124,7 @@ class TracedModel:
             batch = meta_batch(
                 self.family,
                 self.config,
-                self.workload.largest_bucket,
-                self.workload.max_text_tokens,
+                self.workload,
                 size=size,
                 masked=self.masked(size),
                 dtype=torch_dtype(precision),
@@ -161,7 +160,7 @@ class TracedModel:
         with torch.device("meta"):
             vae = getattr(diffusers, self.parts.vae_class)(**self.parts.vae_config).to(dtype).eval()
             pixels = torch.empty(3, bucket.num_frames, bucket.height_px, bucket.width_px, dtype=dtype)
-        latents = self.family.sample_shapes(self.config, bucket, self.workload.max_text_tokens)["latents"]
+        latents = self.family.sample_shapes(self.config, bucket, 1)["latents"]
         calls = (
             lambda: self.family.encode_pixels(SimpleNamespace(vae=vae), pixels),
             lambda: vae.decode(self._decodable(vae, torch.empty(1, *latents, dtype=dtype, device="meta"))),

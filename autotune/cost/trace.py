@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.families.base import Batch, Family
-from autotune.schema import Bucket
+from autotune.schema import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,15 +46,16 @@ def shorten(family: Family, transformer: "nn.Module", num_blocks: int = TRACED_B
 
 
 def meta_batch(
-    family: Family, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, *, size: int, masked: bool, dtype: Any
+    family: Family, config: Mapping[str, Any], workload: Workload, *, size: int, masked: bool, dtype: Any
 ) -> Batch:
     """A collated batch of the right shapes on the meta device; with `masked`, captions differ in length."""
     import torch
 
     def sample(tokens: int) -> dict[str, torch.Tensor]:
-        shapes = family.sample_shapes(config, bucket, tokens)
+        shapes = family.sample_shapes(config, workload.largest_bucket, tokens, workload.num_control_images)
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
 
+    text_tokens = workload.max_text_tokens
     others = max(1, text_tokens - 1) if masked else text_tokens
     batch = family.collate([sample(text_tokens), *[sample(others) for _ in range(size - 1)]])
     return {name: tensor.to("meta") for name, tensor in batch.items()}

@@ -43,6 +43,8 @@ class Defaults:
     """Assumed length of an encoded caption where no data is at hand."""
     timestep_shift: float
     preview_steps: int
+    num_frames: int = 1
+    """Frames of a clip where no data is at hand."""
 
     def num_steps(self, num_images: int) -> int:
         """Optimizer steps for a data set of this size: each image is seen about a hundred times.

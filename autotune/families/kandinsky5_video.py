@@ -46,6 +46,7 @@ class Kandinsky5Video(Kandinsky5):
         text_tokens=256,
         timestep_shift=5.0,
         preview_steps=25,
+        num_frames=121,  # five seconds at 24 frames per second, and the first frame
     )
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
