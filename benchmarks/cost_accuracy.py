@@ -88,7 +88,8 @@ def candidates(num_blocks: int) -> list[Candidate]:
     plans = [(2, 0, "none"), (1, 0, "none"), (4, 0, "none"), (2, num_blocks // 2, "none"), (4, last, "none"),
              (2, last, "torchao-int8")]  # fmt: skip
     return [
-        Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=q, precision="fp32") for size, k, q in plans
+        Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=q, precision="fp32")
+        for size, k, q in plans
     ]
 
 
@@ -183,7 +184,12 @@ def main() -> None:
     result = summary(rows)
     for key, value in result.items():
         print(f"{key:24}{value:.4g}")
-    context = {"date": today, "cpu": platform.processor() or hardware.host.cpu, "torch": torch.__version__, "threads": 1}
+    context = {
+        "date": today,
+        "cpu": platform.processor() or hardware.host.cpu,
+        "torch": torch.__version__,
+        "threads": 1,
+    }
     arguments.output.write_text(json.dumps({"context": context, "summary": result, "rows": rows}, indent=1) + "\n")
 
 

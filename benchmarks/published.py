@@ -76,7 +76,9 @@ def broken_rule(row: Row) -> str | None:
     if row["model"] not in FAMILIES:
         return "1 not our model"
     numbers = row["vram_value"] or row["s_per_it"]
-    if not row["evidence"].startswith("measured") or not (row["status"] == "OOM" or (row["status"] == "ok" and numbers)):
+    if not row["evidence"].startswith("measured") or not (
+        row["status"] == "OOM" or (row["status"] == "ok" and numbers)
+    ):
         return "2 no measurement"
     if resolution_of(row) is None or not row["batch"] or not row["rank"].isdigit() or "SUSPECT" in row["notes"]:
         return "3 shape unknown"
@@ -153,7 +155,9 @@ def main() -> None:
     print()
     for name, values in sorted(errors.items()):
         middle = statistics.median(abs(v) for v in values)
-        print(f"{name:52} n {len(values):3}  median |error| {100 * middle:5.1f}%  worst {100 * max(values, key=abs):+6.1f}%")
+        print(
+            f"{name:52} n {len(values):3}  median |error| {100 * middle:5.1f}%  worst {100 * max(values, key=abs):+6.1f}%"
+        )
 
 
 def compare(
