@@ -1,5 +1,7 @@
 """The allocator model keeps the real one's invariants, whatever is asked of it."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_what_is_reserved_holds_what_is_allocated_and_all_of_it_comes_back(reque
             del held[oldest]
         assert sum(held.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes
         blocks = sorted((id(pool), b.address, b.size) for pool, b in allocator._held.values())
-        for (pool, start, length), (other, following, _) in zip(blocks, blocks[1:], strict=False):
+        for (pool, start, length), (other, following, _) in pairwise(blocks):
             assert pool != other or start + length <= following
     for number in list(held):
         allocator.free(number)

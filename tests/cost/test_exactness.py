@@ -55,7 +55,7 @@ def test_bytes_saved_for_backward_are_exact(predictor, name, quantization):
         return tensor
 
     flow_matching_loss(family, transformer, batch, noise, sigmas)  # fills caches of positions
-    known |= {key for key in _live_caches(transformer)}
+    known |= set(_live_caches(transformer))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = flow_matching_loss(family, transformer, batch, noise, sigmas)
     # Of a branch that nothing uses, such as the text stream's end, what was saved is gone again.
