@@ -116,3 +116,15 @@ def test_one_trial_corrects_all_and_uncertainty_shrinks():
     assert after[other].step_seconds == pytest.approx(3 * before[other].step_seconds, rel=0.3)
     assert after[first].allocated_memory_bytes == pytest.approx(1.02 * before[first].allocated_memory_bytes, rel=0.003)
     assert after[first].time_uncertainty < after[other].time_uncertainty < before[other].time_uncertainty
+
+
+@pytest.mark.parametrize("attention", ["native", "_native_efficient", "_native_cudnn", "_native_math"])
+def test_every_kind_of_attention_is_traced_with_and_without_a_mask(attention):
+    name = "qwen-image"
+    peaks = []
+    for padding in ("exact", "masked"):
+        workload = workload_of(name, text_padding=padding)
+        own = Predictor(gpu("nvidia-h100-sxm"), workload, FAMILIES[name], TINY[name])
+        candidate = Candidate(micro_batch_size=2, checkpointed_blocks=1, attention=attention)
+        peaks.append(own.predict(candidate).allocated_memory_bytes)
+    assert peaks[1] >= peaks[0]
