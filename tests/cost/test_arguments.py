@@ -1,9 +1,9 @@
 """Every refusal of a bad argument names the nearest valid value."""
 
 import pytest
-from conftest import workload_of
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import workload_of
 
 from autotune.cost.arguments import checked_bucket, checked_candidate, parse_resolution, positive
 from autotune.errors import InvalidInput

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from conftest import TINY, cpu, gpu, workload_of
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost.composition import compose, stretched_index, table_of
 from autotune.cost.model import TracedModel

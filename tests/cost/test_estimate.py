@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import TINY, gpu, workload_of
+from tiny_models import TINY, gpu, workload_of
 
 from autotune.cost.estimate import estimate
 from autotune.errors import InvalidInput

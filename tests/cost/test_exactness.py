@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import TINY
+from tiny_models import TINY
 
 from autotune.families.loss import flow_matching_loss
 from autotune.families.registry import FAMILIES

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from conftest import TINY, cpu, gpu, workload_of
+from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
