@@ -69,9 +69,10 @@ def measured(hardware: HardwareProfile, predictor: Predictor) -> HardwareProfile
         left, right = torch.randn(m, k), torch.randn(n, k).t()
         seconds = timed(lambda left=left, right=right: left @ right, 5)
         rates.append(("matmul.fp32." + f"{m}x{k}x{n}", 2 * m * k * n / seconds, "FLOP/s"))
-    for kind, (batch, heads, tokens, keys, size) in work:
-        if kind != "attention" or tokens != keys or any(name.endswith(f".{tokens}") for name, _, _ in rates):
+    for kind, shape in work:
+        if kind != "attention" or shape[2] != shape[3] or any(name.endswith(f".{shape[2]}") for name, _, _ in rates):
             continue
+        batch, heads, tokens, _, size = shape
         query = torch.randn(batch, heads, tokens, size, requires_grad=True)
         attend = torch.nn.functional.scaled_dot_product_attention
         seconds = timed(lambda q=query, attend=attend: torch.autograd.grad(attend(q, q, q).sum(), q), 3)

@@ -194,7 +194,7 @@ class TracedModel:
         outside_trainable = [p for p in all_trainable if not any(p is q for block in trainable for q in block)]
         full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
         plain = self.family.blocks(self.model(precision, "none"))
-        middle = [tensor.untyped_storage().nbytes() for tensor in stored_tensors(blocks[0])]
+        sizes = [tensor.untyped_storage().nbytes() for block in blocks for tensor in stored_tensors(block)]
         return Storage(
             weight_bytes=outside + sum(frozen[i] for i in index),
             buffer_bytes=_attribute_bytes(model),
@@ -204,7 +204,7 @@ class TracedModel:
             block_adapter_bytes=tuple(sum(p.numel() * p.element_size() for p in trainable[i]) for i in index),
             largest_block_bytes=max(_frozen_bytes(block) for block in plain),
             largest_layer_bytes=max(p.untyped_storage().nbytes() for block in plain for p in block.parameters()),
-            waste_share=waste_share((i + 1, size) for i, size in enumerate(middle)) if self.rules == "cuda" else 0.0,
+            waste_share=waste_share((i + 1, size) for i, size in enumerate(sizes)) if self.rules == "cuda" else 0.0,
         )
 
 

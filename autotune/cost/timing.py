@@ -2,12 +2,12 @@
 
 Efficiencies of datasheet rates, by class, are round figures from published measurements:
 
-- matmul .75 of the dense bf16 peak, times how fully the output's 128 x 128 tiles fill the SMs in whole waves
-  (cuBLASLt products of .8 on H200, .91 on RTX PRO 6000, over 1.0 on consumer cards that boost above their rating;
-  a training step's own shapes reach less than a benchmark's square ones);
+- matmul .65 of the dense bf16 peak, times how fully the output's 128 x 128 tiles fill the SMs in whole waves
+  (cuBLASLt reaches .8 on H200, .91 on RTX PRO 6000, and over 1.0 on consumer cards that boost above their rating,
+  with square products that run alone; a step's own products run hot, between other kernels);
 - attention: FlashAttention-2 reports 50 to 73% forward and backward on A100 and the FlashAttention-3 paper 35 to 40%
   for it on H100, 75% for cuDNN and version 3; the memory-efficient kernel about half of flash;
-- memory-bound kernels .8 of the memory's bandwidth (STREAM-like copies reach .9, reductions less).
+- memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided reads less).
 """
 
 import math
@@ -19,10 +19,10 @@ from itertools import pairwise
 from autotune.cost.kernels import CLASSES, Work
 from autotune.schema import HardwareProfile
 
-MATMUL_EFFICIENCY = 0.75
+MATMUL_EFFICIENCY = 0.65
 ATTENTION_EFFICIENCY = {"flash": 0.55, "efficient": 0.30, "cudnn": 0.45, "cpu": 0.5}
 ATTENTION_EFFICIENCY_HOPPER = {"flash": 0.36, "efficient": 0.20, "cudnn": 0.60}
-BANDWIDTH_EFFICIENCY = 0.8
+BANDWIDTH_EFFICIENCY = 0.7
 LAUNCH_SECONDS = {"cuda": 7e-6, "mps": 12e-6, "cpu": 4e-6}
 """Host time for one operation under autograd: PyTorch's dispatch plus the launch."""
 UNKNOWN_FLOPS_PER_CORE = 5e10
