@@ -18,6 +18,7 @@ from autotune.knobs.base import Setting
 from autotune.plan_file import seal
 from autotune.schema import (
     Candidate,
+    Choice,
     Expected,
     FrozenPart,
     HardwareProfile,
@@ -29,7 +30,7 @@ from autotune.schema import (
     Workload,
 )
 from autotune.search.sampler import ResidualSampler
-from autotune.search.space import SearchSpace, search_space
+from autotune.search.space import SearchSpace, search_space, without
 from autotune.search.study import Limits, run_search
 from autotune.search.winner import (
     Score,
@@ -90,8 +91,9 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     dataset = _read(question, model)
     workload = describe_workload(model, dataset, question.wishes)
     space = search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
-    events.on_space(space, workload)
     cost = Predictor(hardware, workload, model.family, model.config)
+    space = _without_too_heavy(space, cost, hardware.device.budget_bytes)
+    events.on_space(space, workload)
     started = time.monotonic()
     if hardware.origin == "catalogue":
         trials: tuple[TrialResult, ...] = ()
@@ -122,6 +124,17 @@ def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     model = resolve_model(question.model)
     workload = describe_workload(model, _read(question, model), question.wishes)
     return search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
+
+
+def _without_too_heavy(space: SearchSpace, cost: Predictor, budget_bytes: int) -> SearchSpace:
+    """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
+    sizes = {c.quantization: cost.weight_bytes(c) for c in space.candidates}
+    dropped: dict[Choice, str] = {
+        name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget_bytes / 2**30:.1f} GiB"
+        for name, size in sizes.items()
+        if size > budget_bytes
+    }
+    return without(space, "quantization", dropped)
 
 
 def _read(question: Question, model: ResolvedModel) -> Dataset | None:

@@ -55,6 +55,7 @@ class Predictor:
         self._rates: dict[tuple[str, str, str], Rates] = {}
         self._residents: dict[tuple[str, str], Resident] = {}
         self._waste: dict[tuple[Any, ...], Waste] = {}
+        self._end_waste: dict[tuple[Any, ...], float] = {}
 
     @cached_property
     def model(self) -> TracedModel:
@@ -67,6 +68,10 @@ class Predictor:
         """Memory of every phase and the time of one optimizer step."""
         calibration = self.calibration or Calibration.of((), rates_measured=self.rates_of(candidate).measured)
         return self._predicted(candidate, calibration)
+
+    def weight_bytes(self, candidate: Candidate) -> int:
+        """Of the frozen weights as the candidate stores them; needs no trace."""
+        return self.model.storage(candidate.precision, candidate.quantization).weight_bytes
 
     def calibrate(self, trials: Sequence[TrialResult]) -> None:
         """Learn from all `trials` at once; earlier ones that are not among them are forgotten."""
@@ -147,9 +152,26 @@ class Predictor:
         return float(table.before[SECONDS:-1].sum() + table.forward[:, SECONDS:-1].sum())
 
     def _waste_of(self, candidate: Candidate, composed: ComposedPass) -> float:
-        """Bytes that the caching allocator reserves beyond the pass's own peak."""
+        """Bytes that the caching allocator reserves beyond the pass's own peak.
+
+        Known for no checkpointing and for all blocks but one; between them it goes by the share of blocks.
+        """
         if self.rules == "cpu":
             return 0.0
+        most = sum(self.model.counts) - 1
+        share = min(1.0, candidate.checkpointed_blocks / most)
+        if share in (0.0, 1.0):
+            return self._waste_at(candidate, composed)
+        ends = []
+        for k in (0, most):
+            end = candidate.model_copy(update={"checkpointed_blocks": k})
+            key = (end.precision, end.quantization, end.attention, end.micro_batch_size, k)
+            if key not in self._end_waste:
+                self._end_waste[key] = self._waste_at(end, self.composed(end, accumulates=True))
+            ends.append(self._end_waste[key])
+        return (1 - share) * ends[0] + share * ends[1]
+
+    def _waste_at(self, candidate: Candidate, composed: ComposedPass) -> float:
         size = 1 if candidate.micro_batch_size == 1 else AFFINE_FROM[0]
         kernel = kernel_for(candidate.attention, self.rules, self.model.masked(size))
         k = 0 if candidate.checkpointed_blocks == 0 else sum(self.model.traced_counts) - 1

@@ -47,7 +47,10 @@ def prediction_lines(
     others = [p for p in ordered if p.required_memory_bytes > budget_bytes]
     lines = [f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {memory_text(budget_bytes)}"]
     lines.append(TRIAL_HEADER.replace("outcome", "verdict"))
-    rows = [(p, "fits") for p in fitting[:best]] + [(p, _neediest(p)) for p in others[:too_large]]
+    nearest = sorted(others, key=lambda prediction: prediction.required_memory_bytes)
+    rows = [(p, "fits") for p in fitting[:best]] + [
+        (p, _neediest(p)) for p in (others if fitting else nearest)[:too_large]
+    ]
     for number, (prediction, verdict) in enumerate(rows, 1):
         lines.append(
             _row(number, prediction.candidate, prediction.step_seconds, prediction.required_memory_bytes, verdict)

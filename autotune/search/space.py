@@ -57,6 +57,16 @@ def search_space(setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequen
     return SearchSpace(tuple(candidates), admitted, {name: tuple(found) for name, found in rejected.items()})
 
 
+def without(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
+    """The space without some values of a knob, each with the reason."""
+    rejected = tuple(Rejected(choice=choice, reason=reason) for choice, reason in dropped.items())
+    return SearchSpace(
+        candidates=tuple(candidate for candidate in space.candidates if getattr(candidate, knob) not in dropped),
+        choices={**space.choices, knob: tuple(choice for choice in space.choices[knob] if choice not in dropped)},
+        rejected={**space.rejected, knob: (*space.rejected[knob], *rejected)},
+    )
+
+
 def _known(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
     if name not in per_knob:
         raise InvalidInput(f"there is no knob called {name!r}", hint=f"knobs: {', '.join(per_knob)}")

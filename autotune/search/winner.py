@@ -71,9 +71,9 @@ def require_winner(scores: Sequence[Score], objective: Objective, relaxation: st
     """
     best = winner_of(scores, objective)
     if best is None:
-        last = scores[-1].failure if scores else "no settings are predicted to fit"
-        tried = f"none of {len(scores)} settings run" if scores else "nothing fits"
-        raise NothingFits(f"{tried}: {last}", hint=relaxation)
+        nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
+        why = nearest.failure if nearest else "every setting is predicted to need more than a run may take"
+        raise NothingFits(f"nothing runs here: {why}", hint=relaxation)
     return best
 
 
