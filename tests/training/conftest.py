@@ -66,7 +66,7 @@ class Bench:
             if event.step == kill_after:
                 raise Killed
 
-        key = run_key(plan, self.encoded, plan.job.num_steps)
+        key = run_key(plan, self.encoded)
         keep_every = plan.job.checkpoints_keep_every * plan.job.checkpointing_steps
         with Checkpoints(
             folder / "checkpoints", key, keep_last=plan.job.checkpoints_total_limit, keep_every=keep_every

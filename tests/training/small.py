@@ -31,6 +31,7 @@ def make_plan(
     model: Path,
     images: Path,
     hardware: HardwareProfile,
+    /,
     *,
     settings: Candidate = SETTINGS,
     num_processes: int = 1,
@@ -75,4 +76,4 @@ def make_plan(
         "preview_steps": 2,
         "report_to": "none",
     }
-    return seal(Job(model=str(model), data=str(images), **{**defaults, **job}), frozen)
+    return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)

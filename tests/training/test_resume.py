@@ -42,9 +42,7 @@ def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, sc
     def check(kills: list[int], every: int) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            again = bench.plan(
-                num_steps=STEPS, checkpointing_steps=every, lr_scheduler=schedule, caption_dropout=0.1
-            )
+            again = bench.plan(num_steps=STEPS, checkpointing_steps=every, lr_scheduler=schedule, caption_dropout=0.1)
             for kill in kills:
                 bench.loop(again, folder, kill_after=kill)
             ended = bench.loop(again, folder)
