@@ -11,7 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
+from autotune.commands import data as data_commands
+from autotune.commands import estimate as estimate_command
+from autotune.commands import weights as weights_commands
 from autotune.errors import AutotuneError
+from autotune.quiet import silence_libraries
 
 app = typer.Typer(
     help="Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.",
@@ -21,6 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.command()(estimate_command.estimate)
+app.add_typer(data_commands.app, name="data")
+app.add_typer(weights_commands.app, name="weights")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
@@ -91,20 +99,47 @@ def doctor(as_json: Json = False) -> None:
 
 
 @app.command()
+def models(as_json: Json = False) -> None:
+    """List the model families that can be planned and trained, with their sizes."""
+    from autotune.families.registry import FAMILIES
+    from autotune.families.resolve import resolve_model
+
+    specs = {name: resolve_model(name).spec for name in FAMILIES}
+    if as_json:
+        typer.echo(json.dumps([spec.model_dump(mode="json") for spec in specs.values()], indent=1))
+        return
+    typer.echo(f"{'family':<24}{'parameters':>11}{'blocks':>8}  by default")
+    for name, spec in specs.items():
+        usual = FAMILIES[name].defaults
+        size = f"{spec.num_parameters / 1e9:>10.2f}B{spec.num_blocks:>8}"
+        typer.echo(f"{name:<24}{size}  rank {usual.rank}, {usual.resolution_px} px")
+
+
+@app.command()
 def plan(
     model: Annotated[str, typer.Option(help="A folder in the diffusers layout, or a known model's name.")],
     data: Annotated[Path | None, typer.Option(help="Folder of images with same-stem .txt captions.")] = None,
+    control: Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")] = None,
+    caption: Annotated[str | None, typer.Option(help="Caption of images that have none.")] = None,
+    trigger: Annotated[str | None, typer.Option(help="Word put in front of every caption.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU instead (see probe --list).")] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml"),
-    resolution: Annotated[int | None, typer.Option(min=1, help="Side of a square image, in pixels.")] = None,
+    resolution: Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")] = None,
     rank: Annotated[int | None, typer.Option(min=1, help="Rank of the adapter.")] = None,
-    targets: Annotated[str, typer.Option(help="Named set of adapted layers.")] = "attention",
+    targets: Annotated[str, typer.Option(help="attention, attention+mlp or all-linear.")] = "attention",
     batch: Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None,
-    quality: Annotated[
-        str, typer.Option(help="exact: no quantisation; high: 8-bit weights too; compact: 4-bit.")
-    ] = "high",
+    quality: Annotated[str, typer.Option(help="exact: 16-bit weights; high: 8-bit too; compact: 4-bit too.")] = "high",
     objective: Annotated[str, typer.Option(help="throughput or memory.")] = "throughput",
+    pin: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: choose only this value.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: never choose this value.")] = None,
+    list_knobs: Annotated[
+        bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")
+    ] = False,
+    max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
+    reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
     max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8,
     search_time: Annotated[float, typer.Option(min=1, help="Most seconds to search.")] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the job.")] = 0,
@@ -112,36 +147,50 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
-    from autotune.hardware.store import cached_profile
+    from autotune.commands.machine import machine_for
+    from autotune.cost.arguments import parse_resolution
     from autotune.plan_file import write_plan
-    from autotune.planner import Events, Question, make_plan
-    from autotune.reporting.plan import plan_lines, workload_lines
+    from autotune.planner import Events, Question, list_choices, make_plan
+    from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, workload_lines
     from autotune.terminal import err, out, trial_display
+    from autotune.training.describe import Wishes
 
     question = Question(
         model=model,
         data=data,
+        control=control,
+        caption=caption,
+        trigger=trigger,
+        wishes=Wishes(
+            size_px=parse_resolution(resolution) if resolution else None,
+            num_frames=frames,
+            rank=rank,
+            targets=targets,
+            effective_batch_size=batch,
+            quality=_one_of("--quality", quality, ("exact", "high", "compact")),
+            objective=_one_of("--objective", objective, ("throughput", "memory")),
+        ),
         output=run_output,
-        resolution_px=resolution,
-        rank=rank,
-        targets=targets,
-        effective_batch_size=batch,
-        quality=_one_of("--quality", quality, ("exact", "high", "compact")),
-        objective=_one_of("--objective", objective, ("throughput", "memory")),
         num_steps=steps,
         learning_rate=learning_rate,
         seed=seed,
+        pins=_pairs("--pin", pin),
+        exclusions=_pairs("--exclude", exclude),
         max_trials=max_trials,
         search_seconds=search_time,
     )
-    with err.status("reading the machine") as status:
-        hardware = cached_profile(on_progress=status.update)
+    machine = machine_for(hardware, max_memory=max_memory, reserve=reserve)
+    if list_knobs:
+        out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
+        return
     with trial_display(max_trials) as display:
         events = Events(
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
+            on_start=display.start,
             on_trial=display.show,
+            on_predictions=lambda all_: err.print("\n".join(prediction_lines(all_, machine.device.budget_bytes))),
         )
-        made = make_plan(question, hardware, events)
+        made = make_plan(question, machine, events)
     write_plan(output, made)
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
@@ -202,7 +251,6 @@ def train(
     import platformdirs
 
     from autotune.plan_file import read_plan, with_job
-    from autotune.quiet import silence_libraries
 
     chosen = with_job(
         read_plan(plan_file),
@@ -214,7 +262,6 @@ def train(
         learning_rate=learning_rate,
         seed=seed,
     )
-    silence_libraries()
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
     from autotune.reporting.run import report_lines
@@ -285,10 +332,8 @@ def demo(
     model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
 ) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
-    from autotune.quiet import silence_libraries, silence_progress_bars
-
-    silence_libraries()
     from autotune.demo import make_demo
+    from autotune.quiet import silence_progress_bars
     from autotune.terminal import err, out
 
     with err.status("writing a small pipeline and drawing images"):
@@ -300,7 +345,7 @@ def demo(
     _announce("autotune probe")
     probe()
     _announce(f"autotune plan --model {folder} --data {images} --resolution 64 --steps 60 -o {plan_file}")
-    plan(model=str(folder), data=images, output=plan_file, resolution=64, steps=60, run_output=str(result))
+    plan(model=str(folder), data=images, output=plan_file, resolution="64", steps=60, run_output=str(result))
     _announce(f"autotune train {plan_file}")
     train(plan_file)
     out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png", markup=False)
@@ -318,13 +363,35 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
     return value
 
 
+def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...]:
+    pairs = [text.partition("=") for text in texts or ()]
+    wrong = next((name for name, sign, value in pairs if not (name and sign and value)), None)
+    if wrong is not None:
+        raise typer.BadParameter(f"{wrong!r} is not KNOB=VALUE", param_hint=option)
+    return tuple((name, value) for name, _, value in pairs)
+
+
 def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
+    silence_libraries()
     try:
         app()
     except AutotuneError as error:
-        sys.stderr.write(f"error: {error.message}\nhint: {error.hint}\n")
-        sys.exit(error.exit_status)
+        _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception as error:
+        if os.environ.get("AUTOTUNE_TRACEBACK"):
+            raise
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        _fail(
+            f"{type(error).__name__}: {first}",
+            "this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
+            1,
+        )
+
+
+def _fail(message: str, hint: str, status: int) -> None:
+    sys.stderr.write(f"error: {' '.join(message.split())}\nhint: {hint}\n")
+    sys.exit(status)

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from autotune.reporting.plan import TRIAL_HEADER, trial_row
 from autotune.reporting.text import memory_text
-from autotune.schema import TrialResult
+from autotune.schema import Candidate, TrialResult
 from autotune.training.events import StepEvent
 
 out = Console(highlight=False, soft_wrap=True)
@@ -33,6 +33,10 @@ class TrialDisplay:
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self.progress, self.task, self.count = progress, task, 0
+
+    def start(self, candidate: Candidate) -> None:
+        """Say what is being tried."""
+        self.progress.update(self.task, note=candidate.label())
 
     def show(self, result: TrialResult) -> None:
         """Add the row of a finished trial."""

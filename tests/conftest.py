@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from threads; children inherit this
+
 from autotune.plan_file import read_plan
 from autotune.quiet import silence_libraries
 from autotune.schema import TrainingPlan

@@ -28,9 +28,12 @@ def test_help_is_quick() -> None:
     assert min(times) < 0.5
 
 
-@pytest.mark.parametrize("command", ["probe", "plan", "check", "explain", "train", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    ["doctor", "probe", "models", "plan", "check", "explain", "train", "demo", "data check", "weights convert"],
+)
 def test_every_command_explains_itself_in_80_columns(command: str) -> None:
-    process = autotune(command, "--help")
+    process = autotune(*command.split(), "--help")
     assert process.returncode == 0
     assert "Usage: " in process.stdout
     assert max(map(len, process.stdout.splitlines())) <= 80

@@ -79,7 +79,9 @@ def load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dty
 
 def synthetic_samples(model: ResolvedModel, workload: Workload, count: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Random samples in the largest shapes of the workload: what a trial trains on."""
-    shapes = model.family.sample_shapes(model.config, workload.largest_bucket, workload.max_text_tokens)
+    shapes = model.family.sample_shapes(
+        model.config, workload.largest_bucket, workload.max_text_tokens, workload.num_control_images
+    )
     generator = torch.Generator().manual_seed(0)
     samples = [
         {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}

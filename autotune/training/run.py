@@ -21,7 +21,7 @@ from autotune.training.data.dataset import Dataset, read_dataset
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import read_identity
-from autotune.training.describe import describe_workload
+from autotune.training.describe import describe_workload, wishes_of
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, claim_folder, run_key
 from autotune.training.loop import Loop, Surroundings
@@ -140,17 +140,7 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
         control=Path(job.control) if job.control else None,
         num_frames=job.num_frames,
     )
-    workload = describe_workload(
-        model,
-        dataset,
-        resolution_px=planned.resolution_px,
-        rank=planned.rank,
-        lora_alpha=planned.lora_alpha,
-        targets=planned.targets,
-        effective_batch_size=planned.effective_batch_size,
-        quality=planned.quality,
-        objective=planned.objective,
-    )
+    workload = describe_workload(model, dataset, wishes_of(planned))
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
     output = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model))
     return Prepared(model, dataset, workload, output)

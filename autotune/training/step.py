@@ -1,4 +1,4 @@
-"""One training step: the only place where a loss is computed, shared by training and trials."""
+"""One optimizer step, shared by training and trials."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autotune.families.base import Batch, Family
+from autotune.families.loss import flow_matching_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,30 +20,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps for each parameter."""
 
 
-def flow_matching_loss(
-    family: Family, transformer: nn.Module, batch: Batch, noise: "Tensor", sigmas: "Tensor", weighting: str = "none"
-) -> "Tensor":
-    """Mean squared error of the predicted velocity, averaged in fp32 over a micro-batch.
-
-    Args:
-        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning.
-        noise: standard normal, in the shape of the latents.
-        sigmas: (batch,) share of noise in [0, 1]: noisy = (1 - sigma) * clean + sigma * noise.
-        weighting: how images weigh by their noise, under diffusers' names: `none`, `sigma_sqrt` or `cosmap`.
-    """
-    clean = batch["latents"]
-    share = sigmas.view(-1, *[1] * (clean.ndim - 1)).to(clean.dtype)
-    noisy = (1 - share) * clean + share * noise
-    velocity = family.predict(transformer, noisy, sigmas, batch)
-    if weighting == "none":
-        return nn.functional.mse_loss(velocity.float(), (noise - clean).float())
-    from diffusers.training_utils import compute_loss_weighting_for_sd3
-
-    errors = (velocity.float() - (noise - clean).float()).square().flatten(1).mean(dim=1)
-    weighted: Tensor = (compute_loss_weighting_for_sd3(weighting, sigmas) * errors).mean()
-    return weighted
-
-
 def draw(seed: int, step: int, position: int, shape: Sequence[int], shift: float) -> tuple["Tensor", float]:
     """Noise of `shape` and a noise level for one image: a pure function of seed, step and place in the effective batch.
 
@@ -50,7 +27,8 @@ def draw(seed: int, step: int, position: int, shape: Sequence[int], shift: float
     The level is logit-normal, then shifted towards noise, s * t / (1 + (s - 1) * t): the density and the shift of
     Stable Diffusion 3 (Esser et al. 2024, sections 3.1 and 5.3.2).
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + position)
+    place = (seed * 1_000_003 + step) * 1_000_003 + position
+    generator = torch.Generator().manual_seed(place % 2**63)  # large seeds overflow torch's 64 bits
     level = float(torch.sigmoid(torch.randn((), generator=generator)))
     return torch.randn(*shape, generator=generator), shift * level / (1 + (shift - 1) * level)
 

@@ -1,0 +1,1 @@
+"""Groups of commands beside the main road of `cli.py`, one module each; as light to import."""

@@ -1,0 +1,42 @@
+"""`autotune data`: look at training data before training on it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def group() -> None:
+    """Look at training data before training on it."""
+
+
+@app.command()
+def check(
+    folder: Annotated[Path, typer.Argument(help="Folder of images with same-stem .txt captions.", metavar="DIR")],
+    model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image",
+    resolution: Annotated[int | None, typer.Option(min=1, help="Side of a square image, in pixels.")] = None,
+    caption: Annotated[str | None, typer.Option(help="Caption of images that have none.")] = None,
+    trigger: Annotated[str | None, typer.Option(help="Word put in front of every caption.")] = None,
+    control: Annotated[Path | None, typer.Option(help="Folder of control images with the same stems.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+) -> None:
+    """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
+    from autotune.families.registry import family_named
+    from autotune.reporting.data import data_report_lines
+    from autotune.training.data.check import check_dataset
+
+    family = family_named(model)
+    report = check_dataset(
+        folder,
+        resolution_px=resolution or family.defaults.resolution_px,
+        multiple_px=family.size_multiple_px,
+        caption=caption,
+        trigger=trigger,
+        control=control,
+    )
+    typer.echo(report.model_dump_json(indent=1) if as_json else "\n".join(data_report_lines(report)))
+    if not report.can_train:
+        raise typer.Exit(2)
