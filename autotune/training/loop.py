@@ -3,10 +3,10 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -105,8 +105,8 @@ class Loop:
         """
         loader = self._loader(around.processes)
         watch = MemoryWatch(around.budget_bytes)
-        batches = iter(loader)
-        with StopRequest() as stop, _tracing(around.trace) as traced:
+        batches = cast("Generator[LoadedBatch]", iter(loader))
+        with StopRequest() as stop, contextlib.closing(batches), _tracing(around.trace) as traced:
             for step in range(self.first_step, self.num_steps):
                 event = self._timed_step(step, batches, loader, around.processes)
                 if around.metrics:

@@ -75,7 +75,8 @@ def join(num_processes: int, device: torch.device) -> Processes:
             f"the plan is for {num_processes} processes, but {state.num_processes} run",
             hint="start it with `autotune train`, which starts them itself, not with accelerate or torchrun",
         )
-    return Processes(state.process_index, num_processes, state.device if num_processes > 1 else device)
+    shared = num_processes > 1 and device.type != "cpu"
+    return Processes(state.process_index, num_processes, state.device if shared else device)
 
 
 def started_by_launcher() -> bool:

@@ -24,7 +24,7 @@ from autotune.training.data.identity import read_identity
 from autotune.training.describe import describe_workload, wishes_of
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, claim_folder, run_key
-from autotune.training.loop import Loop, Surroundings, order_of, steps_of
+from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
 from autotune.training.model import load_model
 from autotune.training.monitor import PhaseWatch
@@ -84,7 +84,7 @@ def train(
         trained = load_model(prepared.model, prepared.workload, plan.frozen.settings, processes.device, plan.job.seed)
         if run.shots and processes.is_first:
             studio.attach(trained.transformer)
-    key = run_key(plan, encoded, steps_of(plan, order_of(plan, encoded)))
+    key = run_key(plan, encoded)
     job, output = plan.job, prepared.output
     keep_every = job.checkpoints_keep_every * job.checkpointing_steps
     with Checkpoints(

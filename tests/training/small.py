@@ -11,7 +11,7 @@ from autotune.hardware.probe import probe
 from autotune.plan_file import seal
 from autotune.schema import Candidate, Expected, FrozenPart, HardwareProfile, Job, PlannedHardware, TrainingPlan
 from autotune.training.data.dataset import read_dataset
-from autotune.training.describe import describe_workload
+from autotune.training.describe import Wishes, describe_workload
 
 RESOLUTION_PX = 32
 SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
@@ -31,14 +31,15 @@ def make_plan(
     model: Path,
     images: Path,
     hardware: HardwareProfile,
+    /,
     *,
     settings: Candidate = SETTINGS,
     num_processes: int = 1,
+    resolution_px: int = RESOLUTION_PX,
     **job: Any,
 ) -> TrainingPlan:
-    workload = describe_workload(
-        resolve_model(str(model)), read_dataset(images), resolution_px=RESOLUTION_PX, rank=2, effective_batch_size=4
-    )
+    wishes = Wishes(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
+    workload = describe_workload(resolve_model(str(model)), read_dataset(images), wishes)
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=__version__,
@@ -75,4 +76,4 @@ def make_plan(
         "preview_steps": 2,
         "report_to": "none",
     }
-    return seal(Job(model=str(model), data=str(images), **{**defaults, **job}), frozen)
+    return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)
