@@ -85,7 +85,8 @@ _LEAVES = """
     expected.evidence expected.images_per_second expected.peak_memory_bytes expected.process_memory_bytes
     expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
     machine.hard_keys.cuda machine.hard_keys.device_kind machine.hard_keys.memory_kind
-    machine.logical_cores machine.hard_keys.memory_model machine.hard_keys.torch machine.hard_keys.trial_protocol machine.noisy
+    machine.logical_cores machine.hard_keys.memory_model machine.hard_keys.torch
+    machine.hard_keys.trial_protocol machine.noisy
     machine.power_limit_watts machine.rates.conditions machine.rates.name machine.rates.num_samples
     machine.rates.spread machine.rates.unit machine.rates.value machine.total_memory_bytes
     machine.versions.accelerate machine.versions.bitsandbytes machine.versions.cuda_driver
