@@ -19,14 +19,19 @@ KEY_NAMES: Mapping[str, str] = {
 }
 
 
+PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
+"""What a predicted plan knows of its machine; the rest is assumed until trials run there."""
+
+
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can."""
     planned = plan.frozen.hardware
     here = hardware.hard_keys
+    measured = plan.frozen.expected.evidence == "measured"
     misfits = [
         f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is {here.get(key) or 'none'}"
         for key, value in planned.hard_keys.items()
-        if here.get(key) != value
+        if here.get(key) != value and (measured or key in PREDICTED_KEYS)
     ]
     needed = plan.frozen.expected.peak_memory_bytes + plan.frozen.expected.process_memory_bytes
     budget = hardware.device.budget_bytes

@@ -1,42 +1,49 @@
 """The whole algorithm on one screen: from a question and a machine to a frozen plan.
 
-model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
+    model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
+
+Where the machine is not at hand (a GPU of the catalogue), predictions take the place of trials and the plan says so.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune import __version__
+from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
 from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.knobs.base import Setting
 from autotune.plan_file import seal
 from autotune.schema import (
+    Candidate,
+    Choice,
     Expected,
     FrozenPart,
     HardwareProfile,
     Job,
-    Objective,
     PlannedHardware,
-    Quality,
+    Prediction,
     TrainingPlan,
     TrialResult,
     Workload,
 )
-from autotune.search.rough_prior import rough_memory_bytes, rough_step_seconds
 from autotune.search.sampler import ResidualSampler
-from autotune.search.space import SearchSpace, search_space
+from autotune.search.space import SearchSpace, search_space, without
 from autotune.search.study import Limits, run_search
-from autotune.search.winner import fallbacks_of, reasons_for, winner_of
+from autotune.search.winner import (
+    Score,
+    fallbacks_of,
+    measured_scores,
+    predicted_scores,
+    reasons_for,
+    require_winner,
+)
 from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.describe import describe_workload
+from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.weights.sources import open_source, weights_in
-
-SMALLEST_WEIGHT_BYTES = 1
-"""Bytes per parameter of the smallest storage that the quality floors up to `high` admit."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +52,18 @@ class Question:
 
     model: str
     data: Path | None = None
+    control: Path | None = None
+    caption: str | None = None
+    trigger: str | None = None
+    wishes: Wishes = field(default_factory=Wishes)
     output: str = "output"
-    resolution_px: int | None = None
-    rank: int | None = None
-    lora_alpha: float | None = None
-    targets: str = "attention"
-    effective_batch_size: int | None = None
-    quality: Quality = "high"
-    objective: Objective = "throughput"
     num_steps: int | None = None
     learning_rate: float | None = None
     seed: int = 0
+    pins: tuple[tuple[str, str], ...] = ()
+    """(knob, value) pairs: only this value may be chosen."""
+    exclusions: tuple[tuple[str, str], ...] = ()
+    """(knob, value) pairs: this value may not be chosen."""
     max_trials: int = 8
     search_seconds: float = 600.0
 
@@ -65,11 +73,13 @@ class Events:
     """Where progress is told."""
 
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
+    on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
+    on_predictions: Callable[[list[Prediction]], None] = lambda predictions: None
 
 
 def make_plan(question: Question, hardware: HardwareProfile, events: Events | None = None) -> TrainingPlan:
-    """Search the fastest settings for the question on this machine and freeze them.
+    """Find the best settings for the question on this machine and freeze them.
 
     Raises:
         InvalidInput: the model or the data cannot be used.
@@ -78,72 +88,154 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     events = events or Events()
     model = resolve_model(question.model)
     _require_weights_and_room(model, hardware)
-    dataset = read_dataset(question.data) if question.data else None
-    workload = _describe(question, model, dataset)
-    space = search_space(Setting(hardware, model.family, workload))
+    dataset = _read(question, model)
+    workload = describe_workload(model, dataset, question.wishes)
+    space = search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
+    cost = Predictor(hardware, workload, model.family, model.config)
+    space = _without_too_heavy(space, cost, hardware.device.budget_bytes)
     events.on_space(space, workload)
-    sampler = ResidualSampler(space, rough_step_seconds(workload), rough_memory_bytes(workload))
+    started = time.monotonic()
+    if hardware.origin == "catalogue":
+        trials: tuple[TrialResult, ...] = ()
+        predictions = [cost.predict(candidate) for candidate in space.candidates]
+        events.on_predictions(predictions)
+        scores = predicted_scores(predictions, hardware.device.budget_bytes)
+    else:
+        trials = _search(question, hardware, workload, space, cost, events)
+        scores = measured_scores(trials)
+    best = require_winner(scores, workload.objective, _relaxation(workload))
+    frozen = FrozenPart(
+        schema_version=1,
+        autotune_version=__version__,
+        hardware=_planned_hardware(hardware),
+        workload=workload,
+        settings=best.candidate,
+        expected=_expected(best, trials, cost, workload, hardware),
+        reasons=reasons_for(space, scores, best, workload.objective),
+        fallbacks=fallbacks_of(scores, best),
+        search_seconds=time.monotonic() - started,
+        trials=trials,
+    )
+    return seal(_job(question, model, dataset), frozen)
+
+
+def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
+    """What a search for the question could choose on this machine, and what it could not and why."""
+    model = resolve_model(question.model)
+    workload = describe_workload(model, _read(question, model), question.wishes)
+    return search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
+
+
+def _without_too_heavy(space: SearchSpace, cost: Predictor, budget_bytes: int) -> SearchSpace:
+    """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
+    sizes = {c.quantization: cost.weight_bytes(c) for c in space.candidates}
+    dropped: dict[Choice, str] = {
+        name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget_bytes / 2**30:.1f} GiB"
+        for name, size in sizes.items()
+        if size > budget_bytes
+    }
+    return without(space, "quantization", dropped)
+
+
+def _read(question: Question, model: ResolvedModel) -> Dataset | None:
+    if question.data is None:
+        return None
+    return read_dataset(
+        question.data,
+        caption=question.caption,
+        trigger=question.trigger,
+        control=question.control,
+        num_frames=question.wishes.num_frames or model.family.defaults.num_frames,
+    )
+
+
+def _search(
+    question: Question,
+    hardware: HardwareProfile,
+    workload: Workload,
+    space: SearchSpace,
+    cost: Predictor,
+    events: Events,
+) -> tuple[TrialResult, ...]:
+    sampler = ResidualSampler(space, cost, hardware.device.budget_bytes)
     limits = Limits(max_trials=question.max_trials, max_seconds=question.search_seconds)
+    device = hardware.device
     with ProcessTrialRunner(
         model=question.model,
         workload=workload,
-        device=_torch_device(hardware),
-        memory_cap_bytes=hardware.device.budget_bytes,
+        device=f"cuda:{device.index}" if device.kind == "cuda" else device.kind,
+        memory_cap_bytes=device.budget_bytes,
     ) as runner:
-        started = time.monotonic()
-        trials = run_search(space, sampler, runner.run, limits, events.on_trial)
-    return seal(
-        _job(question, model, dataset, workload),
-        _freeze(hardware, workload, space, trials, search_seconds=time.monotonic() - started),
-    )
 
+        def run(candidate: Candidate) -> TrialResult:
+            events.on_start(candidate)
+            return runner.run(candidate)
 
-def _describe(question: Question, model: ResolvedModel, dataset: Dataset | None) -> Workload:
-    return describe_workload(
-        model,
-        dataset,
-        resolution_px=question.resolution_px,
-        rank=question.rank,
-        lora_alpha=question.lora_alpha,
-        targets=question.targets,
-        effective_batch_size=question.effective_batch_size,
-        quality=question.quality,
-        objective=question.objective,
-    )
+        return run_search(space, sampler, run, limits, events.on_trial)
 
 
 def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:
-    spec, device = model.spec, hardware.device
-    size = f"{spec.num_parameters / 1e9:.1f}B parameters"
-    least = spec.num_parameters * SMALLEST_WEIGHT_BYTES
-    if least > device.budget_bytes:
-        raise NothingFits(
-            f"{spec.name} ({size}) needs at least {least / 2**30:.0f} GiB for its weights alone; "
-            f"{device.name} offers {device.budget_bytes / 2**30:.0f} GiB",
-            hint="run this on a machine with a larger GPU; `autotune doctor` tells whether one here is hidden",
-        )
     if model.folder is not None:
         open_source(weights_in(model.folder / "transformer"))  # headers only: damage shows now, not in a trial
-    elif device.kind == "cpu":
+    elif hardware.device.kind == "cpu":
+        spec = model.spec
         raise NothingFits(
-            f"{spec.name} ({size}) cannot be tried here: this machine has no GPU",
-            hint="run this on a machine with a GPU, or pass the folder of a small pipeline: --model FOLDER",
+            f"{spec.name} ({spec.num_parameters / 1e9:.1f}B parameters) cannot be tried here: this machine has no GPU",
+            hint=f"plan for a GPU by name: autotune plan --model {model.family.name} --hardware nvidia-rtx-4090 "
+            "(all: autotune probe --list)",
         )
 
 
-def _torch_device(hardware: HardwareProfile) -> str:
-    kind = hardware.device.kind
-    return f"cuda:{hardware.device.index}" if kind == "cuda" else kind
+def _relaxation(workload: Workload) -> str:
+    if workload.quality == "compact":
+        return "try a smaller --resolution, --rank or --batch, or a device with more memory"
+    looser = "high" if workload.quality == "exact" else "compact"
+    return f"allow smaller weights with --quality {looser}, or try a smaller --resolution"
 
 
-def _job(question: Question, model: ResolvedModel, dataset: Dataset | None, workload: Workload) -> Job:
+def _planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
+    return PlannedHardware(
+        device_name=hardware.device.name,
+        device_kind=hardware.device.kind,
+        fingerprint=hardware.fingerprint,
+        hard_keys=hardware.hard_keys,
+        total_memory_bytes=hardware.device.total_memory_bytes,
+        budget_bytes=hardware.device.budget_bytes,
+        versions=hardware.versions,
+    )
+
+
+def _expected(
+    best: Score, trials: tuple[TrialResult, ...], cost: Predictor, workload: Workload, hardware: HardwareProfile
+) -> Expected:
+    cost.calibrate(trials)
+    prediction = cost.predict(best.candidate)
+    overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
+    if hardware.device.kind == "cpu":
+        host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
+        overhead = max(0, host - best.peak_memory_bytes)
+    allocated = best.peak_memory_bytes if trials else prediction.allocated_memory_bytes
+    return Expected(
+        evidence="measured" if trials else "predicted",
+        step_seconds=best.step_seconds,
+        images_per_second=workload.effective_batch_size / best.step_seconds,
+        peak_memory_bytes=allocated,
+        process_memory_bytes=max(0, overhead),
+    )
+
+
+def _job(question: Question, model: ResolvedModel, dataset: Dataset | None) -> Job:
     defaults = model.family.defaults
     captions = [item.caption for item in dataset.items] if dataset else []
     return Job(
         model=question.model,
         data=str(question.data) if question.data else None,
+        control=str(question.control) if question.control else None,
+        caption=question.caption,
+        trigger=question.trigger,
+        num_frames=question.wishes.num_frames or defaults.num_frames,
         output=question.output,
-        num_steps=question.num_steps or defaults.num_steps(len(captions)),
+        num_steps=question.num_steps or defaults.num_steps(max(1, len(captions))),
         learning_rate=question.learning_rate or defaults.learning_rate,
         weight_decay=defaults.weight_decay,
         max_grad_norm=1.0,
@@ -151,43 +243,4 @@ def _job(question: Question, model: ResolvedModel, dataset: Dataset | None, work
         seed=question.seed,
         preview_prompts=tuple(captions[:1]),
         preview_steps=defaults.preview_steps,
-    )
-
-
-def _freeze(
-    hardware: HardwareProfile,
-    workload: Workload,
-    space: SearchSpace,
-    trials: tuple[TrialResult, ...],
-    search_seconds: float,
-) -> FrozenPart:
-    best = winner_of(trials, workload.objective)
-    if not best.median_step_seconds or not best.peak_memory_bytes:
-        raise AssertionError("a trial that is ok has both times and memory")
-    overhead = max(0, (best.host_memory_bytes or 0) - best.peak_memory_bytes) if hardware.device.kind == "cpu" else 0
-    return FrozenPart(
-        schema_version=1,
-        autotune_version=__version__,
-        hardware=PlannedHardware(
-            device_name=hardware.device.name,
-            device_kind=hardware.device.kind,
-            fingerprint=hardware.fingerprint,
-            hard_keys=hardware.hard_keys,
-            total_memory_bytes=hardware.device.total_memory_bytes,
-            budget_bytes=hardware.device.budget_bytes,
-            versions=hardware.versions,
-        ),
-        workload=workload,
-        settings=best.candidate,
-        expected=Expected(
-            evidence="measured",
-            step_seconds=best.median_step_seconds,
-            images_per_second=workload.effective_batch_size / best.median_step_seconds,
-            peak_memory_bytes=best.peak_memory_bytes,
-            process_memory_bytes=overhead,
-        ),
-        reasons=reasons_for(space, trials, best, workload.objective),
-        fallbacks=fallbacks_of(trials, best),
-        search_seconds=search_seconds,
-        trials=trials,
     )

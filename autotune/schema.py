@@ -41,6 +41,8 @@ PLAN_SCHEMA_VERSION = 1
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
 Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "crash"]
+Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
+Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 Knob = str
 Choice = str | int
 
@@ -83,6 +85,8 @@ class Workload(Frozen):
     """Longest encoded caption."""
     text_padding: Literal["exact", "masked"]
     """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
+    num_control_images: int = Field(default=0, ge=0)
+    """Most control images of an item; edit models only."""
     rank: int = PositiveInt
     lora_alpha: float = Field(gt=0)
     targets: str
@@ -149,6 +153,110 @@ class TrialResult(Frozen):
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
+# --- the prediction ----------------------------------------------------------------------------------------------
+
+
+class MemoryBreakdown(Frozen):
+    """Device memory at the moment of a phase's peak, by what it is for. The parts add up to the peak."""
+
+    weight_bytes: int = NaturalInt
+    """All frozen models that are resident, with their buffers."""
+    adapter_bytes: int = NaturalInt
+    gradient_bytes: int = NaturalInt
+    """Of the adapter, as far as they exist at that moment."""
+    optimizer_bytes: int = NaturalInt
+    """fp32 masters and AdamW's two moments."""
+    saved_activation_bytes: int = NaturalInt
+    """Kept for the backward pass, with inputs and what blocks hand on."""
+    transient_bytes: int = NaturalInt
+    attention_workspace_bytes: int = NaturalInt
+    process_overhead_bytes: int = NaturalInt
+    """Context and libraries, outside the allocator."""
+    allocator_rounding_bytes: int = NaturalInt
+    """Reserved by the allocator and not allocated."""
+
+
+class PhaseMemory(Frozen):
+    """Device memory of one phase of a job."""
+
+    name: Literal["load", "cache", "train", "preview", "save"]
+    peak_memory_bytes: int = NaturalInt
+    """All of it: what the device must have."""
+    allocated_memory_bytes: int = NaturalInt
+    """As the allocator counts allocations; a trial measures this."""
+    breakdown: MemoryBreakdown
+
+
+class StepTime(Frozen):
+    """Seconds of one optimizer step by kind of work. All but the last add up to the step."""
+
+    matmul_seconds: float = Field(ge=0)
+    """Of frozen layers."""
+    adapter_seconds: float = Field(ge=0)
+    attention_seconds: float = Field(ge=0)
+    elementwise_seconds: float = Field(ge=0)
+    dequantization_seconds: float = Field(ge=0)
+    convolution_seconds: float = Field(ge=0)
+    optimizer_seconds: float = Field(ge=0)
+    overhead_seconds: float = Field(ge=0)
+    """Launching operations, as far as the device waits for it."""
+    recompute_seconds: float = Field(ge=0)
+    """Of the above, spent on recomputing checkpointed blocks."""
+
+
+class Prediction(Frozen):
+    """Memory and speed of a candidate before anything has run, and how uncertain they are."""
+
+    candidate: Candidate
+    peak_memory_bytes: int = PositiveInt
+    """Device memory of the training step, all of it."""
+    allocated_memory_bytes: int = PositiveInt
+    """Of the training step, as the allocator counts; to compare with `TrialResult.peak_memory_bytes`."""
+    required_memory_bytes: int = PositiveInt
+    """Of the phase that needs most: what a budget must hold."""
+    host_memory_bytes: int = PositiveInt
+    phases: tuple[PhaseMemory, ...]
+    step_seconds: float = Field(gt=0)
+    """One optimizer step: the whole effective batch."""
+    step_time: StepTime
+    images_per_second: float = Field(gt=0)
+    memory_uncertainty: float = Field(ge=0)
+    """One sigma of the logarithm of memory, about a relative error."""
+    time_uncertainty: float = Field(ge=0)
+    """One sigma of the logarithm of time."""
+
+
+class JobTime(Frozen):
+    """Wall time of a whole job, in seconds."""
+
+    total_seconds: float = Field(ge=0)
+    load_seconds: float = Field(ge=0)
+    cache_seconds: float = Field(ge=0)
+    step_seconds: float = Field(ge=0)
+    """Of all steps."""
+    preview_seconds: float = Field(ge=0)
+    save_seconds: float = Field(ge=0)
+
+
+class Estimate(Frozen):
+    """A prediction for one machine, with the job that it is for."""
+
+    hardware: str
+    budget_bytes: int = NaturalInt
+    fits: bool
+    """Whether the neediest phase stays within the budget."""
+    workload: Workload
+    prediction: Prediction
+    peak_memory_bytes: int = PositiveInt
+    """The prediction's, at the top for those who read JSON."""
+    step_seconds: float = Field(gt=0)
+    num_steps: int = PositiveInt
+    job: JobTime
+    price_per_hour: float | None = Field(default=None, ge=0)
+    cost: float | None = Field(default=None, ge=0)
+    """Of the whole job, in the price's currency."""
+
+
 class Rejected(Frozen):
     """A choice that lost or never ran, and why."""
 
@@ -188,26 +296,60 @@ class PlannedHardware(Frozen):
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
     versions: Versions
+    num_processes: int = Field(default=1, ge=1)
+    """Processes that train together, one per device of this kind; they share out the effective batch."""
 
 
 class Job(Frozen):
-    """The user's part of a plan: may be edited or overridden while shapes stay in the planned class."""
+    """The user's part of a plan: may be edited or overridden while shapes stay in the planned class.
+
+    Names are those of diffusers' training scripts where they have one.
+    """
 
     model: str
     """Folder in the diffusers layout, or a hub id."""
     data: str | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
+    control: str | None = None
+    """Folder of control images for editing, by the same stems."""
+    caption: str | None = None
+    """For images that have none."""
+    trigger: str | None = None
+    """Word put in front of every caption that lacks it."""
+    num_frames: int = Field(default=1, ge=1)
+    """Above 1, each subfolder of the data is a clip."""
     output: str = "output"
     num_steps: int = PositiveInt
+    """Optimizer steps of the effective batch."""
+    num_train_epochs: int | None = Field(default=None, ge=1)
+    """Decides the number of steps instead of `num_steps` where it is given."""
     learning_rate: float = Field(gt=0, le=1)
+    lr_scheduler: Schedule = "constant"
+    """`plateau` halves the rate when the mean loss of an epoch has not fallen for a while."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0; `constant` and `plateau` have none."""
     weight_decay: float = Field(ge=0, le=1)
     max_grad_norm: float = Field(gt=0)
     timestep_shift: float = Field(gt=0)
     """Shift of the flow-matching timesteps; 1 leaves them as sampled."""
+    weighting_scheme: Weighting = "none"
+    """How the loss weighs images by their noise."""
+    caption_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of captions that are replaced by the empty one, drawn anew each time."""
     seed: int = NaturalInt
+    checkpointing_steps: int = Field(default=250, ge=0)
+    """Steps between checkpoints; 0 writes one only at the end or when the run is told to stop."""
+    checkpoints_total_limit: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+    checkpoints_keep_every: int = Field(default=0, ge=0)
+    """Every this many checkpoints one is kept for good; 0 for none."""
     preview_prompts: tuple[str, ...] = ()
     preview_steps: int = PositiveInt
     """Denoising steps of a preview."""
+    preview_every: int = Field(default=250, ge=0)
+    """Training steps between previews; 0 samples only at the end."""
+    report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    """Where curves go besides `metrics.jsonl`."""
 
 
 class FrozenPart(Frozen):
@@ -236,20 +378,56 @@ class TrainingPlan(Frozen):
     """Digest of `frozen`."""
 
 
+class PhasePeak(Frozen):
+    """How long a phase of a run took and the most memory it had."""
+
+    name: str
+    seconds: float = Field(ge=0)
+    device_bytes: int | None
+    """By the device's allocator; None on CPU, where the host's memory is the device's."""
+    host_bytes: int | None
+    """Largest resident memory of the process; None where the system does not tell."""
+
+
+class AdapterVerdict(Frozen):
+    """What the trained adapter looks like, and what it does to the loss."""
+
+    num_layers: int = NaturalInt
+    num_unmoved: int = NaturalInt
+    """Layers whose update is still zero: no gradient reached them."""
+    num_not_finite: int = NaturalInt
+    layer_norms: dict[str, float]
+    """Frobenius norm of each layer's update, up @ down * alpha / rank; 0 stands for one that is not finite."""
+    base_loss: float | None
+    """Mean loss without the adapter on images and noise of steps that were not trained on."""
+    adapter_loss: float | None
+    """The same with it."""
+
+
 class RunReport(Frozen):
     """What a training run did, against what its plan promised."""
 
     plan_digest: str
     num_steps: int
+    resumed_at: int = Field(default=0, ge=0)
+    """Steps that an earlier start of this run had taken."""
     total_seconds: float
+    """Of this start."""
     expected_step_seconds: float
     measured_step_seconds: float
+    data_seconds: float = Field(default=0.0, ge=0)
+    """Mean wait for data in a step."""
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None
     """None for a run too short to measure it."""
+    phases: tuple[PhasePeak, ...] = ()
     images_per_second: float
+    gpu_utilisation: float | None = None
+    """Mean share of time in [0, 1] that the GPU computed; None without NVML."""
     first_loss: float
     final_loss: float
+    warnings: tuple[str, ...] = ()
     settings: Candidate
+    verdict: AdapterVerdict | None = None
     adapter: str
     """File name of the adapter inside the output folder."""

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from autotune.reporting.plan import TRIAL_HEADER, trial_row
 from autotune.reporting.text import memory_text
-from autotune.schema import TrialResult
+from autotune.schema import Candidate, TrialResult
 from autotune.training.events import StepEvent
 
 out = Console(highlight=False, soft_wrap=True)
@@ -33,6 +33,10 @@ class TrialDisplay:
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self.progress, self.task, self.count = progress, task, 0
+
+    def start(self, candidate: Candidate) -> None:
+        """Say what is being tried."""
+        self.progress.update(self.task, note=candidate.label())
 
     def show(self, result: TrialResult) -> None:
         """Add the row of a finished trial."""
@@ -71,11 +75,20 @@ class TrainingDisplay:
 
     def step(self, event: StepEvent) -> None:
         """Move the bar of the training phase; off a terminal, print a line now and then."""
-        note = f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {memory_text(event.memory_bytes)}"
+        note = (
+            f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
+            f"{memory_text(event.memory_bytes)}"
+        )
+        if event.gpu_utilisation is not None:
+            note += f"  GPU {event.gpu_utilisation:.0%}"
         self._update("training", event.step, event.num_steps, note)
         every = max(1, event.num_steps // 10)
         if self.progress.disable and (event.step % every == 0 or event.step == event.num_steps):
             self.progress.console.print(f"step {event.step}/{event.num_steps}  {note}")
+
+    def warn(self, message: str) -> None:
+        """Say what needs attention, above the bar."""
+        self.progress.console.print(f"warning: {message}", style="yellow", markup=False)
 
     def _update(self, name: str, done: int, total: int, note: str) -> None:
         if self.task is None:

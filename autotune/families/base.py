@@ -11,7 +11,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -43,6 +43,8 @@ class Defaults:
     """Assumed length of an encoded caption where no data is at hand."""
     timestep_shift: float
     preview_steps: int
+    num_frames: int = 1
+    """Frames of a clip where no data is at hand."""
 
     def num_steps(self, num_images: int) -> int:
         """Optimizer steps for a data set of this size: each image is seen about a hundred times.
@@ -54,6 +56,31 @@ class Defaults:
         views = max(500, VIEWS_PER_IMAGE * num_images)
         return min(4000, math.ceil(views / self.effective_batch_size))
 
+
+@dataclass(frozen=True)
+class Parts:
+    """The models around the transformer: they decide what caching and previews take."""
+
+    text_encoder_parameters: tuple[int, ...] = ()
+    """Parameters of each text encoder."""
+    vae_class: str = ""
+    """Class name in diffusers; empty where it is unknown."""
+    vae_config: Mapping[str, Any] = field(default_factory=dict)
+    """Constructor arguments of the published autoencoder."""
+
+
+FLUX_VAE: Mapping[str, Any] = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+"""The autoencoder of FLUX.1, which Kandinsky 5.0 Image uses, too."""
 
 VIEWS_PER_IMAGE = 100
 """20 images then make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples."""
@@ -96,6 +123,8 @@ class Family(ABC):
     """Attributes of the transformer that hold its repeated blocks, in the order they run."""
     max_controls: ClassVar[int] = 0
     """Control images that an item may have; where this is not 0 every item needs at least one."""
+    parts: ClassVar[Parts]
+    """The published model's other parts."""
     takes_clips: ClassVar[bool] = False
     """Whether an item may have several frames."""
 
@@ -179,10 +208,10 @@ class Family(ABC):
             pipeline: all of it, its adapter loaded or not.
             prompt: what to show.
             bucket: width, height and frames; each must suit the family.
-            num_steps: denoising steps.
+            num_steps: denoising steps; at least 2, since with one the schedule of Qwen-Image divides by zero.
             seed: of the noise, drawn on the CPU: the same picture on every device.
-            guidance: None for what the model's card recommends; 1 for none, which halves the time where guidance takes
-                a second call of the transformer.
+            guidance: None for what the model's card or pipeline recommends; 1 for none, which halves the time where
+                guidance takes a second call of the transformer.
             controls: control images, where the family takes them.
         """
         import torch

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autotune.families.base import Batch, Defaults, Family, Sample, unwrapped
+from autotune.families.base import FLUX_VAE, Batch, Defaults, Family, Parts, Sample, unwrapped
 from autotune.families.packing import PATCH, pack, unpack
 from autotune.schema import Bucket
 
@@ -17,7 +17,7 @@ TEXT_TOKENS = 512
 """The pipeline pads every prompt to this and masks nothing: the model was trained to attend to the padding."""
 
 TRAINING_GUIDANCE = 1.0
-"""kohya's sd-scripts, SimpleTuner and ai-toolkit train the distilled model with guidance 1 and sample with 3.5."""
+"""What kohya's guide for sd-scripts recommends while training the distilled model; one samples with 3.5."""
 
 BLOCK = r"(single_)?transformer_blocks\.\d+"
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -33,7 +33,7 @@ class Flux1Dev(Family):
     transformer_class = "FluxTransformer2DModel"
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {"guidance_embeds": True}
-    # Rank 16 and 1e-4: diffusers and ai-toolkit; shift 3.1582 = exp(1.15) on logit-normal timesteps: kohya's guide, and
+    # Rank 16 and 1e-4: ai-toolkit's example; shift 3.1582 = exp(1.15) on logit-normal timesteps: kohya's guide, and
     # what the pipeline itself uses at 1024 px. Weight decay: between diffusers' 1e-4 and torch's 1e-2.
     defaults = Defaults(
         rank=16,
@@ -46,6 +46,7 @@ class Flux1Dev(Family):
         timestep_shift=3.1582,
         preview_steps=28,
     )
+    parts = Parts(text_encoder_parameters=(123_060_480, 4_762_310_656), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
     size_multiple_px = VAE_FACTOR * PATCH
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.({ATTENTION})",

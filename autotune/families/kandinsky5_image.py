@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Defaults
+from autotune.families.base import FLUX_VAE, Defaults, Parts
 from autotune.families.kandinsky5 import Kandinsky5
 from autotune.schema import Bucket
 
@@ -29,6 +29,7 @@ class Kandinsky5Image(Kandinsky5):
         "num_visual_blocks": 50,
         "axes_dims": (32, 48, 48),
     }
+    parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
     # Rank 16, 1e-4 and shift 3: SimpleTuner's guide for this model. Weight decay: between diffusers' 1e-4 and torch's
     # 1e-2.
     defaults = Defaults(

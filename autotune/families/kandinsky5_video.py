@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Defaults
+from autotune.families.base import Defaults, Parts
 from autotune.families.kandinsky5 import Kandinsky5
 from autotune.schema import Bucket
 
@@ -32,6 +32,7 @@ class Kandinsky5Video(Kandinsky5):
         "axes_dims": (16, 24, 24),
         "visual_cond": True,
     }
+    parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKLHunyuanVideo")
     takes_clips = True
     # Rank 16, 6e-5 and shift 5 on logit-normal timesteps: musubi-tuner's guide (its example is the Pro model). Weight
     # decay: between diffusers' 1e-4 and torch's 1e-2.
@@ -45,6 +46,7 @@ class Kandinsky5Video(Kandinsky5):
         text_tokens=256,
         timestep_shift=5.0,
         preview_steps=25,
+        num_frames=121,  # five seconds at 24 frames per second, and the first frame
     )
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autotune.families.base import Batch, Defaults, Family, Sample, bare_pipeline
+from autotune.families.base import Batch, Defaults, Family, Parts, Sample, bare_pipeline
 from autotune.families.packing import PATCH, pack, unpack
 from autotune.schema import Bucket
 
@@ -42,6 +42,7 @@ class QwenImage(Family):
         timestep_shift=2.2,
         preview_steps=20,
     )
+    parts = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
     size_multiple_px = VAE_FACTOR * PATCH
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         # diffusers' own script adapts the image stream's attention alone.

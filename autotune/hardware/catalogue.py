@@ -20,7 +20,13 @@ from autotune.machine import MemoryKind
 from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, Versions
 
 ASSUMED_HOST_BYTES = 64 * 2**30
-ASSUMED_VERSIONS = {"cuda_runtime": "13.0", "cuda_driver": "13.0", "driver": "580", "triton": "3.5"}
+ASSUMED_VERSIONS = {
+    "bitsandbytes": "0.48.0",
+    "cuda_runtime": "13.0",
+    "cuda_driver": "13.0",
+    "driver": "580",
+    "triton": "3.5",
+}
 PCIE_BYTES_PER_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Per second, one direction, after line encoding (PCI-SIG)."""
 SAME_MEMORY = 0.15

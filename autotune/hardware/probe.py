@@ -140,6 +140,15 @@ def with_reserve(profile: HardwareProfile, reserve_bytes: int) -> HardwareProfil
     return _changed(profile, {"device": _changed(device, {"budget_bytes": num_bytes, "budget_reason": why})})
 
 
+def with_budget(profile: HardwareProfile, most_bytes: int) -> HardwareProfile:
+    """The profile with a budget of at most `most_bytes`."""
+    device = profile.device
+    if most_bytes >= device.budget_bytes:
+        return profile
+    changes: dict[str, object] = {"budget_bytes": most_bytes, "budget_reason": "limited by the user"}
+    return _changed(profile, {"device": _changed(device, changes)})
+
+
 def _changed(whole: T, changes: dict[str, object]) -> T:
     """A copy with some fields changed, validated anew (`model_copy` would not)."""
     fields: dict[str, Any] = {name: getattr(whole, name) for name in type(whole).model_fields}

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 BACKENDS = ("native", "_native_flash", "_native_math", "_native_efficient", "_native_cudnn", "flash", "xformers")
 """Backends that can train somewhere; the machine's gates say where. `native` lets torch choose."""
 
+CUDNN_WINS = (9, 10)
+"""Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on Hopper)."""
+
 REFUSES_MASKS = frozenset({"_native_flash", "flash"})
 """These raise on any mask, even one that is all True."""
 
@@ -22,13 +25,16 @@ class Attention(Knob):
     name = "attention"
 
     def choices(self, setting: Setting) -> Choices:
-        gates = {name: setting.hardware.gate(f"attention.{name}") for name in BACKENDS}
-        return Choices(
-            admitted=tuple(name for name, gate in gates.items() if gate.available),
-            rejected=tuple(
-                Rejected(choice=name, reason=gate.reason) for name, gate in gates.items() if not gate.available
-            ),
-        )
+        admitted: list[Choice] = []
+        rejected: list[Rejected] = []
+        for name in BACKENDS:
+            gate = setting.hardware.gate(f"attention.{name}")
+            reason = _pointless(name, setting) if gate.available else gate.reason
+            if reason:
+                rejected.append(Rejected(choice=name, reason=reason))
+            else:
+                admitted.append(name)
+        return Choices(tuple(admitted), tuple(rejected))
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         masked = setting.family.masks(candidate.micro_batch_size, setting.workload.text_padding)
@@ -38,3 +44,17 @@ class Attention(Knob):
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         transformer.set_attention_backend(choice)  # type: ignore[operator]
+
+
+def _pointless(name: str, setting: Setting) -> str | None:
+    """Why a backend that works on this GPU is not worth a trial; None when it is. On a CPU all are tried."""
+    device = setting.hardware.device
+    if device.kind != "cuda":
+        return None
+    if name == "_native_math":
+        return "it writes out all pairs of tokens: slower and larger than any fused kernel on a GPU"
+    if name in ("_native_flash", "_native_efficient"):
+        return "native takes this kernel by itself wherever it is the best that torch has"
+    if name == "_native_cudnn" and (device.compute_capability or (0, 0))[0] not in CUDNN_WINS:
+        return "cuDNN's kernel wins on Hopper and data-centre Blackwell, and loses elsewhere"
+    return None

@@ -10,7 +10,13 @@ from autotune.schema import Choice, Quality, Rejected
 if TYPE_CHECKING:
     from torch import nn
 
-QUALITY_OF: dict[str, Quality] = {"none": "exact", "torchao-int8": "high", "torchao-fp8": "high"}
+QUALITY_OF: dict[str, Quality] = {
+    "none": "exact",
+    "torchao-int8": "high",
+    "torchao-fp8": "high",
+    "bnb-int8": "high",
+    "bnb-nf4": "compact",
+}
 """The strictest quality floor that admits each storage."""
 
 STRICTNESS: tuple[Quality, ...] = ("compact", "high", "exact")
@@ -37,24 +43,38 @@ class Quantization(Knob):
         admitted.sort(key=lambda name: name == "none")  # the one that needs least memory first
         return Choices(admitted=tuple(admitted), rejected=tuple(rejected))
 
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        quantize = quantize_on_arrival(family, transformer, str(choice))
+        if quantize is None:
+            return
+        for name, module in list(transformer.named_modules()):
+            replacement = quantize(name, module)
+            if replacement is not None:
+                transformer.set_submodule(name, replacement)
+
 
 def quantize_on_arrival(
     family: Family, transformer: "nn.Module", choice: str
-) -> "Callable[[str, nn.Module], None] | None":
-    """What to do with each module as its weights arrive: quantise the Linears of the repeated blocks, in place.
+) -> "Callable[[str, nn.Module], nn.Module | None] | None":
+    """What to do with each module as its weights arrive: quantise the Linears of the repeated blocks.
 
     One Linear at a time, because quantising needs several times one layer's size for a moment. None for `none`.
     """
     from torch import nn
-    from torchao.quantization import quantize_
 
     if choice == "none":
         return None
     inside = {id(layer) for block in family.blocks(transformer) for layer in block.modules()}
 
-    def quantize(name: str, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear) and id(module) in inside:
-            quantize_(module, _torchao_config(choice))
+    def quantize(name: str, module: nn.Module) -> nn.Module | None:
+        if not isinstance(module, nn.Linear) or id(module) not in inside:
+            return None
+        if choice.startswith("bnb-"):
+            return _bitsandbytes_layer(module, choice)
+        from torchao.quantization import quantize_
+
+        quantize_(module, _torchao_config(choice))
+        return None
 
     return quantize
 
@@ -63,3 +83,20 @@ def _torchao_config(choice: str) -> Any:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
     return {"torchao-int8": Int8WeightOnlyConfig, "torchao-fp8": Float8WeightOnlyConfig}[choice]()
+
+
+def _bitsandbytes_layer(layer: "nn.Linear", choice: str) -> "nn.Module":
+    """The layer that takes the place of `layer`, with its weights, on its device."""
+    from bitsandbytes import nn as bnb
+
+    dtype, device, bias = layer.weight.dtype, layer.weight.device, layer.bias
+    shape = (layer.in_features, layer.out_features, bias is not None)
+    if choice == "bnb-nf4":
+        replacement = bnb.Linear4bit(*shape, compute_dtype=dtype, compress_statistics=True, quant_type="nf4")
+        weight = bnb.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+    else:
+        replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False)
+        weight = bnb.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
+    replacement.weight, replacement.bias = weight, bias
+    result: nn.Module = replacement.to(device)
+    return result

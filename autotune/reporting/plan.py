@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from autotune.reporting.text import memory_text, seconds_text
-from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
+from autotune.schema import Candidate, Prediction, TrainingPlan, TrialResult, Workload
+from autotune.search.space import SearchSpace
 
 TRIAL_HEADER = (
     f"{'#':>2}  {'batch':>5} {'ckpt':>4}  {'weights':<13} {'attention':<17} {'s/step':>7} {'memory':>9}  outcome"
@@ -12,13 +13,15 @@ TRIAL_HEADER = (
 
 def trial_row(number: int, result: TrialResult) -> str:
     """One line per trial, aligned under TRIAL_HEADER."""
-    candidate = result.candidate
-    seconds = result.median_step_seconds
+    return _row(number, result.candidate, result.median_step_seconds, result.peak_memory_bytes, result.outcome)
+
+
+def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes: int | None, verdict: str) -> str:
     time = "-" if seconds is None else f"{seconds:.3f}"
     return (
         f"{number:>2}  {candidate.micro_batch_size:>5} {candidate.checkpointed_blocks:>4}  "
         f"{candidate.quantization:<13} {candidate.attention:<17} {time:>7} "
-        f"{memory_text(result.peak_memory_bytes):>9}  {result.outcome}"
+        f"{memory_text(memory_bytes):>9}  {verdict}"
     )
 
 
@@ -33,6 +36,40 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
         f"learning  rank {workload.rank}, effective batch {workload.effective_batch_size}",
         f"search    {num_candidates} candidates",
     ]
+
+
+def prediction_lines(
+    predictions: Sequence[Prediction], budget_bytes: int, best: int = 5, too_large: int = 3
+) -> list[str]:
+    """The best few candidates that are predicted to fit, and the fastest few that are not."""
+    ordered = sorted(predictions, key=lambda prediction: prediction.step_seconds)
+    fitting = [p for p in ordered if p.required_memory_bytes <= budget_bytes]
+    others = [p for p in ordered if p.required_memory_bytes > budget_bytes]
+    lines = [f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {memory_text(budget_bytes)}"]
+    lines.append(TRIAL_HEADER.replace("outcome", "verdict"))
+    nearest = sorted(others, key=lambda prediction: prediction.required_memory_bytes)
+    rows = [(p, "fits") for p in fitting[:best]] + [
+        (p, _neediest(p)) for p in (others if fitting else nearest)[:too_large]
+    ]
+    for number, (prediction, verdict) in enumerate(rows, 1):
+        lines.append(
+            _row(number, prediction.candidate, prediction.step_seconds, prediction.required_memory_bytes, verdict)
+        )
+    return lines
+
+
+def _neediest(prediction: Prediction) -> str:
+    phase = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
+    return f"no: {phase.name}"
+
+
+def knob_lines(space: SearchSpace) -> list[str]:
+    """Choices of every knob, and exclusions with reasons."""
+    lines = []
+    for name, choices in space.choices.items():
+        lines.append(f"{name}: {', '.join(map(str, choices))}")
+        lines += [f"    not {rejected.choice}: {rejected.reason}" for rejected in space.rejected[name]]
+    return lines
 
 
 def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
@@ -56,9 +93,15 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f" ({expected.evidence})",
         f"memory         {memory_text(expected.peak_memory_bytes)} at the peak of a step",
         f"the job        {job.num_steps} steps in about {seconds_text(job.num_steps * expected.step_seconds)}",
-        f"the search     {len(plan.frozen.trials)} trials in {seconds_text(plan.frozen.search_seconds)}"
-        f"{_gain(plan.frozen.trials, plan)}",
+        _search_line(plan),
     ]
+
+
+def _search_line(plan: TrainingPlan) -> str:
+    seconds = seconds_text(plan.frozen.search_seconds)
+    if plan.frozen.expected.evidence == "predicted":
+        return f"the search     predictions alone, in {seconds}; trials on the machine itself will seal it"
+    return f"the search     {len(plan.frozen.trials)} trials in {seconds}{_gain(plan.frozen.trials, plan)}"
 
 
 def _gain(trials: Sequence[TrialResult], plan: TrainingPlan) -> str:

@@ -1,20 +1,49 @@
-"""A training run's report as text: what was promised, what happened."""
+"""A training run's report as text: what was promised, what happened, and what to think of the adapter."""
+
+from statistics import median
 
 from autotune.reporting.text import memory_text, seconds_text
-from autotune.schema import RunReport
+from autotune.schema import AdapterVerdict, PhasePeak, RunReport
 
 
 def report_lines(report: RunReport) -> list[str]:
-    """Promise against reality, in a few lines."""
+    """Promise against reality, memory by phase, the verdict: in a few lines."""
+    busy = "" if report.gpu_utilisation is None else f", GPU busy {report.gpu_utilisation:.0%}"
     return [
         f"{'':<14}{'planned':>12}{'measured':>12}",
         f"{'step time':<14}{seconds_text(report.expected_step_seconds):>12}"
         f"{seconds_text(report.measured_step_seconds):>12}{_change(report)}",
         f"{'peak memory':<14}{memory_text(report.expected_peak_memory_bytes):>12}"
         f"{memory_text(report.measured_peak_memory_bytes):>12}",
-        f"{report.num_steps} steps in {seconds_text(report.total_seconds)}, {report.images_per_second:.2f} images/s; "
-        f"loss {report.first_loss:.4f} -> {report.final_loss:.4f}",
+        *(["memory by phase: " + ", ".join(map(_phase, report.phases))] if report.phases else []),
+        f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
+        f"{report.images_per_second:.2f} images/s{busy}; loss {report.first_loss:.4f} -> {report.final_loss:.4f}",
+        *(verdict_lines(report.verdict) if report.verdict else []),
+        *(f"warning: {warning}" for warning in report.warnings),
     ]
+
+
+def verdict_lines(verdict: AdapterVerdict) -> list[str]:
+    """What to think of the adapter."""
+    norms = sorted((norm, name) for name, norm in verdict.layer_norms.items())
+    (least, low), (most, high) = norms[0], norms[-1]
+    moved = "all moved" if not verdict.num_unmoved else f"{verdict.num_unmoved} NEVER MOVED"
+    finite = "all finite" if not verdict.num_not_finite else f"{verdict.num_not_finite} NOT FINITE"
+    lines = [
+        f"adapter: {verdict.num_layers} layers, {moved}, {finite}; norm of update {median(n for n, _ in norms):.3g}, "
+        f"from {least:.3g} ({low}) to {most:.3g} ({high})"
+    ]
+    if verdict.base_loss and verdict.adapter_loss is not None:
+        change = verdict.adapter_loss / verdict.base_loss - 1
+        lines.append(
+            f"loss on fresh noise: {verdict.base_loss:.4f} without the adapter, {verdict.adapter_loss:.4f} with it "
+            f"({change:+.1%})"
+        )
+    return lines
+
+
+def _phase(peak: PhasePeak) -> str:
+    return f"{peak.name} {memory_text(peak.device_bytes or peak.host_bytes)}"
 
 
 def _change(report: RunReport) -> str:

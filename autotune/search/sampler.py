@@ -1,27 +1,65 @@
-"""Chooses the next candidate: a safe one first, then by confidence bound on the residuals of the prior.
+"""Chooses the next candidate: a safe one first, then by confidence bound on the cost model's corrected predictions.
 
 An Optuna sampler, so that storage, resuming and several workers come from Optuna. It only ever proposes candidates of
-the enumerated space, each at most once, and none that needs more memory than one that already ran out.
+the enumerated space, each at most once, and none that is predicted not to fit or is at least as large as one that ran
+out of memory.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.schema import Candidate, TrialResult
-from autotune.search.belief import Belief, Prior, believe
+from autotune.schema import Candidate, Prediction, TrialResult
 from autotune.search.space import SearchSpace
 
 RESULT = "result"
 """Trial attribute that holds the TrialResult as JSON."""
 
+SAFE_SHARE = 0.6
+"""Of the budget: the first trial is predicted to stay below it, so that even a bad prediction does not run out."""
+
 OPTIMISM = 1.0
 """Standard deviations that the confidence bound gives to what is uncertain."""
+
+CAUTION = 1.0
+"""Standard deviations by which predicted memory must stay below the budget."""
+
+BROKEN = ("unsupported", "numerics")
+"""Outcomes that condemn a combination of backends rather than a size."""
+
+
+class CostModel(Protocol):
+    """What the search asks of predictions; `autotune.cost.predict.Predictor` answers it."""
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Memory and step time, after whatever has been learned."""
+        ...
+
+    def calibrate(self, trials: Sequence[TrialResult]) -> None:
+        """Learn from all `trials` at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """An untried candidate that may run, and what is expected of it."""
+
+    candidate: Candidate
+    log_seconds: float
+    sigma: float
+    required_bytes: float
+    """What it may take at most, as far as is known."""
+
+    @property
+    def hope(self) -> float:
+        """Lower confidence bound of log step seconds."""
+        return self.log_seconds - OPTIMISM * self.sigma
 
 
 def results_of(study: Study) -> list[TrialResult]:
@@ -30,17 +68,22 @@ def results_of(study: Study) -> list[TrialResult]:
     return [TrialResult.model_validate_json(trial.user_attrs[RESULT]) for trial in trials]
 
 
+def best_seconds(results: Sequence[TrialResult]) -> float:
+    """Fastest median step so far; infinite when none ran."""
+    return min((r.median_step_seconds or math.inf for r in results if r.outcome == "ok"), default=math.inf)
+
+
 class ResidualSampler(BaseSampler):
-    """Lower confidence bound on step seconds, under what memory failures have taught.
+    """Lower confidence bound on step seconds among what is predicted to fit.
 
     Args:
         space: the admissible candidates.
-        prior: expected step seconds before any trial, up to a common factor.
-        memory: expected bytes, up to a common factor; only the order matters.
+        cost: predicts them, and learns from results.
+        budget_bytes: what a run may take on the device.
     """
 
-    def __init__(self, space: SearchSpace, prior: Prior, memory: Callable[[Candidate], float]) -> None:
-        self.space, self.prior, self.memory = space, prior, memory
+    def __init__(self, space: SearchSpace, cost: CostModel, budget_bytes: int) -> None:
+        self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return {name: CategoricalDistribution(choices) for name, choices in self.space.choices.items()}
@@ -60,41 +103,37 @@ class ResidualSampler(BaseSampler):
 
     def next_candidate(self, results: Sequence[TrialResult]) -> Candidate | None:
         """What to try after `results`; None when nothing untried is left that could run."""
-        open_candidates = self.open_candidates(results)
-        if not open_candidates:
+        outlooks = self.outlooks(results)
+        if not outlooks:
             return None
-        if not any(result.outcome == "ok" for result in results):
-            return min(open_candidates, key=self.memory)
-        belief = self.belief(results)
-        return min(open_candidates, key=lambda c: belief.mean[c] - OPTIMISM * belief.sigma[c])
+        if any(result.outcome == "ok" for result in results):
+            return min(outlooks, key=lambda outlook: outlook.hope).candidate
+        safe = [outlook for outlook in outlooks if outlook.required_bytes <= SAFE_SHARE * self.budget_bytes]
+        if safe and not results:
+            return min(safe, key=lambda outlook: outlook.log_seconds).candidate
+        return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
 
-    def open_candidates(self, results: Sequence[TrialResult]) -> list[Candidate]:
-        """Candidates neither tried nor hopeless."""
+    def outlooks(self, results: Sequence[TrialResult]) -> list[Outlook]:
+        """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
+        self.cost.calibrate(results)
         tried = {result.candidate for result in results}
-        limits = [self.memory(result.candidate) for result in results if result.outcome in ("oom", "spill")]
-        limit = min(limits, default=math.inf)
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
-        return [
-            candidate
-            for candidate in self.space.candidates
-            if candidate not in tried
-            and self.memory(candidate) < limit
-            and (candidate.attention, candidate.quantization) not in barred
-        ]
+        too_large = [self._required(r.candidate) for r in results if r.outcome in ("oom", "spill")]
+        limit = min([self.budget_bytes, *too_large])
+        found = []
+        for candidate in self.space.candidates:
+            if candidate in tried or (candidate.attention, candidate.quantization) in barred:
+                continue
+            prediction = self.cost.predict(candidate)
+            required = _cautious(prediction)
+            if required < limit:
+                seconds = math.log(prediction.step_seconds)
+                found.append(Outlook(candidate, seconds, prediction.time_uncertainty, required))
+        return found
 
-    def belief(self, results: Sequence[TrialResult]) -> Belief:
-        """What is believed of every candidate of the space after `results`."""
-        return believe(self.space.candidates, self.space.choices, self.prior, measured_seconds(results))
+    def _required(self, candidate: Candidate) -> float:
+        return _cautious(self.cost.predict(candidate))
 
 
-BROKEN = ("unsupported", "numerics")
-"""Outcomes that condemn a combination of backends rather than a size."""
-
-
-def measured_seconds(results: Sequence[TrialResult]) -> Mapping[Candidate, float]:
-    """Median step seconds of the trials that ran."""
-    return {
-        result.candidate: seconds
-        for result in results
-        if result.outcome == "ok" and (seconds := result.median_step_seconds) is not None
-    }
+def _cautious(prediction: Prediction) -> float:
+    return prediction.required_memory_bytes * math.exp(CAUTION * prediction.memory_uncertainty)

@@ -1,13 +1,16 @@
 """The candidates that this machine, family and workload admit, and every choice that they don't, with the reason."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.errors import NothingFits
-from autotune.knobs.base import Setting
+from autotune.errors import InvalidInput, NothingFits
+from autotune.knobs.base import Choices, Setting
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Rejected
+
+Wish = tuple[str, str]
+"""A knob and one of its values, as text."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,18 @@ class SearchSpace:
     """Excluded values by knob, with reasons."""
 
 
-def search_space(setting: Setting) -> SearchSpace:
-    """Enumerate what may be tried.
+def search_space(setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequence[Wish] = ()) -> SearchSpace:
+    """Enumerate what may be tried; `pins` leave one value of a knob, `exclusions` take one away.
 
     Raises:
+        InvalidInput: there is no such knob or value.
         NothingFits: some knob has no admissible value here.
     """
     per_knob = {knob.name: knob.choices(setting) for knob in KNOBS}
+    for name, value in pins:
+        per_knob[name] = _pinned(name, value, _known(name, value, per_knob))
+    for name, value in exclusions:
+        per_knob[name] = _excluding(value, _known(name, value, per_knob))
     for name, choices in per_knob.items():
         if not choices.admitted:
             reasons = "; ".join(f"{r.choice}: {r.reason}" for r in choices.rejected)
@@ -47,3 +55,44 @@ def search_space(setting: Setting) -> SearchSpace:
             if clash not in rejected[name]:
                 rejected[name].append(clash)
     return SearchSpace(tuple(candidates), admitted, {name: tuple(found) for name, found in rejected.items()})
+
+
+def without(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
+    """The space without some values of a knob, each with the reason."""
+    rejected = tuple(Rejected(choice=choice, reason=reason) for choice, reason in dropped.items())
+    return SearchSpace(
+        candidates=tuple(candidate for candidate in space.candidates if getattr(candidate, knob) not in dropped),
+        choices={**space.choices, knob: tuple(choice for choice in space.choices[knob] if choice not in dropped)},
+        rejected={**space.rejected, knob: (*space.rejected[knob], *rejected)},
+    )
+
+
+def _known(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
+    if name not in per_knob:
+        raise InvalidInput(f"there is no knob called {name!r}", hint=f"knobs: {', '.join(per_knob)}")
+    choices = per_knob[name]
+    named = {str(choice) for choice in choices.admitted} | {str(rejected.choice) for rejected in choices.rejected}
+    if value not in named:
+        raise InvalidInput(f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(named))}")
+    return choices
+
+
+def _pinned(name: str, value: str, choices: Choices) -> Choices:
+    refused = next((rejected for rejected in choices.rejected if str(rejected.choice) == value), None)
+    if refused:
+        raise InvalidInput(f"{name} cannot be {value} here: {refused.reason}", hint="see `autotune plan --list-knobs`")
+    kept = tuple(choice for choice in choices.admitted if str(choice) == value)
+    others = tuple(
+        Rejected(choice=choice, reason=f"{name} is pinned to {value}")
+        for choice in choices.admitted
+        if str(choice) != value
+    )
+    return Choices(kept, (*choices.rejected, *others))
+
+
+def _excluding(value: str, choices: Choices) -> Choices:
+    kept = tuple(choice for choice in choices.admitted if str(choice) != value)
+    gone = tuple(
+        Rejected(choice=choice, reason="excluded by the user") for choice in choices.admitted if str(choice) == value
+    )
+    return Choices(kept, (*choices.rejected, *gone))

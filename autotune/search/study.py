@@ -9,7 +9,7 @@ import optuna
 from optuna.trial import Trial
 
 from autotune.schema import Candidate, TrialResult
-from autotune.search.sampler import RESULT, ResidualSampler, measured_seconds, results_of
+from autotune.search.sampler import RESULT, ResidualSampler, best_seconds, results_of
 from autotune.search.space import SearchSpace
 
 WORTHWHILE_GAIN = 0.03
@@ -35,7 +35,10 @@ def run_search(
     """Try candidates one after the other and return what happened, in order.
 
     An out-of-memory trial is a completed one with a violated constraint: it teaches, it does not end the search.
+    Without a candidate that is predicted to fit, nothing is tried.
     """
+    if not sampler.outlooks(()):
+        return ()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(sampler=sampler, direction="minimize")
     started = time.monotonic()
@@ -59,13 +62,10 @@ def run_search(
 
 
 def _nothing_to_gain(sampler: ResidualSampler, results: Sequence[TrialResult], limits: Limits) -> bool:
-    remaining = sampler.open_candidates(results)
-    measured = measured_seconds(results)
+    remaining = sampler.outlooks(results)
     if not remaining:
         return True
-    if len(results) < limits.min_trials or not measured:
+    best = best_seconds(results)
+    if len(results) < limits.min_trials or math.isinf(best):
         return False
-    belief = sampler.belief(results)
-    return min(belief.mean[c] - belief.sigma[c] for c in remaining) > math.log(min(measured.values())) + math.log1p(
-        -WORTHWHILE_GAIN
-    )
+    return min(outlook.hope for outlook in remaining) > math.log(best) + math.log1p(-WORTHWHILE_GAIN)

@@ -1,93 +1,127 @@
-"""Picks the winner of a search and says why: pure."""
+"""Picks the winner among what was measured, or predicted where nothing can be measured, and says why: pure."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autotune.errors import NothingFits
-from autotune.schema import Candidate, Choice, Objective, Reason, Rejected, TrialResult
+from autotune.schema import Candidate, Choice, Objective, Prediction, Reason, Rejected, TrialResult
 from autotune.search.space import SearchSpace
 
+GIB = 2**30
 
-def winner_of(results: Sequence[TrialResult], objective: Objective) -> TrialResult:
-    """The best trial that ran: fastest, or smallest for `memory`; ties go to the smaller, then the earlier.
 
-    Raises:
-        NothingFits: none ran.
-    """
-    ran = [result for result in results if result.outcome == "ok"]
-    if not ran:
-        last = results[-1] if results else None
-        why = f"{last.outcome}: {last.message}" if last else "there was nothing to try"
-        raise NothingFits(
-            f"none of {len(results)} trials ran ({why})",
-            hint="try a smaller --resolution or --rank, or --quality compact",
+@dataclass(frozen=True)
+class Score:
+    """What is known of a candidate: how fast and how large it is, or why it cannot run."""
+
+    candidate: Candidate
+    step_seconds: float
+    peak_memory_bytes: int
+    failure: str | None = None
+    """None when it runs; then both figures hold."""
+
+
+def measured_scores(results: Sequence[TrialResult]) -> list[Score]:
+    """From trials."""
+    return [
+        Score(
+            result.candidate,
+            result.median_step_seconds or 0.0,
+            result.peak_memory_bytes or 0,
+            None if result.outcome == "ok" else f"{result.outcome}: {result.message}",
         )
+        for result in results
+    ]
 
-    def key(result: TrialResult) -> tuple[float, float]:
-        time, memory = result.median_step_seconds or 0.0, float(result.peak_memory_bytes or 0)
+
+def predicted_scores(predictions: Sequence[Prediction], budget_bytes: int) -> list[Score]:
+    """From predictions: what needs more than the budget in any phase cannot run."""
+    return [
+        Score(
+            prediction.candidate,
+            prediction.step_seconds,
+            prediction.required_memory_bytes,
+            None if prediction.required_memory_bytes <= budget_bytes else _too_large(prediction, budget_bytes),
+        )
+        for prediction in predictions
+    ]
+
+
+def _too_large(prediction: Prediction, budget_bytes: int) -> str:
+    phase = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
+    needed = prediction.required_memory_bytes
+    return f"needs {needed / GIB:.1f} GiB in the {phase.name} phase, {budget_bytes / GIB:.1f} GiB may be taken"
+
+
+def winner_of(scores: Sequence[Score], objective: Objective) -> Score | None:
+    """The best that runs: fastest, or smallest for `memory`; ties go to the smaller, then the earlier."""
+
+    def key(score: Score) -> tuple[float, float]:
+        time, memory = score.step_seconds, float(score.peak_memory_bytes)
         return (time, memory) if objective == "throughput" else (memory, time)
 
-    return min(ran, key=key)
+    return min((score for score in scores if score.failure is None), key=key, default=None)
 
 
-def fallbacks_of(results: Sequence[TrialResult], winner: TrialResult) -> tuple[Candidate, ...]:
-    """Settings that ran in less memory than the winner, the fastest first, each smaller than the one before."""
-    ladder: list[TrialResult] = []
-    for result in sorted(
-        (r for r in results if r.outcome == "ok"),
-        key=lambda r: (r.median_step_seconds or 0.0, r.peak_memory_bytes or 0),
-    ):
-        smallest = (ladder[-1] if ladder else winner).peak_memory_bytes or 0
-        if (result.peak_memory_bytes or 0) < smallest:
-            ladder.append(result)
-    return tuple(result.candidate for result in ladder)
+def require_winner(scores: Sequence[Score], objective: Objective, relaxation: str) -> Score:
+    """The winner.
+
+    Raises:
+        NothingFits: nothing runs; `relaxation` says what would help.
+    """
+    best = winner_of(scores, objective)
+    if best is None:
+        nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
+        why = nearest.failure if nearest else "every setting is predicted to need more than a run may take"
+        raise NothingFits(f"nothing runs here: {why}", hint=relaxation)
+    return best
 
 
-def reasons_for(
-    space: SearchSpace, results: Sequence[TrialResult], winner: TrialResult, objective: Objective
-) -> tuple[Reason, ...]:
-    """One reason per knob: what was chosen, and for every other value the measurement or rule that spoke against it."""
-    return tuple(_reason(name, space, results, winner, objective) for name in space.choices)
+def fallbacks_of(scores: Sequence[Score], winner: Score, most: int = 5) -> tuple[Candidate, ...]:
+    """Settings that run in less memory than the winner, the fastest first, each smaller than the one before."""
+    ladder: list[Score] = []
+    running = [score for score in scores if score.failure is None]
+    for score in sorted(running, key=lambda s: (s.step_seconds, s.peak_memory_bytes)):
+        smallest = (ladder[-1] if ladder else winner).peak_memory_bytes
+        if score.peak_memory_bytes < smallest * 0.98:
+            ladder.append(score)
+    return tuple(score.candidate for score in ladder[:most])
 
 
-def _reason(
-    knob: str, space: SearchSpace, results: Sequence[TrialResult], winner: TrialResult, objective: Objective
-) -> Reason:
+def reasons_for(space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective) -> tuple[Reason, ...]:
+    """One reason per knob: what was chosen, and for every other value what spoke against it."""
+    return tuple(_reason(name, space, scores, winner, objective) for name in space.choices)
+
+
+def _reason(knob: str, space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective) -> Reason:
     chosen: Choice = getattr(winner.candidate, knob)
     others = [choice for choice in space.choices[knob] if choice != chosen]
-    rejected = [*space.rejected[knob]]
-    barred = {item.choice for item in rejected}
-    tried = {choice: _best_with(knob, choice, results, objective) for choice in others}
-    rejected += [
-        Rejected(choice=choice, reason=_compare(best, winner)) for choice, best in tried.items() if choice not in barred
+    excluded = {item.choice for item in space.rejected[knob]}
+    best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
+    rejected = [
+        *space.rejected[knob],
+        *(Rejected(choice=c, reason=_compare(score, winner)) for c, score in best.items() if c not in excluded),
     ]
     if not others:
         why = "the only value that can be used here"
-    elif any(tried.values()):
-        why = f"part of the {'fastest' if objective == 'throughput' else 'smallest'} of the settings tried"
+    elif any(best.values()):
+        why = f"part of the {'fastest' if objective == 'throughput' else 'smallest'} settings that run"
     else:
         why = "its alternatives were not tried: trials went to what promised more"
     return Reason(knob=knob, chosen=chosen, why=why, rejected=tuple(rejected))
 
 
-def _best_with(knob: str, choice: Choice, results: Sequence[TrialResult], objective: Objective) -> TrialResult | None:
-    having = [result for result in results if getattr(result.candidate, knob) == choice]
-    try:
-        return winner_of(having, objective)
-    except NothingFits:
-        return having[-1] if having else None
+def _best_with(knob: str, choice: Choice, scores: Sequence[Score], objective: Objective) -> Score | None:
+    having = [score for score in scores if getattr(score.candidate, knob) == choice]
+    smallest = min(having, key=lambda score: score.peak_memory_bytes, default=None)
+    return winner_of(having, objective) or smallest
 
 
-def _compare(best: TrialResult | None, winner: TrialResult) -> str:
+def _compare(best: Score | None, winner: Score) -> str:
     if best is None:
         return "not tried: it did not promise to be better"
-    if best.outcome != "ok":
-        return f"{best.outcome}: {best.message}"
-    time, memory = (
-        _ratio(best.median_step_seconds, winner.median_step_seconds),
-        _ratio(best.peak_memory_bytes, winner.peak_memory_bytes),
-    )
+    if best.failure:
+        return best.failure
+    time = best.step_seconds / winner.step_seconds
+    memory = best.peak_memory_bytes / winner.peak_memory_bytes
     return f"at best {time:.2f}x the step time at {memory:.2f}x the memory ({best.candidate.label()})"
-
-
-def _ratio(value: float | None, reference: float | None) -> float:
-    return value / reference if value and reference else 1.0

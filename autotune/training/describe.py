@@ -1,66 +1,100 @@
 """From a data folder to the workload: the shapes and lengths that decide memory and speed. Loads no weights."""
 
+import math
+from dataclasses import dataclass
+
+from autotune.cost.arguments import checked_bucket, positive
 from autotune.errors import InvalidInput
 from autotune.families.resolve import ResolvedModel
 from autotune.schema import Bucket, Objective, Quality, Workload
-from autotune.training.data.buckets import make_buckets
+from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.dataset import Dataset
-from autotune.training.data.pixels import read_size
 
 
-def describe_workload(
-    model: ResolvedModel,
-    dataset: Dataset | None,
-    *,
-    resolution_px: int | None = None,
-    rank: int | None = None,
-    lora_alpha: float | None = None,
-    targets: str = "attention",
-    effective_batch_size: int | None = None,
-    quality: Quality = "high",
-    objective: Objective = "throughput",
-) -> Workload:
-    """The workload of training `model` on `dataset`; None takes the family's default.
+@dataclass(frozen=True)
+class Wishes:
+    """What a user may fix about a workload; None takes the family's default."""
 
-    Without a dataset the workload is one square bucket and captions of the family's usual length.
+    size_px: tuple[int, int] | None = None
+    """(width, height). With data, the area that its buckets stay within."""
+    num_frames: int | None = None
+    text_tokens: int | None = None
+    """Length of captions where no data says it."""
+    rank: int | None = None
+    lora_alpha: float | None = None
+    targets: str = "attention"
+    effective_batch_size: int | None = None
+    quality: Quality = "high"
+    objective: Objective = "throughput"
+
+
+def wishes_of(workload: Workload) -> Wishes:
+    """The wishes that lead to `workload` again, on data of its class."""
+    return Wishes(
+        size_px=(workload.resolution_px, workload.resolution_px),
+        rank=workload.rank,
+        lora_alpha=workload.lora_alpha,
+        targets=workload.targets,
+        effective_batch_size=workload.effective_batch_size,
+        quality=workload.quality,
+        objective=workload.objective,
+    )
+
+
+def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wishes) -> Workload:
+    """The workload of training `model` on `dataset`.
+
+    Without a dataset it is one bucket, captions of the family's usual length, and one control image for edit models.
 
     Raises:
-        InvalidInput: a size is not positive, or the resolution is no multiple of what the model needs.
+        InvalidInput: a size is not positive or does not suit the model, or there is no such target set.
     """
-    defaults, multiple = model.family.defaults, model.family.size_multiple_px
-    resolution = resolution_px or defaults.resolution_px
-    if resolution % multiple or resolution < multiple:
-        nearest = max(multiple, round(resolution / multiple) * multiple)
+    family, defaults = model.family, model.family.defaults
+    width, height = wishes.size_px or (defaults.resolution_px, defaults.resolution_px)
+    frames = wishes.num_frames or defaults.num_frames
+    asked = checked_bucket(family, width, height, frames)
+    if wishes.targets not in family.target_sets:
         raise InvalidInput(
-            f"a resolution of {resolution} px is no multiple of {multiple}, which {model.family.name} needs",
-            hint=f"use --resolution {nearest}",
+            f"{family.name} has no target set called {wishes.targets!r}",
+            hint=f"choose one of: {', '.join(family.target_sets)}",
         )
-    if dataset is None:
-        buckets: tuple[Bucket, ...] = (Bucket(width_px=resolution, height_px=resolution, num_frames=1, num_items=1),)
-        lengths = [defaults.text_tokens, defaults.text_tokens - 1]
-    else:
-        buckets = make_buckets(dataset, resolution, multiple)
-        lengths = _text_lengths(model, dataset)
-    chosen_rank = rank or defaults.rank
+    resolution = math.isqrt(width * height)
+    buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, family.size_multiple_px)
+    lengths = _text_lengths(model, dataset, buckets, wishes.text_tokens)
+    rank = positive("rank", wishes.rank or defaults.rank)
     return Workload(
         model=model.spec,
         resolution_px=resolution,
         buckets=buckets,
         max_text_tokens=max(lengths),
         text_padding="exact" if len(set(lengths)) == 1 else "masked",
-        rank=chosen_rank,
-        lora_alpha=lora_alpha or defaults.lora_alpha * chosen_rank / defaults.rank,
-        targets=targets,
-        effective_batch_size=effective_batch_size or defaults.effective_batch_size,
-        quality=quality,
-        objective=objective,
+        num_control_images=_num_controls(model, dataset),
+        rank=rank,
+        lora_alpha=wishes.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
+        targets=wishes.targets,
+        effective_batch_size=positive("batch", wishes.effective_batch_size or defaults.effective_batch_size),
+        quality=wishes.quality,
+        objective=wishes.objective,
     )
 
 
-def _text_lengths(model: ResolvedModel, dataset: Dataset) -> list[int]:
-    if model.folder is None:
-        return [model.family.defaults.text_tokens, model.family.defaults.text_tokens - 1]
-    controls = _control_sizes(dataset)
+def _num_controls(model: ResolvedModel, dataset: Dataset | None) -> int:
+    if dataset is None:
+        return min(1, model.family.max_controls)
+    return max(len(item.control_paths) for item in dataset.items)
+
+
+def _text_lengths(
+    model: ResolvedModel, dataset: Dataset | None, buckets: tuple[Bucket, ...], text_tokens: int | None
+) -> list[int]:
+    usual = positive("text tokens", text_tokens or model.family.defaults.text_tokens)
+    if model.folder is None or dataset is None:
+        return [usual, max(1, usual - 1)]  # captions differ in length unless data shows otherwise
+    sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]
+    controls = [
+        [sizes[index]] * len(item.control_paths)
+        for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
+    ]
     try:
         return model.family.count_text_tokens(model.folder, [item.caption for item in dataset.items], controls)
     except (OSError, ValueError, KeyError) as error:
@@ -68,7 +102,3 @@ def _text_lengths(model: ResolvedModel, dataset: Dataset) -> list[int]:
             f"the tokenizer in {model.folder} cannot be read: {str(error).splitlines()[0]}",
             hint="download the model again; a file is missing or damaged",
         ) from error
-
-
-def _control_sizes(dataset: Dataset) -> list[list[tuple[int, int]]]:
-    return [[read_size(path, decode=False) for path in item.control_paths] for item in dataset.items]

@@ -38,7 +38,7 @@ def load_model(
         BadWeights: files are missing, damaged or of another model.
     """
     dtype = torch_dtype(settings.precision)
-    transformer = _load_transformer(model, settings, dtype, device)
+    transformer = load_transformer(model, settings, dtype, device)
     adapter = add_adapter(
         model.family,
         transformer,
@@ -60,7 +60,7 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
             knob.apply(model.transformer, model.family, getattr(settings, knob.name))
 
 
-def _load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Stream the weights in and quantise each layer as it arrives, so that loading never needs much more than the end.
 
     Without files the architecture gets random weights: enough for a trial, which measures memory and time.
@@ -79,7 +79,9 @@ def _load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dt
 
 def synthetic_samples(model: ResolvedModel, workload: Workload, count: int, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Random samples in the largest shapes of the workload: what a trial trains on."""
-    shapes = model.family.sample_shapes(model.config, workload.largest_bucket, workload.max_text_tokens)
+    shapes = model.family.sample_shapes(
+        model.config, workload.largest_bucket, workload.max_text_tokens, workload.num_control_images
+    )
     generator = torch.Generator().manual_seed(0)
     samples = [
         {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}

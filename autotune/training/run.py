@@ -1,89 +1,177 @@
 """`autotune train`: runs exactly what a plan says, and reports what happened against what was promised."""
 
-import math
+import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from autotune.atomic import write_whole
-from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
-from autotune.families.base import Batch
-from autotune.families.resolve import ResolvedModel, resolve_model
+from autotune.atomic import replacing, write_whole
+from autotune.errors import DoesNotFit, InvalidInput
+from autotune.families.adapter import add_adapter
+from autotune.families.resolve import ResolvedModel, build_on_meta, resolve_model
 from autotune.fit import data_misfits, hardware_misfits, model_misfits
 from autotune.knobs.base import Setting
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import HardwareProfile, RunReport, TrainingPlan, Workload
-from autotune.training.data.batches import Order
+from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import Dataset, read_dataset
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import read_identity
-from autotune.training.describe import describe_workload
-from autotune.training.events import Events, StepEvent
-from autotune.training.memory import allocated_bytes, live_tensors, peak_memory_bytes
-from autotune.training.model import TrainingModel, load_model
-from autotune.training.preview import load_pipeline, sample_preview
+from autotune.training.describe import describe_workload, wishes_of
+from autotune.training.events import Events
+from autotune.training.folder import CHECKPOINTS, REPORT_FILE, claim_folder, run_key
+from autotune.training.loop import Loop, Surroundings
+from autotune.training.metrics import Metrics
+from autotune.training.model import load_model
+from autotune.training.monitor import PhaseWatch
+from autotune.training.preview import Shot, Studio, grid, load_pipeline
+from autotune.training.processes import Processes, join
 from autotune.training.save import ADAPTER_FILE, save_trained
-from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step
+from autotune.training.verdict import judge
+from autotune.weights.sources import open_source
 
-REPORT_FILE = "report.json"
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+TRACE_FILE = "trace.json"
+MAX_SHOTS = 4
+"""Prompts sampled per preview: more would take longer than they tell."""
 
 
-def train(plan: TrainingPlan, hardware: HardwareProfile, cache_folder: Path, events: Events | None = None) -> RunReport:
-    """Train what the plan says on this machine.
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a run needs to know before any long work, all of it checked."""
 
-    Writes the adapter, a report and, where the job has a prompt, one sample with and one without the adapter.
+    model: ResolvedModel
+    dataset: Dataset
+    workload: Workload
+    output: Path
+
+
+def train(
+    plan: TrainingPlan,
+    hardware: HardwareProfile,
+    cache_folder: Path,
+    events: Events | None = None,
+    *,
+    resume: bool = False,
+    trace: bool = False,
+) -> RunReport:
+    """Train what the plan says on this machine; with `resume`, go on from the newest checkpoint where there is one.
+
+    Writes the adapter, a report, curves and, where the job has prompts, samples with and without the adapter.
 
     Raises:
         DoesNotFit: the plan was made for another machine, model or class of data.
         InvalidInput: the model or the data cannot be used, or the output folder belongs to another run.
-        AutotuneError: the loss is no longer finite.
+        Preempted: a signal came; a checkpoint is written.
+        AutotuneError: the loss is no longer finite, the disk is full, or the wrong number of processes runs.
     """
-    events = events or Events()
     started = time.monotonic()
-    model, dataset, workload = _require_fit(plan, hardware)
-    output = _new_output_folder(Path(plan.job.output))
-    device = torch.device(_device_name(hardware))
-    events.on_phase("encoding captions and images")
-    encoded = _encode(plan, model, dataset, workload, device, cache_folder, events)
-    events.on_phase("loading the transformer")
-    trained = load_model(model, workload, plan.frozen.settings, device, plan.job.seed)
-    events.on_phase("training")
-    loop = _Loop(plan, trained, encoded)
-    for event in loop.run():
-        events.on_step(event)
-    adapter = output / ADAPTER_FILE
-    save_trained(adapter, trained, loop.optimizer, plan, plan.job.num_steps)
-    _sample(plan, model, adapter, workload, device, events)
-    report = loop.report(time.monotonic() - started)
-    write_whole(output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
+    prepared = prepare(plan, hardware, resume=resume)
+    processes = join(plan.frozen.hardware.num_processes, torch.device(_device_name(hardware)))
+    events = (events or Events()) if processes.is_first else Events()
+    run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
+    with run.watch.phase("caching"):
+        encoded = run.encode(cache_folder)
+        studio = run.studio()
+    with run.watch.phase("loading"):
+        events.on_phase("loading the transformer")
+        trained = load_model(prepared.model, prepared.workload, plan.frozen.settings, processes.device, plan.job.seed)
+        if run.shots and processes.is_first:
+            studio.attach(trained.transformer)
+    key = run_key(plan, encoded)
+    job, output = plan.job, prepared.output
+    keep_every = job.checkpoints_keep_every * job.checkpointing_steps
+    with Checkpoints(
+        output / CHECKPOINTS, key, keep_last=job.checkpoints_total_limit, keep_every=keep_every
+    ) as checkpoints:
+        checkpoint = checkpoints.newest(events.on_warning) if resume else None
+        loop = Loop(plan, trained, encoded, checkpoint)
+        events.on_phase(f"training from step {loop.first_step}" if checkpoint else "training")
+        metrics = run.metrics(loop.first_step)
+        around = Surroundings(
+            processes=processes,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            events=events,
+            preview=lambda step: run.preview(studio, step),
+            budget_bytes=hardware.device.budget_bytes,
+            trace=output / TRACE_FILE if trace and processes.is_first else None,
+        )
+        try:
+            with run.watch.phase("training"):
+                loop.run(around)
+        finally:
+            if metrics:
+                metrics.close()
+    report = run.finish(loop, studio, metrics.losses if metrics else [], started)
+    processes.wait()
     return report
 
 
-def _require_fit(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[ResolvedModel, Dataset, Workload]:
+def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> Prepared:
+    """Check plan, machine, model, data, output folder and disk: all that can fail before any long work.
+
+    Raises:
+        DoesNotFit, InvalidInput, AutotuneError: as `train`.
+    """
     require_fit(hardware_misfits(plan, hardware))
-    if plan.job.data is None:
+    job, planned = plan.job, plan.frozen.workload
+    if job.data is None:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
-    model = resolve_model(plan.job.model)
+    if planned.effective_batch_size % plan.frozen.hardware.num_processes:
+        raise InvalidInput(
+            f"an effective batch of {planned.effective_batch_size} cannot be shared evenly by "
+            f"{plan.frozen.hardware.num_processes} processes",
+            hint="make the plan again with --batch a multiple of --gpus",
+        )
+    model = resolve_model(job.model)
     require_fit(model_misfits(plan, model.spec))
-    dataset = read_dataset(Path(plan.job.data))
-    planned = plan.frozen.workload
-    workload = describe_workload(
-        model,
-        dataset,
-        resolution_px=planned.resolution_px,
-        rank=planned.rank,
-        lora_alpha=planned.lora_alpha,
-        targets=planned.targets,
-        effective_batch_size=planned.effective_batch_size,
-        quality=planned.quality,
-        objective=planned.objective,
+    _require_weights(model)
+    dataset = read_dataset(
+        Path(job.data),
+        caption=job.caption,
+        trigger=job.trigger,
+        control=Path(job.control) if job.control else None,
+        num_frames=job.num_frames,
     )
+    workload = describe_workload(model, dataset, wishes_of(planned))
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
-    return model, dataset, workload
+    output = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model))
+    return Prepared(model, dataset, workload, output)
+
+
+def _require_weights(model: ResolvedModel) -> None:
+    """Read the headers of all components: damage shows now, not after an hour of caching."""
+    if model.folder is None:
+        raise InvalidInput(
+            f"the weights of {model.spec.name} are not on this machine",
+            hint=f"download {model.family.hub_id} and pass its folder: --model FOLDER",
+        )
+    for part in model.family.components:
+        if part in ("transformer", "vae") or part.startswith("text_encoder"):
+            open_source(model.folder / part)
+
+
+def _output_bytes(plan: TrainingPlan, model: ResolvedModel) -> int:
+    """Of the adapter and all checkpoints: fp32 weights, and with two moments for each in a checkpoint."""
+    workload, job = plan.frozen.workload, plan.job
+    adapter = add_adapter(
+        model.family,
+        build_on_meta(model.family, model.config),
+        rank=workload.rank,
+        lora_alpha=workload.lora_alpha,
+        targets=workload.targets,
+        dtype=torch.float32,
+    )
+    one = sum(parameter.numel() for parameter in adapter) * 4
+    kept = job.checkpoints_keep_every and job.num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
+    return one * (1 + 3 * (job.checkpoints_total_limit + 1 + kept))
 
 
 def require_fit(misfits: tuple[str, ...]) -> None:
@@ -96,151 +184,141 @@ def require_fit(misfits: tuple[str, ...]) -> None:
         )
 
 
-def _new_output_folder(folder: Path) -> Path:
-    if (folder / ADAPTER_FILE).exists():
-        raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot make the output folder {folder}: {error.strerror}", hint="choose another"
-        ) from error
-    return folder
-
-
 def _device_name(hardware: HardwareProfile) -> str:
     kind = hardware.device.kind
     return f"cuda:{hardware.device.index}" if kind == "cuda" else kind
 
 
-def _encode(
-    plan: TrainingPlan,
-    model: ResolvedModel,
-    dataset: Dataset,
-    workload: Workload,
-    device: torch.device,
-    cache_folder: Path,
-    events: Events,
-) -> EncodedDataset:
-    assert model.folder is not None  # the data was described from it
-    precision = plan.frozen.settings.precision
-    return encode_dataset(
-        model.family,
-        lambda: load_pipeline(model, torch_dtype(precision), device, transformer=None),
-        dataset,
-        workload.buckets,
-        Cache(cache_folder),
-        identity=read_identity(model.folder, model.family, settings=precision),
-        on_progress=events.on_encoded,
-    )
+@dataclasses.dataclass
+class _Run:
+    """The phases of one run around its loop."""
 
+    plan: TrainingPlan
+    prepared: Prepared
+    processes: Processes
+    events: Events
+    watch: PhaseWatch
 
-def _sample(
-    plan: TrainingPlan, model: ResolvedModel, adapter: Path, workload: Workload, device: torch.device, events: Events
-) -> None:
-    if not plan.job.preview_prompts:
-        return
-    events.on_phase("sampling with and without the adapter")
-    preview = sample_preview(
-        model,
-        adapter,
-        plan.job.preview_prompts[0],
-        workload.largest_bucket,
-        num_steps=plan.job.preview_steps,
-        seed=plan.job.seed,
-        dtype=torch_dtype(plan.frozen.settings.precision),
-        device=device,
-    )
-    for name, frames in (("with", preview.with_adapter), ("without", preview.without_adapter)):
-        frames[0].save(adapter.parent / f"sample_{name}_adapter.png")
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.plan.frozen.settings.precision)
 
-
-class _Loop:
-    """The steps of one run: the same order and noise whatever the micro-batch size."""
-
-    def __init__(self, plan: TrainingPlan, model: TrainingModel, encoded: EncodedDataset) -> None:
-        self.plan, self.model, self.encoded = plan, model, encoded
-        job = plan.job
-        self.optimizer = AdapterOptimizer(
-            model.adapter,
-            learning_rate=job.learning_rate,
-            weight_decay=job.weight_decay,
-            max_grad_norm=job.max_grad_norm,
+    def encode(self, cache_folder: Path) -> EncodedDataset:
+        """Encode on the first process while the others wait; then they find all of it in the cache."""
+        if not self.processes.is_first:
+            self.processes.wait()
+        model, precision = self.prepared.model, self.plan.frozen.settings.precision
+        assert model.folder is not None  # its weights were checked
+        self.events.on_phase("encoding captions and images")
+        encoded = encode_dataset(
+            model.family,
+            lambda: load_pipeline(model, self.dtype, self.processes.device, transformer=None),
+            self.prepared.dataset,
+            self.prepared.workload.buckets,
+            Cache(cache_folder),
+            identity=read_identity(model.folder, model.family, settings=precision),
+            caption_dropout=self.plan.job.caption_dropout,
+            on_progress=self.events.on_encoded,
         )
-        self.order = Order(
-            groups=encoded.groups,
-            repeats=tuple(item.repeats for item in encoded.items),
-            effective_batch_size=plan.frozen.workload.effective_batch_size,
-            seed=job.seed,
-        )
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.peak_bytes = 0
+        for problem in encoded.problems:
+            self.events.on_warning(f"left out: {problem.file}: {problem.message}")
+        if self.processes.is_first:
+            self.processes.wait()
+        return encoded
 
-    def run(self) -> Iterator[StepEvent]:
-        """Take every step; on CPU the second also measures memory, and like the first is left out of the speed."""
-        num_steps = self.plan.job.num_steps
-        for step in range(num_steps):
-            started = time.perf_counter()
-            outcome = self._measured_step(step) if step == 1 else self._step(step)
-            seconds = time.perf_counter() - started
-            if not math.isfinite(outcome.loss):
-                raise AutotuneError(
-                    f"the loss is {outcome.loss} at step {step + 1}",
-                    hint="lower the rate: autotune train PLAN --learning-rate X",
-                )
-            self.losses.append(outcome.loss)
-            self.seconds.append(seconds)
-            yield StepEvent(step + 1, num_steps, outcome.loss, seconds, allocated_bytes(self.model.device))
+    @property
+    def shots(self) -> list[Shot]:
+        """What previews show; the controls are those of the image whose caption is the prompt, or of the first."""
+        job, items = self.plan.job, self.prepared.dataset.items
+        by_caption = {item.caption: item for item in reversed(items)}
+        return [
+            Shot(
+                prompt,
+                self.prepared.workload.largest_bucket,
+                job.preview_steps,
+                job.seed + number,
+                by_caption.get(prompt, items[0]).control_paths,
+            )
+            for number, prompt in enumerate(job.preview_prompts[:MAX_SHOTS])
+        ]
 
-    def _step(self, step: int) -> StepOutcome:
-        return optimizer_step(
-            self.model.family,
-            self.model.transformer,
-            self.optimizer,
-            self._batches(step),
-            effective_batch_size=self.order.effective_batch_size,
-            timestep_shift=self.plan.job.timestep_shift,
-            seed=self.plan.job.seed,
-            step=step,
-        )
+    def studio(self) -> Studio:
+        """Ready to sample the job's prompts."""
+        studio = Studio(self.prepared.model, self.dtype, self.processes.device)
+        if self.shots and self.processes.is_first:
+            studio.learn(self.shots)
+        return studio
 
-    def _measured_step(self, step: int) -> StepOutcome:
-        outcomes: list[StepOutcome] = []
-        live = live_tensors(self.model.transformer, self.optimizer)
-        self.peak_bytes = peak_memory_bytes(self.model.device, live, lambda: outcomes.append(self._step(step)))
-        return outcomes[0]
+    def metrics(self, first_step: int) -> Metrics | None:
+        """On the first process."""
+        if not self.processes.is_first:
+            return None
+        return Metrics(self.prepared.output, resumed_at=first_step, report_to=self.plan.job.report_to)
 
-    def _batches(self, step: int) -> Iterator[Batch]:
-        for micro in self.order.micro_batches(step, self.plan.frozen.settings.micro_batch_size):
-            samples = [
-                self.encoded.sample(index, dropped=dropped)
-                for index, dropped in zip(micro.indices, micro.dropped, strict=True)
-            ]
-            batch = self.model.family.collate(samples)
-            yield {
-                name: tensor.to(self.model.device, self.model.dtype if tensor.is_floating_point() else None)
-                for name, tensor in batch.items()
-            }
+    def preview(self, studio: Studio, step: int) -> None:
+        """Sample the job's prompts with what is trained so far."""
+        for number, shot in enumerate(self.shots):
+            with self.watch.phase("previews"):
+                frames = studio.sample(shot)
+            _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
 
-    def report(self, total_seconds: float) -> RunReport:
+    def finish(self, loop: Loop, studio: Studio, losses: list[float], started: float) -> RunReport:
+        """Save the adapter, look at it, and report."""
+        output, transformer = self.prepared.output, loop.model.transformer
+        adapter_loss = loop.evaluate()
+        transformer.disable_adapters()  # type: ignore[operator]
+        base_loss = loop.evaluate()
+        transformer.enable_adapters()  # type: ignore[operator]
+        adapter = output / ADAPTER_FILE
+        if self.processes.is_first:
+            with self.watch.phase("saving"):
+                save_trained(adapter, loop.model, loop.optimizer, self.plan, loop.num_steps)
+            self._sample(studio, adapter)
+        verdict = judge(adapter, base_loss=base_loss, adapter_loss=adapter_loss) if self.processes.is_first else None
+        report = self._report(loop, losses, time.monotonic() - started).model_copy(update={"verdict": verdict})
+        if self.processes.is_first:
+            write_whole(output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
+        return report
+
+    def _sample(self, studio: Studio, adapter: Path) -> None:
+        if not self.shots:
+            return
+        self.events.on_phase("sampling with and without the adapter")
+        with self.watch.phase("previews"):
+            pairs = studio.with_and_without(adapter, self.shots)
+        for name, image in zip(("without", "with"), pairs[0], strict=True):
+            _save_image(image, adapter.parent / f"sample_{name}_adapter.png")
+        _save_image(grid(pairs), adapter.parent / "samples.png")
+
+    def _report(self, loop: Loop, losses: list[float], total_seconds: float) -> RunReport:
         """What the run did, against what the plan promised."""
-        steady = sorted(self.seconds[2:] or self.seconds)
+        steady = sorted(loop.seconds[2:] or loop.seconds) or [0.0]
         step_seconds = steady[len(steady) // 2]
+        head = losses[: max(1, len(losses) // 10)]
+        tail = losses[-len(head) :]
+        waits = loop.data_seconds[2:] or loop.data_seconds or [0.0]
         expected = self.plan.frozen.expected
-        head = self.losses[: max(1, len(self.losses) // 10)]
-        tail = self.losses[-len(head) :]
         return RunReport(
             plan_digest=self.plan.digest,
-            num_steps=len(self.losses),
+            num_steps=loop.num_steps,
+            resumed_at=loop.first_step,
             total_seconds=total_seconds,
             expected_step_seconds=expected.step_seconds,
             measured_step_seconds=step_seconds,
+            data_seconds=sum(waits) / len(waits),
             expected_peak_memory_bytes=expected.peak_memory_bytes,
-            measured_peak_memory_bytes=self.peak_bytes or None,
-            images_per_second=self.order.effective_batch_size / step_seconds,
-            first_loss=sum(head) / len(head),
-            final_loss=sum(tail) / len(tail),
+            measured_peak_memory_bytes=loop.peak_bytes or None,
+            phases=tuple(self.watch.peaks.values()),
+            images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
+            gpu_utilisation=sum(loop.utilisations) / len(loop.utilisations) if loop.utilisations else None,
+            first_loss=sum(head) / max(1, len(head)),
+            final_loss=sum(tail) / max(1, len(tail)),
+            warnings=tuple(loop.warnings),
             settings=self.plan.frozen.settings,
             adapter=ADAPTER_FILE,
         )
+
+
+def _save_image(image: "Image", path: Path) -> None:
+    with replacing(path) as part:
+        image.save(part, format="PNG")

@@ -1,6 +1,6 @@
-"""One training step: the only place where a loss is computed, shared by training and trials."""
+"""One optimizer step, shared by training and trials."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,26 +8,16 @@ import torch
 from torch import nn
 
 from autotune.families.base import Batch, Family
+from autotune.families.loss import flow_matching_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Average = Callable[[Sequence["Tensor"]], None]
+"""Replaces tensors by their mean over all processes, in place."""
 
-def flow_matching_loss(
-    family: Family, transformer: nn.Module, batch: Batch, noise: "Tensor", sigmas: "Tensor"
-) -> "Tensor":
-    """Mean squared error of the predicted velocity, averaged in fp32 over a micro-batch.
-
-    Args:
-        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning.
-        noise: standard normal, in the shape of the latents.
-        sigmas: (batch,) share of noise in [0, 1]: noisy = (1 - sigma) * clean + sigma * noise.
-    """
-    clean = batch["latents"]
-    share = sigmas.view(-1, *[1] * (clean.ndim - 1)).to(clean.dtype)
-    noisy = (1 - share) * clean + share * noise
-    velocity = family.predict(transformer, noisy, sigmas, batch)
-    return torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float())
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps for each parameter."""
 
 
 def draw(seed: int, step: int, position: int, shape: Sequence[int], shift: float) -> tuple["Tensor", float]:
@@ -37,7 +27,8 @@ def draw(seed: int, step: int, position: int, shape: Sequence[int], shift: float
     The level is logit-normal, then shifted towards noise, s * t / (1 + (s - 1) * t): the density and the shift of
     Stable Diffusion 3 (Esser et al. 2024, sections 3.1 and 5.3.2).
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + position)
+    place = (seed * 1_000_003 + step) * 1_000_003 + position
+    generator = torch.Generator().manual_seed(place % 2**63)  # large seeds overflow torch's 64 bits
     level = float(torch.sigmoid(torch.randn((), generator=generator)))
     return torch.randn(*shape, generator=generator), shift * level / (1 + (shift - 1) * level)
 
@@ -54,7 +45,9 @@ class AdapterOptimizer:
     """AdamW on fp32 master copies of the adapter's parameters.
 
     A bf16 parameter loses updates smaller than 1/256 of itself; the masters keep them. For fp32 parameters the masters
-    are the parameters themselves.
+    are the parameters themselves. fp16 gradients underflow, so an fp16 loss is scaled; a step whose scaled gradients
+    overflow changes nothing but the scale. Weight decay pulls both of LoRA's matrices, and so their product, towards
+    zero: an adapter has no norms or biases, on which decay would do harm.
     """
 
     def __init__(
@@ -63,23 +56,55 @@ class AdapterOptimizer:
         self.parameters = list(parameters)
         self.masters = [p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in parameters]
         self.max_grad_norm = max_grad_norm
+        device = self.parameters[0].device
         self.adamw = torch.optim.AdamW(
-            self.masters, lr=learning_rate, weight_decay=weight_decay, fused=self.parameters[0].device.type != "mps"
+            self.masters, lr=learning_rate, weight_decay=weight_decay, fused=device.type != "mps"
         )
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.parameters[0].dtype == torch.float16)
 
-    def step(self) -> float:
-        """Clip, update and clear the gradients; returns the gradient norm before clipping."""
+    def step(self, average: Average | None = None) -> "Tensor":
+        """Average over processes, clip, update and clear the gradients; returns the gradient norm before clipping."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
+        if average:
+            average([master.grad for master in self.masters if master.grad is not None])
+        self.scaler.unscale_(self.adamw)
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
-        self.adamw.step()
+        self.scaler.step(self.adamw)
+        self.scaler.update()
         self.adamw.zero_grad(set_to_none=True)
+        self._publish()
+        return norm
+
+    def _publish(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.data.copy_(master.data)
-        return float(norm)
+
+    def state(self) -> "dict[str, Tensor]":
+        """Masters and moments by name: with `load_state` a run goes on as if it had never stopped."""
+        tensors = {}
+        for number, master in enumerate(self.masters):
+            tensors[f"{number:05}.master"] = master.detach()
+            moments = self.adamw.state.get(master, {})
+            tensors |= {f"{number:05}.{name}": moments[name] for name in MOMENTS if name in moments}
+        return tensors
+
+    def load_state(self, tensors: "Mapping[str, Tensor]") -> None:
+        """Take over what `state` gave, on any device.
+
+        Raises:
+            KeyError, RuntimeError: it belongs to another adapter.
+        """
+        for number, master in enumerate(self.masters):
+            master.data.copy_(tensors[f"{number:05}.master"])
+            moments = {name: tensors.get(f"{number:05}.{name}") for name in MOMENTS}
+            self.adamw.state[master] = {
+                name: tensor.to(master.device, copy=True) for name, tensor in moments.items() if tensor is not None
+            }
+        self._publish()
 
 
 def optimizer_step(
@@ -92,21 +117,39 @@ def optimizer_step(
     timestep_shift: float,
     seed: int,
     step: int,
+    weighting: str = "none",
+    first_position: int = 0,
+    average: Average | None = None,
 ) -> StepOutcome:
     """Accumulate the gradients of all micro-batches of one effective batch, then update the adapter once.
 
-    Each micro-batch weighs by its share of the effective batch, so an uneven split gives the same gradient.
+    Each micro-batch weighs by its share of the effective batch, so an uneven split gives the same gradient. Of several
+    processes each gets its own share: `effective_batch_size` counts the images of this one, `first_position` those
+    of the processes before it, and `average` is called once per step, after all micro-batches.
     """
     total = torch.zeros((), dtype=torch.float32)
-    position = 0
+    position = first_position
     for batch in micro_batches:
         clean = batch["latents"]
-        draws = [draw(seed, step, position + i, clean.shape[1:], timestep_shift) for i in range(len(clean))]
+        loss = drawn_loss(family, transformer, batch, (seed, step, position), timestep_shift, weighting)
+        loss = loss * (len(clean) / effective_batch_size)
         position += len(clean)
-        noise = torch.stack([noise for noise, _ in draws]).to(clean)
-        sigmas = torch.tensor([sigma for _, sigma in draws], device=clean.device)
-        loss = flow_matching_loss(family, transformer, batch, noise, sigmas) * (len(clean) / effective_batch_size)
-        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total = total.to(loss.device) + loss.detach()
-    norm = optimizer.step()
-    return StepOutcome(loss=float(total), gradient_norm=norm)
+    norm = optimizer.step(average)
+    if average:
+        average([total])
+    loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # one wait for the device, not two
+    return StepOutcome(loss=loss_value, gradient_norm=norm_value)
+
+
+def drawn_loss(
+    family: Family, transformer: nn.Module, batch: Batch, place: tuple[int, int, int], shift: float, weighting: str
+) -> "Tensor":
+    """Mean loss of a micro-batch whose first image stands at `place` = (seed, step, position), with its own noise."""
+    clean = batch["latents"]
+    seed, step, position = place
+    draws = [draw(seed, step, position + i, clean.shape[1:], shift) for i in range(len(clean))]
+    noise = torch.stack([noise for noise, _ in draws]).to(clean)
+    sigmas = torch.tensor([sigma for _, sigma in draws], device=clean.device)
+    return flow_matching_loss(family, transformer, batch, noise, sigmas, weighting)

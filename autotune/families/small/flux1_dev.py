@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from autotune.families.small.parts import clip_text_encoder, clip_tokenizer, flux_vae, t5_encoder, t5_tokenizer
+from autotune.families.small.parts import clip_text_encoder, clip_tokenizer, flux_vae, mirror, t5_encoder, t5_tokenizer
 
 
 def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: 3 double-stream and 3 single-stream blocks of width 128."""
+    """Write the pipeline: 2 double-stream and 2 single-stream blocks of width 128."""
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
@@ -17,8 +17,8 @@ def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
         text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
         text_encoder_2 = t5_encoder(tokenizer_2, hidden_size=128)
         transformer = FluxTransformer2DModel(
-            num_layers=3,
-            num_single_layers=3,
+            num_layers=2,
+            num_single_layers=2,
             attention_head_dim=32,
             num_attention_heads=4,
             joint_attention_dim=128,
@@ -26,6 +26,7 @@ def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
             guidance_embeds=True,
             axes_dims_rope=(8, 12, 12),
         )
+        mirror(transformer.proj_out, transformer.x_embedder.weight)
         vae = flux_vae()
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=3.0,

@@ -9,6 +9,7 @@ from autotune.families.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
     flux_vae,
+    mirror,
     qwen_processor,
     qwen_text_encoder,
     qwen_tokenizer,
@@ -51,7 +52,7 @@ def _write(
             axes_dims=(8, 12, 12),
             visual_cond=visual_cond,
         )
-        _open_gates(transformer)
+        _initialise(transformer)
         vae = make_vae()
     getattr(diffusers, pipeline_class)(
         transformer=transformer,
@@ -64,18 +65,22 @@ def _write(
     ).save_pretrained(folder)
 
 
-def _open_gates(transformer: Any) -> None:
-    """The class starts with all modulation at zero, which closes every block: no gradient would reach an adapter."""
+def _initialise(transformer: Any) -> None:
+    """The class starts with all modulation at zero: no gradient would reach an adapter through closed blocks."""
     import torch
 
     for name, parameter in transformer.named_parameters():
         if "modulation" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
+            torch.nn.init.normal_(parameter, std=0.1)
+    # A patch goes in with its channels innermost and comes out with them outermost; conditioning channels go in only.
+    first = transformer.visual_embeddings.in_layer.weight
+    patches = first.unflatten(1, (4, -1))[:, :, :16].transpose(1, 2)
+    mirror(transformer.out_layer.out_layer, patches.flatten(1))
 
 
 def _video_vae() -> Any:
     from diffusers import AutoencoderKLHunyuanVideo
 
     return AutoencoderKLHunyuanVideo(
-        block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, scaling_factor=0.476986
+        block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, scaling_factor=3.0
     ).eval()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.families.base import bare_pipeline
-from autotune.families.small.parts import qwen_processor, qwen_text_encoder, qwen_tokenizer
+from autotune.families.small.parts import mirror, qwen_processor, qwen_text_encoder, qwen_tokenizer
 
 
 def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
@@ -26,6 +26,7 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
             joint_attention_dim=128,
             axes_dims_rope=(8, 12, 12),
         )
+        mirror(transformer.proj_out, transformer.img_in.weight)
         vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=1.0,

@@ -1,0 +1,48 @@
+"""Which machine a command is about, from its options."""
+
+import re
+from typing import TYPE_CHECKING
+
+from autotune.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from autotune.schema import HardwareProfile
+
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of `20GiB`, `900 MiB` or `20GB`.
+
+    Raises:
+        InvalidInput: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise InvalidInput(f"{text!r} is no amount of memory", hint="write it like 20GiB or 900MiB")
+    return int(float(match.group(1)) * unit)
+
+
+def machine_for(
+    hardware: str | None, *, max_memory: str | None = None, reserve: str | None = None
+) -> "HardwareProfile":
+    """The named hardware, or this machine; with the budget that the options leave.
+
+    Raises:
+        InvalidInput: there is no such hardware, or an option is no size.
+    """
+    from autotune.hardware.probe import with_budget, with_reserve
+    from autotune.hardware.store import cached_profile, hardware_named
+    from autotune.terminal import err
+
+    if hardware is not None:
+        machine = hardware_named(hardware)
+    else:
+        with err.status("reading the machine") as status:
+            machine = cached_profile(on_progress=status.update)
+    if reserve is not None:
+        machine = with_reserve(machine, parse_bytes(reserve))
+    if max_memory is not None:
+        machine = with_budget(machine, parse_bytes(max_memory))
+    return machine

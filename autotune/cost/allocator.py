@@ -1,0 +1,194 @@
+"""A model of PyTorch's CUDA caching allocator: what it reserves for a sequence of allocations and frees.
+
+Rules and constants: c10/cuda/CUDACachingAllocator.cpp of torch 2.x. Sizes round up to 512 bytes. Requests up to 1 MiB
+come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones get a segment rounded up to 2 MiB. The
+best-fitting free block is split when the rest is worth keeping, and neighbours merge when freed. With expandable
+segments each pool is one range that grows at its end by whole pages, 2 MiB for the small pool and 20 MiB for the large.
+"""
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+MIB = 1 << 20
+BLOCK_BYTES = 512
+SMALL_REQUEST_BYTES = MIB
+SMALL_SEGMENT_BYTES = 2 * MIB
+LARGE_SEGMENT_BYTES = 20 * MIB
+LARGE_REQUEST_BYTES = 10 * MIB
+SEGMENT_STEP_BYTES = 2 * MIB
+
+
+def rounded(size: int, step: int) -> int:
+    """`size` rounded up to a multiple of `step`, at least one."""
+    return max(1, -(-size // step)) * step
+
+
+@dataclass(eq=False)
+class Block:
+    """A stretch of a segment. `address` orders blocks of equal size as the allocator does."""
+
+    size: int
+    address: int
+    free: bool = True
+    before: "Block | None" = None
+    after: "Block | None" = None
+
+
+@dataclass
+class Pool:
+    """Segments for small or for large requests."""
+
+    small: bool
+    expandable: bool
+    reserved_bytes: int = 0
+    _free: list[tuple[int, int]] = field(default_factory=list)
+    _blocks: dict[int, Block] = field(default_factory=dict)
+    _end: int = 0
+    _last: Block | None = None
+
+    def take(self, size: int) -> Block:
+        """A block of at least `size` bytes, from the cache or from a new segment."""
+        at = bisect.bisect_left(self._free, (size, 0))
+        block = self._blocks[self._free.pop(at)[1]] if at < len(self._free) else self._grow(size)
+        rest = block.size - size
+        if rest >= BLOCK_BYTES if (self.small or self.expandable) else rest > SMALL_REQUEST_BYTES:
+            self._split(block, size)
+        block.free = False
+        return block
+
+    def give(self, block: Block) -> None:
+        """Return a block; it merges with free neighbours."""
+        block.free = True
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            self._forget(before)
+            block = self._merge(before, block)
+        if after is not None and after.free:
+            self._forget(after)
+            block = self._merge(block, after)
+        bisect.insort(self._free, (block.size, block.address))
+
+    def _grow(self, size: int) -> Block:
+        if self.expandable:
+            return self._extend(size)
+        if self.small:
+            segment = SMALL_SEGMENT_BYTES
+        else:
+            segment = LARGE_SEGMENT_BYTES if size < LARGE_REQUEST_BYTES else rounded(size, SEGMENT_STEP_BYTES)
+        return self._new(segment, None)
+
+    def _extend(self, size: int) -> Block:
+        page = SMALL_SEGMENT_BYTES if self.small else LARGE_SEGMENT_BYTES
+        last = self._last
+        if last is not None and last.free:
+            self._forget(last)
+            grown = rounded(size - last.size, page)
+            last.size += grown
+            self._end += grown
+            self.reserved_bytes += grown
+            return last
+        return self._new(rounded(size, page), last)
+
+    def _new(self, size: int, before: Block | None) -> Block:
+        block = Block(size, self._end, before=before)
+        if before is not None:
+            before.after = block
+        self._blocks[block.address] = block
+        self._end += size
+        self.reserved_bytes += size
+        self._last = block
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.size - size, block.address + size, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._blocks[rest.address] = rest
+        if self._last is block:
+            self._last = rest
+        bisect.insort(self._free, (rest.size, rest.address))
+
+    def _merge(self, left: Block, right: Block) -> Block:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        del self._blocks[right.address]
+        if self._last is right:
+            self._last = left
+        return left
+
+    def _forget(self, block: Block) -> None:
+        del self._free[bisect.bisect_left(self._free, (block.size, block.address))]
+
+
+class CachingAllocator:
+    """Replays allocations by number, and knows what is allocated and reserved, now and at most."""
+
+    def __init__(self, *, expandable_segments: bool = False) -> None:
+        self._pools = {small: Pool(small, expandable_segments) for small in (True, False)}
+        self._held: dict[int, tuple[Pool, Block]] = {}
+        self.allocated_bytes = 0
+        self.peak_allocated_bytes = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the device has lent; it never shrinks, as the allocator gives back only when memory runs out."""
+        return sum(pool.reserved_bytes for pool in self._pools.values())
+
+    def allocate(self, number: int, size: int) -> None:
+        """Allocate `size` bytes under `number`."""
+        if size <= 0:
+            return
+        needed = rounded(size, BLOCK_BYTES)
+        pool = self._pools[needed <= SMALL_REQUEST_BYTES]
+        block = pool.take(needed)
+        self._held[number] = (pool, block)
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+
+    def free(self, number: int) -> None:
+        """Free what `number` holds; an unknown number holds nothing."""
+        held = self._held.pop(number, None)
+        if held is not None:
+            pool, block = held
+            self.allocated_bytes -= block.size
+            pool.give(block)
+
+
+def replayed(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> CachingAllocator:
+    """An allocator after (number, bytes) events; a free has negative bytes."""
+    allocator = CachingAllocator(expandable_segments=expandable_segments)
+    for number, size in events:
+        if size >= 0:
+            allocator.allocate(number, size)
+        else:
+            allocator.free(number)
+    return allocator
+
+
+@dataclass(frozen=True)
+class Waste:
+    """What the allocator reserves beyond what is allocated."""
+
+    fixed_bytes: float
+    """Holes that a pass leaves whatever its depth."""
+    saved_share: float
+    """Of what stays for the backward pass: rounding of its tensors to segments."""
+
+
+def waste_of(events: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> Waste:
+    """From the events of a short pass, and those of its tensors that outlive one block's forward pass."""
+    allocator = replayed(events)
+    peak = allocator.peak_allocated_bytes
+    share = waste_share(kept)
+    return Waste(max(0.0, allocator.reserved_bytes - peak - share * peak), share)
+
+
+def waste_share(events: Iterable[tuple[int, int]], *, expandable_segments: bool = False) -> float:
+    """Reserved over allocated bytes at their peaks, minus one, of (number, bytes) events; a free has negative bytes."""
+    allocator = replayed(events, expandable_segments=expandable_segments)
+    peak = allocator.peak_allocated_bytes
+    return allocator.reserved_bytes / peak - 1 if peak else 0.0

@@ -1,0 +1,87 @@
+"""Check what a user asks to estimate or plan, before anything is traced; each refusal names the nearest valid value."""
+
+from autotune.errors import InvalidInput
+from autotune.families.base import Family
+from autotune.knobs.attention import BACKENDS
+from autotune.knobs.quantization import QUALITY_OF
+from autotune.schema import Bucket, Candidate, Workload
+
+MAX_SIDE_PX = 8192
+PRECISIONS = ("bf16", "fp32")
+
+
+def parse_resolution(text: str) -> tuple[int, int]:
+    """(width, height) in px of `1024` or `512x768`.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    sides = text.lower().replace("×", "x").split("x")
+    if len(sides) > 2 or not all(side.isascii() and side.isdigit() for side in sides):
+        raise InvalidInput(
+            f"{text!r} is no resolution", hint="give the side of a square in px, or width x height: 1024 or 512x768"
+        )
+    return int(sides[0]), int(sides[-1])
+
+
+def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: int = 1, num_items: int = 1) -> Bucket:
+    """The bucket of this shape, if the family can take it.
+
+    Raises:
+        InvalidInput: a side does not suit the VAE and the patches, or several frames are asked of an image model.
+    """
+    for name, side in (("width", width_px), ("height", height_px)):
+        step = family.size_multiple_px
+        if side < step or side % step or side > MAX_SIDE_PX:
+            nearest = min(max(step, round(side / step) * step), MAX_SIDE_PX // step * step)
+            raise InvalidInput(
+                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} px up to"
+                f" {MAX_SIDE_PX}",
+                hint=f"the nearest valid {name} is {nearest} px",
+            )
+    positive("frames", num_frames)
+    if num_frames > 1 and not family.takes_clips:
+        raise InvalidInput(f"{family.name} makes images, not clips of {num_frames} frames", hint="use --frames 1")
+    return Bucket(width_px=width_px, height_px=height_px, num_frames=num_frames, num_items=num_items)
+
+
+def positive(name: str, value: int) -> int:
+    """`value`, if it is at least 1.
+
+    Raises:
+        InvalidInput: it is not.
+    """
+    if value < 1:
+        raise InvalidInput(f"{name} must be at least 1, not {value}", hint=f"the nearest valid value is {name} 1")
+    return value
+
+
+def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
+    """`candidate`, if its values are known and go with the workload.
+
+    Raises:
+        InvalidInput: an unknown choice, more checkpointed blocks than there are, or a micro-batch that does not divide
+            the effective batch.
+    """
+    for name, value, known in (
+        ("quantization", candidate.quantization, tuple(QUALITY_OF)),
+        ("attention", candidate.attention, BACKENDS),
+        ("precision", candidate.precision, PRECISIONS),
+    ):
+        if value not in known:
+            raise InvalidInput(f"there is no {name} called {value!r}", hint=f"choose one of: {', '.join(known)}")
+    blocks = workload.model.num_blocks
+    if candidate.checkpointed_blocks > blocks:
+        raise InvalidInput(
+            f"{candidate.checkpointed_blocks} checkpointed blocks are more than the model's {blocks}",
+            hint=f"the nearest valid value is {blocks}, or `all`",
+        )
+    effective, size = workload.effective_batch_size, candidate.micro_batch_size
+    if effective % size:
+        divisors = [d for d in range(1, effective + 1) if effective % d == 0]
+        nearest = min(divisors, key=lambda d: (abs(d - size), d))
+        raise InvalidInput(
+            f"a micro-batch of {size} does not divide the effective batch size {effective}",
+            hint=f"the nearest valid micro-batch size is {nearest}",
+        )
+    return candidate

@@ -1,0 +1,99 @@
+"""Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours and money."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.cost.arguments import checked_bucket, checked_candidate
+from autotune.cost.predict import Predictor
+from autotune.errors import InvalidInput
+from autotune.families.base import Family
+from autotune.schema import Candidate, Estimate, HardwareProfile, JobTime, Prediction, Workload
+
+DISK_BYTES_PER_SECOND = 1e9
+"""A cold read from a plain NVMe disk, where no loader was measured."""
+ENCODER_TOKENS_PER_SECOND_SHARE = 0.4
+"""Share of the matmul peak that text encoders reach on single captions."""
+CHECKPOINTS_PER_JOB = 4
+CHECKPOINT_SECONDS = 1.0
+"""Writing and syncing some hundred megabytes."""
+
+
+def estimate(
+    workload: Workload,
+    candidate: Candidate,
+    hardware: HardwareProfile,
+    *,
+    family: Family,
+    config: Mapping[str, Any],
+    num_steps: int | None = None,
+    num_previews: int = 0,
+    price_per_hour: float | None = None,
+    predictor: Predictor | None = None,
+) -> Estimate:
+    """Predict `candidate`, and the job that would run with it.
+
+    Args:
+        workload: shapes and effective batch size.
+        candidate: one value for every knob.
+        hardware: the machine, probed or from the catalogue.
+        family: of the workload's model.
+        config: constructor arguments of its transformer.
+        num_steps: optimizer steps of the job; by default what the family advises for the number of images.
+        num_previews: images that the job samples on the way.
+        price_per_hour: of the machine, in whatever currency the answer shall have.
+        predictor: one of this workload and hardware, to share its traces and calibration.
+
+    Raises:
+        InvalidInput: the candidate or a bucket cannot be.
+    """
+    for bucket in workload.buckets:
+        checked_bucket(family, bucket.width_px, bucket.height_px, bucket.num_frames, bucket.num_items)
+    checked_candidate(candidate, workload)
+    if price_per_hour is not None and price_per_hour < 0:
+        raise InvalidInput(f"a price of {price_per_hour} per hour is negative", hint="give what one hour costs")
+    own = predictor or Predictor(hardware, workload, family, config)
+    prediction = own.predict(candidate)
+    images = max(1, sum(bucket.num_items for bucket in workload.buckets))
+    steps = num_steps if num_steps is not None else family.defaults.num_steps(images)
+    job = job_time(own, prediction, num_steps=steps, num_images=images, num_previews=num_previews)
+    hours = job.total_seconds / 3600
+    return Estimate(
+        hardware=hardware.device.name,
+        budget_bytes=hardware.device.budget_bytes,
+        fits=prediction.required_memory_bytes <= hardware.device.budget_bytes,
+        workload=workload,
+        prediction=prediction,
+        peak_memory_bytes=prediction.peak_memory_bytes,
+        step_seconds=prediction.step_seconds,
+        num_steps=steps,
+        job=job,
+        price_per_hour=price_per_hour,
+        cost=None if price_per_hour is None else hours * price_per_hour,
+    )
+
+
+def job_time(
+    predictor: Predictor, prediction: Prediction, *, num_steps: int, num_images: int, num_previews: int = 0
+) -> JobTime:
+    """Wall time of a whole job: load, caches, steps, previews and checkpoints."""
+    candidate = prediction.candidate
+    rates = predictor.rates_of(candidate)
+    storage = predictor.model.storage(candidate.precision, "none")
+    encoders = predictor.model.parts.text_encoder_parameters
+    disk = max((r.value for r in predictor.hardware.rates if r.name.startswith("disk.")), default=DISK_BYTES_PER_SECOND)
+    element = 2 if candidate.precision != "fp32" else 4
+    tokens = predictor.workload.max_text_tokens
+    per_caption = 2 * sum(encoders) * tokens / (ENCODER_TOKENS_PER_SECOND_SHARE * rates.peak)
+    vae = predictor.model.vae_cost(candidate.precision)
+    per_image = per_caption + vae.encode_bytes_moved / rates.bandwidth
+    forward = predictor.forward_seconds(candidate)
+    guided = predictor.family.defaults.preview_steps * forward
+    load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
+    parts = {
+        "load_seconds": load,
+        "cache_seconds": num_images * per_image,
+        "step_seconds": num_steps * prediction.step_seconds,
+        "preview_seconds": num_previews * guided,
+        "save_seconds": CHECKPOINTS_PER_JOB * CHECKPOINT_SECONDS,
+    }
+    return JobTime(total_seconds=sum(parts.values()), **parts)

@@ -1,0 +1,157 @@
+"""The one table of what a device's kernels do that operations on the meta device do not show.
+
+Tracing runs the model's own code without data, so allocations follow PyTorch's reference decompositions. Where a real
+device runs a fused kernel, or a kernel takes scratch memory of its own, the difference is here and nowhere else:
+
+- attention: a fused backend keeps q, k, v, out and logsumexp, never the matrix of L x L scores;
+- `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row
+  (aten/src/ATen/native/layer_norm.cpp, `_fused_rms_norm`);
+- flash attention's backward takes fp32 accumulators (aten/src/ATen/native/transformers/cuda/flash_attn, `mha_bwd`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+DeviceRules = Literal["cpu", "cuda"]
+
+Work = tuple[str, tuple[int, ...], int, int]
+"""One kind of operation: class, shape, FLOPs, bytes moved.
+
+Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of `attention` and `attention_backward`.
+"""
+
+CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution")
+"""What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
+
+ATTENTION_KERNELS = {
+    "native": "fused",
+    "_native_flash": "flash",
+    "_native_efficient": "efficient",
+    "_native_cudnn": "cudnn",
+    "_native_math": "math",
+    "flash": "flash",
+    "xformers": "efficient",
+}
+"""Kernel behind each backend name of diffusers; `fused` is what torch's own dispatcher takes (see `kernel_for`)."""
+
+CUDA_BLOCK_BYTES = 512
+"""Allocation granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+
+
+def kernel_for(attention: str, rules: DeviceRules, masked: bool) -> str:
+    """The kernel that `attention` runs: `cpu`, `flash`, `efficient`, `cudnn` or `math`.
+
+    torch's dispatcher on CUDA prefers flash, which takes no mask, then the memory-efficient kernel.
+    """
+    kernel = ATTENTION_KERNELS.get(attention, "fused")
+    if kernel == "math":
+        return kernel
+    if rules == "cpu":
+        return "cpu"
+    if kernel in ("fused", "flash"):
+        return "efficient" if masked else "flash"
+    return kernel
+
+
+@contextmanager
+def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
+    """Within this context, functions that the device fuses are traced as the device runs them. Not thread-safe.
+
+    They are replaced by name: a torch function mode would be suspended while `backward` recomputes a checkpoint.
+    """
+    from torch.nn import functional
+
+    table: dict[str, Callable[..., Any]] = {}
+    if kernel != "math":
+        table["scaled_dot_product_attention"] = _attention_of(kernel)
+    if rules == "cuda":
+        table["rms_norm"] = _fused_rms_norm
+    originals = {name: getattr(functional, name) for name in table}
+    try:
+        for name, substitute in table.items():
+            setattr(functional, name, substitute)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(functional, name, original)
+
+
+def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
+    import torch
+
+    aten = torch.ops.aten
+
+    def attend(
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        attn_mask: "torch.Tensor | None" = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype)  # torch turns boolean masks into additive ones
+        keeps = query.requires_grad or key.requires_grad or value.requires_grad
+        if kernel == "cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+            )[0]
+        if kernel == "flash":
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        if mask is not None:
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        if kernel == "efficient":
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+            )[0]
+        return aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, keeps, dropout_p, is_causal, False, scale=scale
+        )[0]
+
+    return attend
+
+
+def _fused_rms_norm(
+    input: "torch.Tensor",
+    normalized_shape: list[int],
+    weight: "torch.Tensor | None" = None,
+    eps: float | None = None,
+) -> "torch.Tensor":
+    import torch
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+            ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+            return torch.empty_like(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            x, weight, _ = ctx.saved_tensors
+            of_weight = torch.empty_like(weight) if weight is not None and weight.requires_grad else None
+            return torch.empty_like(x), of_weight
+
+    result: torch.Tensor = Fused.apply(input, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
+    """Scratch memory that a kernel takes beside its outputs.
+
+    Args:
+        operation: name of the aten operation.
+        query_shape: (batch, heads, tokens, head dimension) of an attention's query.
+    """
+    if operation != "_scaled_dot_product_flash_attention_backward":
+        return 0
+    batch, heads, tokens, dimension = query_shape
+    rows = -(-tokens // 128) * 128
+    columns = -(-dimension // 32) * 32
+    return batch * heads * rows * (columns + 1) * 4  # dq_accum and the row sums of dO * O, both fp32

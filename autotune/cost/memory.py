@@ -1,0 +1,142 @@
+"""Device memory of every phase of a job, broken down by what it is for; and the host's memory."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autotune.cost.composition import ComposedPass
+from autotune.schema import HardwareProfile, MemoryBreakdown, PhaseMemory
+
+if TYPE_CHECKING:
+    from autotune.cost.model import TracedModel
+
+FP32_BYTES = 4
+CUDA_CONTEXT_BYTES = 500 << 20
+"""Context, loaded kernels and library handles of a PyTorch process: 400 to 600 MiB on recent cards."""
+WORKSPACE_BYTES = (8 << 20) + (128 << 10)
+HOPPER_WORKSPACE_BYTES = 32 << 20
+"""cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes from its allocator."""
+HOST_PROCESS_BYTES = 3 << 29
+"""Resident memory of Python with torch, diffusers and transformers imported, with CUDA's libraries loaded."""
+QUANTIZING_LAYERS = 7
+"""torchao needs about seven times one layer's size for a moment."""
+PHASES = ("load", "cache", "train", "preview", "save")
+MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
+EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
+
+
+def process_overhead_bytes(hardware: HardwareProfile) -> int:
+    """What a process takes of the device before its first tensor: measured, else a GPU's usual context."""
+    measured = hardware.rate("process.overhead")
+    if hardware.device.kind != "cuda":
+        return 0  # the host's memory is counted on its own
+    return int(measured) if measured is not None else CUDA_CONTEXT_BYTES
+
+
+@dataclass(frozen=True)
+class Resident:
+    """What stays on the device whatever the candidate's batch and checkpointing, and what other phases need."""
+
+    weight_bytes: int
+    buffer_bytes: int
+    adapter_bytes: int
+    optimizer_bytes: int
+    optimizer_transient_bytes: int
+    """fp32 copies of the gradients while the optimizer steps."""
+    quantizing_bytes: int
+    encoder_bytes: int
+    """Text encoders, as the cache phase holds them."""
+    vae_bytes: int
+    vae_transient_bytes: int
+    """Largest of encoding and decoding one item."""
+    preview_transient_bytes: int
+    """The transformer's forward pass without gradients."""
+    library_bytes: int
+    """What matrix libraries take from the allocator."""
+    overhead_bytes: int
+    waste_share: float
+    host_memory_bytes: int
+
+
+def resident_of(hardware: HardwareProfile, model: "TracedModel", precision: str, quantization: str) -> Resident:
+    """From the traced storage of one precision and quantisation."""
+    storage = model.storage(precision, quantization)
+    half = precision != "fp32"
+    element = 2 if half else FP32_BYTES
+    masters = storage.adapter_parameters * FP32_BYTES if half else 0
+    moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
+    encoder_bytes = sum(model.parts.text_encoder_parameters) * element
+    vae = model.vae_cost(precision)
+    shares_host = hardware.device.memory_kind in ("integrated", "host")
+    on_device = storage.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
+    return Resident(
+        weight_bytes=storage.weight_bytes,
+        buffer_bytes=storage.buffer_bytes,
+        adapter_bytes=storage.adapter_bytes,
+        optimizer_bytes=masters + moments,
+        optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
+        quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes * QUANTIZING_LAYERS,
+        encoder_bytes=encoder_bytes,
+        vae_bytes=vae.weight_bytes,
+        vae_transient_bytes=vae.transient_bytes,
+        preview_transient_bytes=model.forward_bytes(precision, quantization),
+        library_bytes=_library_bytes(hardware),
+        overhead_bytes=process_overhead_bytes(hardware),
+        waste_share=storage.waste_share,
+        host_memory_bytes=HOST_PROCESS_BYTES + storage.largest_block_bytes + on_device,
+    )
+
+
+def _library_bytes(hardware: HardwareProfile) -> int:
+    if hardware.device.kind != "cuda":
+        return 0
+    major = (hardware.device.compute_capability or (0, 0))[0]
+    return HOPPER_WORKSPACE_BYTES if major >= 9 else WORKSPACE_BYTES
+
+
+def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: float) -> tuple[PhaseMemory, ...]:
+    """Every phase of a job, in order.
+
+    Args:
+        resident: what stays.
+        composed: one micro-batch.
+        waste: bytes that the allocator reserves beyond the micro-batch's own peak.
+        factor: calibration of the training step's allocated memory.
+    """
+    r = resident
+    kept = {"adapter_bytes": r.adapter_bytes, "optimizer_bytes": r.optimizer_bytes}
+    weights = r.weight_bytes + r.buffer_bytes
+
+    def phase(name: str, *, waste: float = 0.0, **parts: float) -> PhaseMemory:
+        whole = {key: round(value) for key, value in parts.items()}
+        allocated = sum(whole.values())
+        rounding = round(r.waste_share * whole["weight_bytes"] + waste)
+        breakdown = MemoryBreakdown.model_construct(
+            None, **{**EMPTY, **whole}, process_overhead_bytes=r.overhead_bytes, allocator_rounding_bytes=rounding
+        )
+        return PhaseMemory.model_construct(
+            name=name,
+            peak_memory_bytes=allocated + r.overhead_bytes + rounding,
+            allocated_memory_bytes=allocated,
+            breakdown=breakdown,
+        )
+
+    step = {
+        "saved_activation_bytes": composed.saved_bytes,
+        "transient_bytes": composed.transient_bytes + r.library_bytes,
+        "attention_workspace_bytes": composed.workspace_bytes,
+        "gradient_bytes": composed.gradient_bytes,
+    }
+    resting = weights + r.adapter_bytes + r.optimizer_bytes
+    optimizing = r.adapter_bytes + r.optimizer_transient_bytes
+    if optimizing > sum(step.values()):
+        step = {"gradient_bytes": r.adapter_bytes, "transient_bytes": r.optimizer_transient_bytes + r.library_bytes}
+    correction = (factor - 1) * (resting + sum(step.values()))
+    step["transient_bytes"] = max(0.0, step["transient_bytes"] + correction)
+    forward = max(r.preview_transient_bytes, r.vae_transient_bytes)
+    return (
+        phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes),
+        phase("cache", weight_bytes=r.encoder_bytes + r.vae_bytes, transient_bytes=r.vae_transient_bytes),
+        phase("train", waste=waste, weight_bytes=weights, **kept, **step),
+        phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),
+        phase("save", weight_bytes=weights, **kept),
+    )

@@ -1,0 +1,223 @@
+"""The traced side of a prediction: everything that depends on the model and the workload, cached by what decides it."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from autotune.cost.allocator import waste_share
+from autotune.cost.kernels import DeviceRules, kernel_for
+from autotune.cost.quantized import quantize_for_tracing
+from autotune.cost.trace import (
+    TRACED_BLOCKS,
+    TracePass,
+    meta_batch,
+    shorten,
+    stored_tensors,
+    trace_inference,
+    trace_pass,
+)
+from autotune.families.adapter import add_adapter
+from autotune.families.base import Family, Parts
+from autotune.families.precision import cast_as_loaded
+from autotune.families.resolve import build_on_meta
+from autotune.knobs.checkpointing import Checkpointing
+from autotune.knobs.precision import torch_dtype
+from autotune.schema import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes that the full model keeps, for one precision and quantisation."""
+
+    weight_bytes: int
+    buffer_bytes: int
+    """Buffers, and tensors that modules keep as plain attributes."""
+    adapter_bytes: int
+    adapter_parameters: int
+    adapter_tensors: int
+    block_adapter_bytes: tuple[int, ...]
+    """Of each block, in the order they run."""
+    largest_block_bytes: int
+    """Of one block before quantisation."""
+    largest_layer_bytes: int
+    """Of one weight before quantisation."""
+    waste_share: float
+    """What the caching allocator reserves beyond the weights, as a share of them."""
+
+
+@dataclass(frozen=True)
+class VaeCost:
+    """Bytes of the autoencoder, and the most it takes for one item beyond its weights."""
+
+    weight_bytes: int
+    transient_bytes: int
+    encode_bytes_moved: int
+    """Read and written by the operations that encode one item: convolutions of this kind wait for memory."""
+
+
+@dataclass
+class TracedModel:
+    """One family's transformer under one workload. Traces are made when first asked for, and kept."""
+
+    family: Family
+    config: Mapping[str, Any]
+    workload: Workload
+    rules: DeviceRules
+    parts: Parts
+    """The models around the transformer."""
+    num_traced_blocks: int = TRACED_BLOCKS
+    counts: tuple[int, ...] = ()
+    """Blocks of each kind in the full model."""
+    traced_counts: tuple[int, ...] = ()
+    _template: Any = None
+    _models: dict[tuple[str, str], "nn.Module"] = field(default_factory=dict)
+    _passes: dict[tuple[Any, ...], TracePass] = field(default_factory=dict)
+    _vaes: dict[str, VaeCost] = field(default_factory=dict)
+    _storages: dict[tuple[str, str], Storage] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        transformer = build_on_meta(self.family, self.config)
+        self.counts = self._counts(transformer)
+        shorten(self.family, transformer, self.num_traced_blocks)
+        self.traced_counts = self._counts(transformer)
+        self._template = transformer
+
+    def _counts(self, transformer: Any) -> tuple[int, ...]:
+        return tuple(len(getattr(transformer, name)) for name in self.family.block_lists)
+
+    def masked(self, micro_batch_size: int) -> bool:
+        """Whether attention gets a mask."""
+        return self.family.masks(micro_batch_size, self.workload.text_padding)
+
+    def model(self, precision: str, quantization: str) -> "nn.Module":
+        """The shortened transformer with adapter, as training would set it up."""
+        key = (precision, quantization)
+        if key not in self._models:
+            transformer = deepcopy(self._template)
+            dtype = torch_dtype(precision)
+            cast_as_loaded(transformer, dtype)
+            quantize_for_tracing(self.family, transformer, quantization)
+            add_adapter(
+                self.family,
+                transformer,
+                rank=self.workload.rank,
+                lora_alpha=self.workload.lora_alpha,
+                targets=self.workload.targets,
+                dtype=dtype,
+            )
+            self._models[key] = transformer.train()
+        return self._models[key]
+
+    def traced(
+        self, precision: str, quantization: str, kernel: str, size: int, checkpointed: int, *, train: bool = True
+    ) -> TracePass:
+        """A pass at micro-batch `size` whose first `checkpointed` blocks of the shortened model recompute."""
+        key = (precision, quantization, kernel, size, checkpointed, train)
+        if key not in self._passes:
+            transformer = self.model(precision, quantization)
+            Checkpointing().apply(transformer, self.family, checkpointed)
+            batch = meta_batch(
+                self.family,
+                self.config,
+                self.workload,
+                size=size,
+                masked=self.masked(size),
+                dtype=torch_dtype(precision),
+            )
+            self._passes[key] = trace_pass(
+                self.family, transformer, batch, kernel=kernel, rules=self.rules, train=train
+            )
+        return self._passes[key]
+
+    def forward_bytes(self, precision: str, quantization: str) -> int:
+        """Most that one item's forward pass takes without gradients: segments leave almost nothing behind."""
+        kernel = kernel_for("native", self.rules, self.masked(1))
+        trace = self.traced(precision, quantization, kernel, 1, 0, train=False)
+        level = peak = 0
+        for segment in (trace.before, *trace.forward, trace.between):
+            peak = max(peak, level + segment.peak_bytes)
+            level += segment.growth_bytes
+        return peak
+
+    def vae_cost(self, precision: str) -> VaeCost:
+        """The family's autoencoder for the largest bucket, traced; nothing for a model whose parts are unknown."""
+        if precision not in self._vaes:
+            self._vaes[precision] = self._trace_vae(precision)
+        return self._vaes[precision]
+
+    def _trace_vae(self, precision: str) -> VaeCost:
+        import diffusers
+        import torch
+
+        if not self.parts.vae_class:
+            return VaeCost(0, 0, 0)
+        dtype, bucket = torch_dtype(precision), self.workload.largest_bucket
+        with torch.device("meta"):
+            vae = getattr(diffusers, self.parts.vae_class)(**self.parts.vae_config).to(dtype).eval()
+            pixels = torch.empty(3, bucket.num_frames, bucket.height_px, bucket.width_px, dtype=dtype)
+        latents = self.family.sample_shapes(self.config, bucket, 1)["latents"]
+        calls = (
+            lambda: self.family.encode_pixels(SimpleNamespace(vae=vae), pixels),
+            lambda: vae.decode(self._decodable(vae, torch.empty(1, *latents, dtype=dtype, device="meta"))),
+        )
+        weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
+        encode, decode = (trace_inference(call, vae, self.rules) for call in calls)
+        moved = sum(count * work[3] for work, count in encode.work.items())
+        return VaeCost(weight_bytes, max(encode.peak_bytes, decode.peak_bytes), moved)
+
+    def _decodable(self, vae: Any, latents: Any) -> Any:
+        """Latents as the autoencoder takes them: those of images have no frames."""
+        return latents[:, :, 0] if type(vae).__name__ == "AutoencoderKL" else latents
+
+    def storage(self, precision: str, quantization: str) -> Storage:
+        """Bytes of the full model: the shortened one's, its middle blocks repeated."""
+        key = (precision, quantization)
+        if key not in self._storages:
+            self._storages[key] = self._measure(precision, quantization)
+        return self._storages[key]
+
+    def _measure(self, precision: str, quantization: str) -> Storage:
+        from autotune.cost.composition import stretched_index
+
+        model = self.model(precision, quantization)
+        blocks = self.family.blocks(model)
+        index = stretched_index(self.counts, self.traced_counts)
+        trainable = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
+        frozen = [_frozen_bytes(block) for block in blocks]
+        outside = _frozen_bytes(model) - sum(frozen)
+        all_trainable = [p for p in model.parameters() if p.requires_grad]
+        outside_trainable = [p for p in all_trainable if not any(p is q for block in trainable for q in block)]
+        full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
+        plain = self.family.blocks(self.model(precision, "none"))
+        sizes = [tensor.untyped_storage().nbytes() for block in blocks for tensor in stored_tensors(block)]
+        return Storage(
+            weight_bytes=outside + sum(frozen[i] for i in index),
+            buffer_bytes=_attribute_bytes(model),
+            adapter_bytes=sum(p.numel() * p.element_size() for p in full_trainable),
+            adapter_parameters=sum(p.numel() for p in full_trainable),
+            adapter_tensors=len(full_trainable),
+            block_adapter_bytes=tuple(sum(p.numel() * p.element_size() for p in trainable[i]) for i in index),
+            largest_block_bytes=max(_frozen_bytes(block) for block in plain),
+            largest_layer_bytes=max(p.untyped_storage().nbytes() for block in plain for p in block.parameters()),
+            waste_share=waste_share((i + 1, size) for i, size in enumerate(sizes)) if self.rules == "cuda" else 0.0,
+        )
+
+
+def _frozen_bytes(module: "nn.Module") -> int:
+    """Bytes of parameters that are not trained."""
+    parameters = [p for p in module.parameters() if not p.requires_grad]
+    return sum(t.untyped_storage().nbytes() for p in parameters for t in stored_tensors(p))
+
+
+def _attribute_bytes(model: "nn.Module") -> int:
+    """Bytes of buffers, and of tensors that modules keep as plain attributes."""
+    import torch
+
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    tensors = [*model.buffers(), *(value for value in attributes if isinstance(value, torch.Tensor))]
+    return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,210 @@
+"""Predict memory and step time of any candidate: traces once, then answers by arithmetic."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autotune.cost.allocator import Waste, waste_of
+from autotune.cost.calibration import Calibration
+from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
+from autotune.cost.kernels import CLASSES, DeviceRules, kernel_for
+from autotune.cost.memory import PHASES, Resident, phases_of, resident_of
+from autotune.cost.model import TracedModel
+from autotune.cost.timing import Rates
+from autotune.families.base import Family, Parts
+from autotune.schema import Candidate, HardwareProfile, Prediction, StepTime, TrialResult, Workload
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+AFFINE_FROM = (2, 4)
+"""Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip copies there."""
+
+OPTIMIZER_BYTES_MOVED = 52
+"""Per adapter parameter and step: gradient cast, clipping, AdamW's three states read and written, copy back."""
+OPTIMIZER_LAUNCHES_PER_TENSOR = 4
+
+
+class Predictor:
+    """The cost model of one workload on one machine.
+
+    The first prediction for a precision, quantisation, attention kernel and micro-batch size traces the model, which
+    takes a fraction of a second; all others take well under a millisecond.
+    """
+
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        workload: Workload,
+        family: Family,
+        config: Mapping[str, Any],
+        parts: Parts | None = None,
+    ) -> None:
+        """`parts`: the models around the transformer; by default the published ones of the published transformer."""
+        self.hardware = hardware
+        self.workload = workload
+        self.family = family
+        self.config = config
+        self.parts = parts
+        self.calibration: Calibration | None = None
+        self.rules: DeviceRules = "cuda" if hardware.device.kind == "cuda" else "cpu"
+        self._tables: dict[tuple[Any, ...], PassTable] = {}
+        self._rates: dict[tuple[str, str, str], Rates] = {}
+        self._residents: dict[tuple[str, str], Resident] = {}
+        self._waste: dict[tuple[Any, ...], Waste] = {}
+        self._end_waste: dict[tuple[Any, ...], float] = {}
+
+    @cached_property
+    def model(self) -> TracedModel:
+        """The traced side; built when first needed."""
+        published = dict(self.config) == dict(self.family.transformer_config)
+        parts = self.parts or (self.family.parts if published else Parts())
+        return TracedModel(self.family, self.config, self.workload, self.rules, parts)
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Memory of every phase and the time of one optimizer step."""
+        calibration = self.calibration or Calibration.of((), rates_measured=self.rates_of(candidate).measured)
+        return self._predicted(candidate, calibration)
+
+    def weight_bytes(self, candidate: Candidate) -> int:
+        """Of the frozen weights as the candidate stores them; needs no trace."""
+        return self.model.storage(candidate.precision, candidate.quantization).weight_bytes
+
+    def calibrate(self, trials: Sequence[TrialResult]) -> None:
+        """Learn from all `trials` at once; earlier ones that are not among them are forgotten."""
+        pairs = [(trial, self._predicted(trial.candidate, None)) for trial in trials if trial.outcome == "ok"]
+        measured = all(self.rates_of(trial.candidate).measured for trial, _ in pairs)
+        self.calibration = Calibration.of(pairs, rates_measured=measured)
+
+    def _predicted(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
+        accumulation = -(-self.workload.effective_batch_size // candidate.micro_batch_size)
+        composed = self.composed(candidate, accumulates=accumulation > 1)
+        resident = self._resident(candidate)
+        factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
+        phases = phases_of(resident, composed, self._waste_of(candidate, composed), factor)
+        train = phases[PHASES.index("train")]
+        time = self._step_time(candidate, composed, accumulation)
+        if calibration:
+            factor = math.exp(calibration.time.log_factor(candidate))
+            time = {name: factor * value for name, value in time.items()}
+        seconds = sum(time.values()) - time["recompute_seconds"]
+        return Prediction.model_construct(
+            candidate=candidate,
+            peak_memory_bytes=train.peak_memory_bytes,
+            allocated_memory_bytes=train.allocated_memory_bytes,
+            required_memory_bytes=max(phase.peak_memory_bytes for phase in phases),
+            host_memory_bytes=resident.host_memory_bytes,
+            phases=phases,
+            step_seconds=seconds,
+            step_time=StepTime.model_construct(None, **time),
+            images_per_second=self.workload.effective_batch_size / seconds,
+            memory_uncertainty=calibration.memory.uncertainty(candidate) if calibration else 0.0,
+            time_uncertainty=calibration.time.uncertainty(candidate) if calibration else 0.0,
+        )
+
+    def composed(self, candidate: Candidate, *, accumulates: bool) -> ComposedPass:
+        """One micro-batch of the full model under `candidate`, before calibration."""
+        blocks = sum(self.model.counts)
+        k = min(candidate.checkpointed_blocks, blocks)
+        plain = self._table(candidate, "none")
+        mixed = plain if k == 0 else self._table(candidate, "all" if k == blocks else "some")
+        return compose(plain, mixed, k, self._gradients(candidate), accumulates)
+
+    def _gradients(self, candidate: Candidate) -> "NDArray[np.float64]":
+        storage = self.model.storage(candidate.precision, candidate.quantization)
+        return np.array(storage.block_adapter_bytes, dtype=np.float64)
+
+    def _table(self, candidate: Candidate, mode: str) -> PassTable:
+        size = candidate.micro_batch_size
+        key = (candidate.precision, candidate.quantization, candidate.attention, size, mode)
+        if key not in self._tables:
+            low, high = AFFINE_FROM
+            if size in (1, low, high):
+                table = self._traced_table(candidate, size, mode)
+            else:
+                ends = (self._traced_table(candidate, at, mode) for at in AFFINE_FROM)
+                first, second = ends
+                table = first.towards(second, (size - low) / (high - low))
+            self._tables[key] = table.stretched(self.model.counts, self.model.traced_counts)
+        return self._tables[key]
+
+    def _traced_table(self, candidate: Candidate, size: int, mode: str) -> PassTable:
+        traced = sum(self.model.traced_counts)
+        checkpointed = {"none": 0, "some": traced - 1, "all": traced}[mode]
+        kernel = kernel_for(candidate.attention, self.rules, self.model.masked(size))
+        trace = self.model.traced(candidate.precision, candidate.quantization, kernel, size, checkpointed)
+        return table_of(trace, self.rates_of(candidate), self.workload.rank)
+
+    def rates_of(self, candidate: Candidate) -> Rates:
+        """What the machine does per second with the candidate's precision and attention."""
+        kernel = kernel_for(candidate.attention, self.rules, self.model.masked(candidate.micro_batch_size))
+        key = (candidate.precision, candidate.attention, kernel)
+        if key not in self._rates:
+            self._rates[key] = Rates(self.hardware, *key)
+        return self._rates[key]
+
+    def forward_seconds(self, candidate: Candidate) -> float:
+        """One item's forward pass, as a preview's denoising step makes it."""
+        table = self._table(candidate.model_copy(update={"micro_batch_size": 1}), "none")
+        return float(table.before[SECONDS:-1].sum() + table.forward[:, SECONDS:-1].sum())
+
+    def _waste_of(self, candidate: Candidate, composed: ComposedPass) -> float:
+        """Bytes that the caching allocator reserves beyond the pass's own peak.
+
+        Known for no checkpointing and for all blocks but one; between them it goes by the share of blocks.
+        """
+        if self.rules == "cpu":
+            return 0.0
+        most = sum(self.model.counts) - 1
+        share = min(1.0, candidate.checkpointed_blocks / most)
+        if share in (0.0, 1.0):
+            return self._waste_at(candidate, composed)
+        ends = []
+        for k in (0, most):
+            end = candidate.model_copy(update={"checkpointed_blocks": k})
+            key = (end.precision, end.quantization, end.attention, end.micro_batch_size, k)
+            if key not in self._end_waste:
+                self._end_waste[key] = self._waste_at(end, self.composed(end, accumulates=True))
+            ends.append(self._end_waste[key])
+        return (1 - share) * ends[0] + share * ends[1]
+
+    def _waste_at(self, candidate: Candidate, composed: ComposedPass) -> float:
+        size = 1 if candidate.micro_batch_size == 1 else AFFINE_FROM[0]
+        kernel = kernel_for(candidate.attention, self.rules, self.model.masked(size))
+        k = 0 if candidate.checkpointed_blocks == 0 else sum(self.model.traced_counts) - 1
+        key = (candidate.precision, candidate.quantization, kernel, size, k)
+        if key not in self._waste:
+            trace = self.model.traced(*key)
+            segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
+            block = trace.forward[len(trace.forward) // 2].events
+            freed = {number for number, bytes_ in block if bytes_ < 0}
+            kept = [event for event in block if event[0] not in freed]
+            self._waste[key] = waste_of([event for segment in segments for event in segment.events], kept)
+        waste = self._waste[key]
+        return waste.fixed_bytes * candidate.micro_batch_size / size + waste.saved_share * composed.saved_bytes
+
+    def _resident(self, candidate: Candidate) -> Resident:
+        key = (candidate.precision, candidate.quantization)
+        if key not in self._residents:
+            self._residents[key] = resident_of(self.hardware, self.model, *key)
+        return self._residents[key]
+
+    def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:
+        rates = self.rates_of(candidate)
+        storage = self.model.storage(candidate.precision, candidate.quantization)
+        device = accumulation * composed.work[:-1]
+        launches = accumulation * composed.work[-1]
+        optimizer = storage.adapter_parameters * OPTIMIZER_BYTES_MOVED / rates.bandwidth
+        launches += storage.adapter_tensors * OPTIMIZER_LAUNCHES_PER_TENSOR
+        host = launches * rates.launch_seconds
+        # A GPU works while the host launches the next operation; a CPU does one after the other.
+        overhead = host if self.rules == "cpu" else max(0.0, host - float(device.sum()) - optimizer)
+        return {
+            **{f"{name}_seconds": float(value) for name, value in zip(CLASSES, device, strict=True)},
+            "optimizer_seconds": optimizer,
+            "overhead_seconds": overhead,
+            "recompute_seconds": accumulation * float(composed.recompute[:-1].sum()),
+        }

@@ -1,0 +1,97 @@
+"""Quantised weights on the meta device: torchao's own tensors where it works there, stand-ins for bitsandbytes.
+
+bitsandbytes quantises on a GPU only. Its stand-ins store, keep and compute what its Linear layers do
+(bitsandbytes/autograd/_functions.py, MatMul4Bit and MatMul8bitLt; functional.py, quantize_4bit with nested statistics).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from autotune.families.base import Family
+from autotune.knobs.quantization import Quantization
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+NF4_BLOCK = 64
+"""Weights per absolute maximum."""
+NESTED_BLOCK = 256
+"""Absolute maxima per fp32 scale of theirs, with double quantisation."""
+NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4
+"""Code table, nested code table and offset of every layer."""
+
+
+def nf4_bytes(num_weights: int) -> int:
+    """Bytes of one NF4 tensor with double quantisation: 4 bits each, one byte per 64, one fp32 per 64 x 256."""
+    maxima = -(-num_weights // NF4_BLOCK)
+    return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
+
+
+def quantize_for_tracing(family: Family, transformer: "nn.Module", quantization: str) -> None:
+    """Store the blocks' weights as the knob does, or as a stand-in of the same size and behaviour."""
+    if not quantization.startswith("bnb-"):
+        Quantization().apply(transformer, family, quantization)
+        return
+    from torch import nn
+
+    for block in family.blocks(transformer):
+        for layer in block.modules():
+            if isinstance(layer, nn.Linear):
+                _stand_in(layer, quantization)
+
+
+def _stand_in(layer: "nn.Linear", quantization: str) -> None:
+    import torch
+    from torch import nn
+
+    rows, columns = layer.weight.shape
+    four = quantization == "bnb-nf4"
+    stored = torch.empty(nf4_bytes(rows * columns), dtype=torch.uint8, device="meta") if four else torch.empty(
+        rows, columns, dtype=torch.int8, device="meta"
+    )  # fmt: skip
+    layer.weight = nn.Parameter(stored, requires_grad=False)
+    if not four:
+        layer.register_parameter("scale", nn.Parameter(layer.weight.new_empty(rows, dtype=torch.float32), False))
+    product = _functions()[quantization]
+    layer.forward = lambda x: product.apply(x, layer.weight, layer.bias, (rows, columns))  # type: ignore[assignment,method-assign]
+
+
+def _functions() -> dict[str, Any]:
+    import torch
+
+    class MatMul4Bit(torch.autograd.Function):
+        """Dequantises the weight for each product; keeps only the stored weight."""
+
+        @staticmethod
+        def forward(ctx: Any, x: "torch.Tensor", stored: "torch.Tensor", bias: Any, shape: Any) -> Any:
+            ctx.stored, ctx.shape = stored, shape
+            return torch.nn.functional.linear(x, _dequantized(stored, shape, x.dtype), bias)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: "torch.Tensor") -> Any:
+            return gradient.matmul(_dequantized(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
+
+    class MatMul8bit(torch.autograd.Function):
+        """Quantises the input too; keeps the input, and dequantises the weight in the backward pass."""
+
+        @staticmethod
+        def forward(ctx: Any, x: "torch.Tensor", stored: "torch.Tensor", bias: Any, shape: Any) -> Any:
+            ctx.kept, ctx.stored, ctx.shape = x, stored, shape
+            rows = x.reshape(-1, shape[1]).to(torch.int8)
+            scales = x.new_empty(rows.shape[0], dtype=torch.float32)
+            sums = torch._int_mm(rows, stored.t())
+            del rows, scales
+            out = sums.to(x.dtype).view(*x.shape[:-1], shape[0])
+            return out if bias is None else out + bias
+
+        @staticmethod
+        def backward(ctx: Any, gradient: "torch.Tensor") -> Any:
+            return gradient.matmul(_dequantized(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
+
+    return {"bnb-nf4": MatMul4Bit, "bnb-int8": MatMul8bit}
+
+
+def _dequantized(stored: "torch.Tensor", shape: tuple[int, int], dtype: "torch.dtype") -> "torch.Tensor":
+    """A full-precision copy: one kernel that reads what is stored."""
+    flat = stored.flatten()[:1].to(dtype)
+    return flat.expand(shape).contiguous()

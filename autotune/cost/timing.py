@@ -1,0 +1,151 @@
+"""Seconds of one operation class on one machine: measured rates where the probe has them, else the datasheet's.
+
+Efficiencies of datasheet rates, by class, are round figures from published measurements:
+
+- matmul .65 of the dense bf16 peak, times how fully the output's 128 x 128 tiles fill the SMs in whole waves
+  (cuBLASLt reaches .8 on H200, .91 on RTX PRO 6000, and over 1.0 on consumer cards that boost above their rating,
+  with square products that run alone; a step's own products run hot, between other kernels);
+- attention: FlashAttention-2 reports 50 to 73% forward and backward on A100 and the FlashAttention-3 paper 35 to 40%
+  for it on H100, 75% for cuDNN and version 3; the memory-efficient kernel about half of flash;
+- memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided reads less).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from autotune.cost.kernels import CLASSES, Work
+from autotune.schema import HardwareProfile
+
+MATMUL_EFFICIENCY = 0.65
+ATTENTION_EFFICIENCY = {"flash": 0.55, "efficient": 0.30, "cudnn": 0.45, "cpu": 0.5}
+ATTENTION_EFFICIENCY_HOPPER = {"flash": 0.36, "efficient": 0.20, "cudnn": 0.60}
+BANDWIDTH_EFFICIENCY = 0.7
+STEP_OVER_KERNELS = 1.5
+"""Published steps of Qwen-Image LoRA (bf16, all blocks checkpointed) on H100 and L40S take 1.56 and 1.45 times the sum
+of their kernels at the efficiencies above; a fit to these two readings, used where nothing was measured."""
+LAUNCH_SECONDS = {"cuda": 7e-6, "mps": 12e-6, "cpu": 4e-6}
+"""Host time for one operation under autograd: PyTorch's dispatch plus the launch."""
+UNKNOWN_FLOPS_PER_CORE = 5e10
+UNKNOWN_BANDWIDTH = 1e10
+"""For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
+TILE = 128
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """One measured matmul of a profile."""
+
+    shape: tuple[int, int, int]
+    flops_per_second: float
+
+
+class Rates:
+    """What one machine does per second, for one compute dtype and one attention kernel."""
+
+    def __init__(self, hardware: HardwareProfile, precision: str, attention: str, kernel: str) -> None:
+        self.hardware = hardware
+        self.precision = precision
+        self.kernel = kernel
+        sheet = hardware.datasheet
+        per_core = UNKNOWN_FLOPS_PER_CORE * (hardware.host.physical_cores or hardware.host.logical_cores)
+        peak = None
+        if sheet is not None:
+            peak = sheet.bf16_flops_per_second if precision == "bf16" else sheet.tf32_flops_per_second
+        self.peak = peak or per_core
+        copy = hardware.rate("memory.bandwidth")
+        listed = sheet.memory_bytes_per_second if sheet is not None else None
+        self.bandwidth = BANDWIDTH_EFFICIENCY * (copy or listed or UNKNOWN_BANDWIDTH)
+        self.launch_seconds = LAUNCH_SECONDS[hardware.device.kind]
+        self.products = measured_products(hardware, precision)
+        self.attentions = _measured_attention(hardware, precision, attention)
+        self.measured = bool(self.products) and copy is not None
+
+    def seconds(self, work: Work) -> float:
+        """Device time of one operation: limited by arithmetic or by bandwidth, whichever takes longer."""
+        kind, shape, flops, moved = work
+        seconds = moved / self.bandwidth
+        if flops:
+            rate = self.attention_rate(shape[2]) if kind.startswith("attention") else self.matmul_rate(shape)
+            seconds = max(seconds, flops / rate)
+        return seconds if self.measured else seconds * STEP_OVER_KERNELS
+
+    def matmul_rate(self, shape: tuple[int, ...]) -> float:
+        """FLOP/s of a product (m, k, n)."""
+        if not self.products:
+            return self.peak * MATMUL_EFFICIENCY * self._filled(shape)
+        return _interpolated(tuple(self.products), shape or (1024, 1024, 1024))
+
+    def attention_rate(self, tokens: int) -> float:
+        """FLOP/s of attention over `tokens`, forward or backward."""
+        if self.attentions:
+            return _between(self.attentions, tokens)
+        if self.products:
+            return 0.5 * self.matmul_rate((tokens, 128, tokens))
+        hopper = (self.hardware.device.compute_capability or (0, 0))[0] == 9
+        table = ATTENTION_EFFICIENCY_HOPPER if hopper else ATTENTION_EFFICIENCY
+        return self.peak * table.get(self.kernel, 0.3)
+
+    def _filled(self, shape: tuple[int, ...]) -> float:
+        units = self.hardware.device.sm_count
+        if units is None or len(shape) != 3:
+            return 1.0
+        tiles = math.ceil(shape[0] / TILE) * math.ceil(shape[2] / TILE)
+        return tiles / (math.ceil(tiles / units) * units)
+
+
+@lru_cache(maxsize=4096)
+def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...]) -> float:
+    """Rate at `shape`: measured rates weighted by inverse squared distance in the logarithms of m, k and n."""
+    total = weight = 0.0
+    for product in products:
+        distance = sum((math.log(a) - math.log(b)) ** 2 for a, b in zip(product.shape, shape, strict=True))
+        share = 1 / (distance + 1e-3)
+        total += share * math.log(product.flops_per_second)
+        weight += share
+    return math.exp(total / weight)
+
+
+def measured_products(hardware: HardwareProfile, precision: str) -> list[MeasuredProduct]:
+    """The matmuls that the profile has measured in this dtype."""
+    prefix = f"matmul.{precision}."
+    found = []
+    for rate in hardware.rates:
+        if rate.name.startswith(prefix):
+            m, k, n = (int(size) for size in rate.name.removeprefix(prefix).split("x"))
+            found.append(MeasuredProduct((m, k, n), rate.value))
+    return found
+
+
+def _measured_attention(hardware: HardwareProfile, precision: str, backend: str) -> tuple[tuple[int, float], ...]:
+    """(tokens, FLOP/s) of the backend, or of `native` where only that was measured."""
+    for name in (backend, "native"):
+        prefix = f"attention.{name}.{precision}."
+        points = [(int(r.name.removeprefix(prefix)), r.value) for r in hardware.rates if r.name.startswith(prefix)]
+        if points:
+            return tuple(sorted(points))
+    return ()
+
+
+def _between(points: tuple[tuple[int, float], ...], tokens: int) -> float:
+    """Interpolate in log tokens and log rate; constant beyond the ends."""
+    if tokens <= points[0][0]:
+        return points[0][1]
+    for (low, slow), (high, fast) in pairwise(points):
+        if tokens <= high:
+            share = (math.log(tokens) - math.log(low)) / (math.log(high) - math.log(low))
+            return math.exp((1 - share) * math.log(slow) + share * math.log(fast))
+    return points[-1][1]
+
+
+def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple[float, ...]:
+    """Device seconds of a segment for each of `CLASSES`, then the number of launches."""
+    seconds = dict.fromkeys(CLASSES, 0.0)
+    for item, count in work.items():
+        kind, shape = item[0], item[1]
+        if kind == "matmul" and min(shape) <= rank:
+            kind = "adapter"
+        seconds[kind.removesuffix("_backward")] += count * rates.seconds(item)
+    return (*seconds.values(), float(sum(work.values())))

@@ -1,0 +1,133 @@
+"""Checkpoints of a run: one safetensors file each, tensors and a JSON state, written whole by a thread of its own.
+
+A file carries the key of its run and a digest of its tensors, so that a resumed run trusts nothing that is damaged or
+another's. Training waits only for the copy to the host (and for the last file, where it is still being written).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.training.data.cache import tensors_digest
+from autotune.weights.errors import BadWeights
+from autotune.weights.files import read_file
+from autotune.weights.saving import save_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "checkpoint-{:06}.safetensors"
+STEP = re.compile(r"checkpoint-(\d{6,})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a run needs to go on after `step` steps."""
+
+    step: int
+    tensors: "Mapping[str, Tensor]"
+    state: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run in `folder`; use as a context manager, so that none is left half-written.
+
+    Args:
+        folder: of this run alone.
+        run_key: what a checkpoint must carry to be taken.
+        keep_last: newest files kept.
+        keep_every: files at multiples of this many steps are kept for good; 0 for none.
+    """
+
+    def __init__(self, folder: Path, run_key: str, *, keep_last: int, keep_every: int = 0) -> None:
+        self.folder, self.run_key = folder, run_key
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autotune-checkpoint")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._thread.shutdown(wait=True)
+
+    def save(self, step: int, tensors: "Mapping[str, Tensor]", state: Mapping[str, Any]) -> None:
+        """Copy the tensors and write them in the background.
+
+        Raises:
+            AutotuneError: this or the last checkpoint could not be written.
+        """
+        self.finish()
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        self._pending = self._thread.submit(self._write, Checkpoint(step, copies, state))
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            AutotuneError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        metadata = {
+            "run": self.run_key,
+            "step": str(checkpoint.step),
+            "state": json.dumps(checkpoint.state),
+            "digest": tensors_digest(dict(checkpoint.tensors)),
+        }
+        try:
+            save_file(self.folder / NAME.format(checkpoint.step), checkpoint.tensors, metadata)
+        except Exception as error:  # safetensors has errors of its own
+            raise AutotuneError(
+                f"cannot write a checkpoint in {self.folder}: {error}",
+                hint="free some space, then go on from the last one with --resume",
+            ) from error
+        self._rotate()
+
+    def _rotate(self) -> None:
+        for step in self.steps()[: -self.keep_last]:
+            if not (self.keep_every and step % self.keep_every == 0):
+                (self.folder / NAME.format(step)).unlink(missing_ok=True)
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, oldest first."""
+        found = (STEP.fullmatch(path.name) for path in self.folder.glob("checkpoint-*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def newest(self, on_damaged: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
+        """The newest checkpoint that is whole, or None without any.
+
+        Raises:
+            InvalidInput: it belongs to another plan, job or data.
+        """
+        for part in self.folder.glob(".checkpoint-*.part"):
+            part.unlink(missing_ok=True)  # a writer died here
+        for step in reversed(self.steps()):
+            path = self.folder / NAME.format(step)
+            try:
+                return self._read(path, step)
+            except (BadWeights, OSError, ValueError, KeyError) as error:
+                on_damaged(f"{path} is damaged and left out: {str(error).splitlines()[0]}")
+        return None
+
+    def _read(self, path: Path, step: int) -> Checkpoint:
+        from safetensors.torch import load_file
+
+        metadata = read_file(path).metadata
+        if metadata["run"] != self.run_key:
+            raise InvalidInput(
+                f"{path} belongs to another plan, job or data",
+                hint="resume with the plan, options and images it was begun with, or choose another --output",
+            )
+        tensors = load_file(path)
+        if metadata["digest"] != tensors_digest(tensors):
+            raise ValueError("its digest does not match")
+        return Checkpoint(step, tensors, json.loads(metadata["state"]))

@@ -1,0 +1,95 @@
+"""The output folder of a run: whose it is, whether it may be written, and what identifies the run.
+
+plan.yaml       the plan with the job as it was run     metrics.jsonl, tensorboard/    one line and point per step
+checkpoints/    to go on from with --resume             previews/                      samples on the way
+pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
+"""
+
+import shutil
+from pathlib import Path
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.plan_file import read_plan, write_plan
+from autotune.schema import TrainingPlan, digest_of
+from autotune.training.data.encoded import EncodedDataset
+from autotune.training.save import ADAPTER_FILE
+
+PLAN_FILE = "plan.yaml"
+REPORT_FILE = "report.json"
+CHECKPOINTS = "checkpoints"
+
+NOT_LEARNED = frozenset(
+    {"model", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
+    | {"preview_steps", "preview_every", "checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
+)
+"""Fields of a job that may differ when a run goes on: places, which the data's digest covers, and comforts."""
+
+FREE_OF_LENGTH = frozenset({"constant", "constant_with_warmup", "plateau"})
+"""Learning rates that do not depend on the number of steps, so that a run may be made longer."""
+
+
+def learned(plan: TrainingPlan) -> dict[str, object]:
+    """Everything in a plan that decides what a run learns from given data."""
+    job = plan.job.model_dump(mode="json")
+    if plan.job.lr_scheduler in FREE_OF_LENGTH:
+        job |= {"num_steps": None, "num_train_epochs": None}
+    return {"plan": plan.digest, **{name: value for name, value in job.items() if name not in NOT_LEARNED}}
+
+
+def run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:
+    """Digest of everything that decides what a run learns: a checkpoint with another one is not this run's."""
+    pairs = zip(encoded.recipes, encoded.items, strict=True)
+    items: list[object] = [[sorted(recipe.keys), item.repeats] for recipe, item in pairs]
+    return digest_of({**learned(plan), "items": items})
+
+
+def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int) -> Path:
+    """Make the output folder, or take the one that is there.
+
+    Raises:
+        InvalidInput: it holds another run, or this one and `resume` was not asked for, or it cannot be written.
+        AutotuneError: its disk has less than `needed_bytes` free.
+    """
+    folder = Path(plan.job.output)
+    (_require_same if resume else _require_unused)(folder, plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_plan(folder / PLAN_FILE, plan)
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot write to the output folder {folder}: {error.strerror}", hint="choose another with --output"
+        ) from error
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise AutotuneError(
+            f"checkpoints and adapter need {needed_bytes / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB is free",
+            hint="free some space, choose another folder with --output, or keep fewer checkpoints",
+        )
+    return folder
+
+
+def _require_unused(folder: Path, plan: TrainingPlan) -> None:
+    if (folder / ADAPTER_FILE).exists():
+        raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")
+    if _has_checkpoints(folder):
+        raise InvalidInput(
+            f"{folder} holds the checkpoints of a run that did not end",
+            hint="go on with it: add --resume; or choose another folder with --output",
+        )
+
+
+def _require_same(folder: Path, plan: TrainingPlan) -> None:
+    """Compare with the plan that the folder was begun with: sooner than its checkpoints can be."""
+    if not _has_checkpoints(folder) or not (folder / PLAN_FILE).is_file():
+        return
+    before, now = learned(read_plan(folder / PLAN_FILE)), learned(plan)
+    changed = [name for name in now if before.get(name) != now[name]]
+    if changed:
+        raise InvalidInput(
+            f"{folder} was begun with another {', '.join(changed)}",
+            hint="resume with the plan and options it was begun with, or choose another folder with --output",
+        )
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return any((folder / CHECKPOINTS).glob("checkpoint-*.safetensors"))

@@ -1,0 +1,266 @@
+"""The loop of a run: data, steps, learning rate, checkpoints, previews, what is told of each step."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from autotune.errors import AutotuneError, Preempted
+from autotune.families.base import Batch
+from autotune.schema import TrainingPlan
+from autotune.training.checkpoint import Checkpoint, Checkpoints
+from autotune.training.data.batches import Order
+from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.loader import LoadedBatch, Loader
+from autotune.training.events import Events, StepEvent
+from autotune.training.memory import allocated_bytes, live_tensors, peak_memory_bytes
+from autotune.training.metrics import Metrics
+from autotune.training.model import TrainingModel
+from autotune.training.monitor import MemoryWatch, gpu_utilisation
+from autotune.training.processes import Processes
+from autotune.training.schedule import LearningRate
+from autotune.training.step import AdapterOptimizer, StepOutcome, drawn_loss, optimizer_step
+from autotune.training.stopping import StopRequest
+
+EVALUATION_STEPS = 4
+"""Effective batches on which the losses with and without the adapter are compared at the end."""
+
+TRACED = range(3, 6)
+"""Steps of this start that a trace shows: the first ones allocate and warm up."""
+
+
+def order_of(plan: TrainingPlan, encoded: EncodedDataset) -> Order:
+    """The order in which a job sees its data."""
+    return Order(
+        groups=encoded.groups,
+        repeats=tuple(item.repeats for item in encoded.items),
+        effective_batch_size=plan.frozen.workload.effective_batch_size,
+        seed=plan.job.seed,
+        caption_dropout=plan.job.caption_dropout,
+    )
+
+
+def steps_of(plan: TrainingPlan, order: Order) -> int:
+    """Optimizer steps of a job: as said, or as many as its epochs take."""
+    if plan.job.num_train_epochs is None:
+        return plan.job.num_steps
+    return math.ceil(plan.job.num_train_epochs * order.epoch_size / order.effective_batch_size)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the loop works with besides the model."""
+
+    processes: Processes
+    checkpoints: Checkpoints
+    metrics: Metrics | None
+    """None on all processes but the first."""
+    events: Events
+    preview: Callable[[int], None]
+    """Called on the first process with the number of steps taken."""
+    budget_bytes: int
+    trace: Path | None = None
+
+
+class Loop:
+    """The steps of one run: the same order and noise whatever the micro-batch size, processes and interruptions."""
+
+    def __init__(
+        self, plan: TrainingPlan, model: TrainingModel, encoded: EncodedDataset, checkpoint: Checkpoint | None
+    ) -> None:
+        self.plan, self.model, self.encoded = plan, model, encoded
+        job = self.job = plan.job
+        self.order = order_of(plan, encoded)
+        self.num_steps = steps_of(plan, self.order)
+        self.optimizer = AdapterOptimizer(
+            model.adapter,
+            learning_rate=job.learning_rate,
+            weight_decay=job.weight_decay,
+            max_grad_norm=job.max_grad_norm,
+        )
+        epoch_steps = math.ceil(self.order.epoch_size / self.order.effective_batch_size)
+        self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, epoch_steps)
+        self.first_step = checkpoint.step if checkpoint else 0
+        if checkpoint:
+            self.optimizer.load_state(checkpoint.tensors)
+            self.rate.load_state(checkpoint.state["rate"])
+            self.optimizer.scaler.load_state_dict(checkpoint.state["scaler"])
+        self.peak_bytes = 0
+        self.seconds: list[float] = []
+        self.data_seconds: list[float] = []
+        self.utilisations: list[float] = []
+        self.warnings: list[str] = []
+
+    def run(self, around: Surroundings) -> None:
+        """Take every step that is left.
+
+        Raises:
+            Preempted: a signal came; a checkpoint is written.
+            AutotuneError: the loss is no longer finite, or a checkpoint cannot be written.
+        """
+        loader = self._loader(around.processes)
+        watch = MemoryWatch(around.budget_bytes)
+        batches = cast("Generator[LoadedBatch]", iter(loader))
+        with StopRequest() as stop, contextlib.closing(batches), _tracing(around.trace) as traced:
+            for step in range(self.first_step, self.num_steps):
+                event = self._timed_step(step, batches, loader, around.processes)
+                if around.metrics:
+                    around.metrics.add(event)
+                around.events.on_step(event)
+                if warning := watch.look(event.memory_bytes):
+                    self.warnings.append(warning)
+                    around.events.on_warning(warning)
+                traced(step - self.first_step)
+                stopping = around.processes.any(stop.signal_name is not None)
+                self._after(step + 1, around, stopping=stopping)
+                if stopping:
+                    raise Preempted(
+                        f"stopped by {stop.signal_name or 'a signal'} after step {step + 1} of {self.num_steps}; "
+                        "a checkpoint is written",
+                        hint="go on from there: run the same command with --resume",
+                    )
+
+    def _after(self, done: int, around: Surroundings, *, stopping: bool) -> None:
+        job, last = self.job, done == self.num_steps
+        due = last or stopping or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
+        if due and around.processes.is_first:
+            around.checkpoints.save(done, self.optimizer.state(), self._state())
+        if stopping or last:
+            around.checkpoints.finish()
+            around.processes.wait()
+        elif job.preview_every and done % job.preview_every == 0 and around.processes.is_first:
+            around.preview(done)
+
+    def _state(self) -> dict[str, Any]:
+        return {"rate": self.rate.state(), "scaler": self.optimizer.scaler.state_dict()}
+
+    def _loader(self, processes: Processes) -> Loader:
+        return Loader(
+            self.model.family,
+            self.encoded,
+            self.order,
+            self.plan.frozen.settings.micro_batch_size,
+            self.num_steps,
+            first_step=self.first_step,
+            rank=processes.rank,
+            world_size=processes.world_size,
+            pin_memory=self.model.device.type == "cuda",
+        )
+
+    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader, processes: Processes) -> StepEvent:
+        """One step; on CPU the second also measures memory, and like the first is left out of the speed."""
+        waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
+        measured = step == self.first_step + 1
+        outcome = (self._measured_step if measured else self._step)(step, batches, processes)
+        seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
+        if not math.isfinite(outcome.loss):
+            raise AutotuneError(
+                f"the loss is {outcome.loss} at step {step + 1}",
+                hint="lower the rate: autotune train PLAN --learning-rate X",
+            )
+        self.rate.step(outcome.loss)
+        self.seconds.append(seconds)
+        self.data_seconds.append(waited)
+        busy = gpu_utilisation(self.model.device)
+        self.utilisations += [] if busy is None else [busy]
+        return StepEvent(
+            step=step + 1,
+            num_steps=self.num_steps,
+            loss=outcome.loss,
+            learning_rate=rate,
+            gradient_norm=outcome.gradient_norm if math.isfinite(outcome.gradient_norm) else 0.0,
+            seconds=seconds,
+            data_seconds=waited,
+            images_per_second=self.order.effective_batch_size / seconds,
+            memory_bytes=allocated_bytes(self.model.device),
+            gpu_utilisation=busy,
+        )
+
+    def _step(self, step: int, batches: Iterator[LoadedBatch], processes: Processes) -> StepOutcome:
+        share = self.order.effective_batch_size // processes.world_size
+        return optimizer_step(
+            self.model.family,
+            self.model.transformer,
+            self.optimizer,
+            self._one_step(batches),
+            effective_batch_size=share,
+            timestep_shift=self.job.timestep_shift,
+            seed=self.job.seed,
+            step=step,
+            weighting=self.job.weighting_scheme,
+            first_position=processes.rank * share,
+            average=processes.average if processes.world_size > 1 else None,
+        )
+
+    def _measured_step(self, step: int, batches: Iterator[LoadedBatch], processes: Processes) -> StepOutcome:
+        outcomes: list[StepOutcome] = []
+        live = live_tensors(self.model.transformer, self.optimizer)
+        self.peak_bytes = peak_memory_bytes(
+            self.model.device, live, lambda: outcomes.append(self._step(step, batches, processes))
+        )
+        return outcomes[0]
+
+    def _one_step(self, batches: Iterator[LoadedBatch]) -> Iterator[Batch]:
+        for loaded in batches:
+            yield self._on_device(loaded.batch)
+            if loaded.is_last:
+                return
+
+    def _on_device(self, batch: Batch) -> Batch:
+        device, dtype = self.model.device, self.model.dtype
+        return {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+            for name, tensor in batch.items()
+        }
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the images and noise of the next steps, which training has not seen; the same every time."""
+        total = 0.0
+        for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
+            position = 0
+            for planned in self.order.micro_batches(step, self.plan.frozen.settings.micro_batch_size):
+                batch = self.model.family.collate([self.encoded.sample(index) for index in planned.indices])
+                loss = drawn_loss(
+                    self.model.family,
+                    self.model.transformer,
+                    self._on_device(batch),
+                    (self.job.seed, step, position),
+                    self.job.timestep_shift,
+                    self.job.weighting_scheme,
+                )
+                position += len(planned.indices)
+                total += float(loss) * planned.weight
+        return total / EVALUATION_STEPS
+
+
+@contextlib.contextmanager
+def _tracing(path: Path | None) -> Iterator[Callable[[int], None]]:
+    """Yields what to call after each step of this start; the steps in `TRACED` are written to `path`."""
+    if path is None:
+        yield lambda number: None
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profile = torch.profiler.profile(activities=activities, record_shapes=True)
+
+    with contextlib.ExitStack() as recording:
+
+        def finish() -> None:
+            profile.stop()
+            profile.export_chrome_trace(str(path))
+
+        def after(number: int) -> None:
+            if number == TRACED.start - 1:
+                profile.start()
+                recording.callback(finish)
+            elif number == TRACED.stop - 1:
+                recording.close()
+
+        yield after

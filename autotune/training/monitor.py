@@ -1,0 +1,131 @@
+"""Watches a run: memory of each phase, how near it is to the budget, whether it grows, how busy the GPU is."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from autotune.schema import PhasePeak
+from autotune.training.memory import host_memory_bytes
+
+ALARM_SHARE = 0.85
+"""Of the budget: beyond it a run is one fragmented allocation away from its end."""
+
+WINDOW_STEPS = 50
+NUM_WINDOWS = 6
+LEAK_SHARE = 0.02
+"""Growth over `NUM_WINDOWS` windows, each higher than the last, that is called a leak: caches fill unevenly."""
+
+
+class PhaseWatch:
+    """Measures each phase of a run; a phase entered again adds to its time and raises its peak.
+
+    Inside a phase another may be entered: its memory counts for itself alone, its time for both.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peaks: dict[str, PhasePeak] = {}
+        self._entered: list[str] = []
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what is done inside, failures included."""
+        if self._entered:
+            self._count(self._entered[-1], 0.0)
+        self._entered.append(name)
+        self._reset()
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._count(self._entered.pop(), time.monotonic() - started)
+            self._reset()
+
+    def _reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        # Linux counts the largest resident memory (VmHWM) anew after a 5 is written here: proc(5).
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def _count(self, name: str, seconds: float) -> None:
+        before = self.peaks.get(name)
+        self.peaks[name] = PhasePeak(
+            name=name,
+            seconds=seconds + (before.seconds if before else 0.0),
+            device_bytes=_larger(self._device_peak(), before.device_bytes if before else None),
+            host_bytes=_larger(_host_peak(), before.host_bytes if before else None),
+        )
+
+    def _device_peak(self) -> int | None:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return torch.mps.current_allocated_memory() if self.device.type == "mps" else None
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    known = [value for value in (one, other) if value is not None]
+    return max(known, default=None)
+
+
+def _host_peak() -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return host_memory_bytes()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+class MemoryWatch:
+    """Looks at the memory after each step; each warning is given once."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.window: list[int] = []
+        self.floors: list[int] = []
+        self.given: set[str] = set()
+
+    def look(self, memory_bytes: int) -> str | None:
+        """A warning, or None."""
+        self.window.append(memory_bytes)
+        if memory_bytes > ALARM_SHARE * self.budget_bytes:
+            share = memory_bytes / self.budget_bytes
+            return self._once(
+                "budget", f"memory is at {memory_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
+            )
+        if len(self.window) < WINDOW_STEPS:
+            return None
+        self.floors = [*self.floors, min(self.window)][-NUM_WINDOWS:]
+        self.window = []
+        slope = leak_bytes_per_step(self.floors)
+        return self._once("leak", f"memory grows by {slope / 2**20:.2f} MiB per step") if slope else None
+
+    def _once(self, kind: str, message: str) -> str | None:
+        if kind in self.given:
+            return None
+        self.given.add(kind)
+        return message
+
+
+def leak_bytes_per_step(floors: list[int]) -> float:
+    """Least-squares slope through the least memory of each window, or 0 where that is no leak."""
+    rising = all(later > earlier for earlier, later in pairwise(floors))
+    if len(floors) < NUM_WINDOWS or not rising or floors[-1] < floors[0] * (1 + LEAK_SHARE):
+        return 0.0
+    middle, mean = (len(floors) - 1) / 2, sum(floors) / len(floors)
+    covariance = sum((index - middle) * (floor - mean) for index, floor in enumerate(floors))
+    return covariance / sum((index - middle) ** 2 for index in range(len(floors))) / WINDOW_STEPS
+
+
+def gpu_utilisation(device: torch.device) -> float | None:
+    """Share of the last sampling period in which the GPU computed, or None where NVML does not tell."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # no NVML, or a card that does not support it
+        return None

@@ -1,0 +1,69 @@
+"""`autotune sample`: pictures from a trained adapter, loaded as the plan says, so it fits where training fitted."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from autotune.atomic import replacing
+from autotune.errors import InvalidInput
+from autotune.families.resolve import resolve_model
+from autotune.knobs.precision import torch_dtype
+from autotune.plan_file import read_plan
+from autotune.schema import HardwareProfile
+from autotune.training.folder import PLAN_FILE
+from autotune.training.model import load_transformer
+from autotune.training.preview import Shot, Studio
+from autotune.training.save import ADAPTER_FILE
+
+
+def sample_run(
+    folder: Path,
+    hardware: HardwareProfile,
+    prompt: str,
+    *,
+    count: int = 1,
+    seed: int = 0,
+    num_steps: int | None = None,
+    control_paths: tuple[Path, ...] = (),
+    output: Path | None = None,
+    on_progress: Callable[[str], None] = lambda message: None,
+) -> list[Path]:
+    """Sample `count` pictures from the adapter in a run's folder and return the files written.
+
+    Raises:
+        InvalidInput: the folder holds no trained adapter, or a control image is missing.
+    """
+    if not (folder / ADAPTER_FILE).is_file() or not (folder / PLAN_FILE).is_file():
+        raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
+    missing = [path for path in control_paths if not path.is_file()]
+    if missing:
+        raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
+    plan = read_plan(folder / PLAN_FILE)
+    model, dtype = resolve_model(plan.job.model), torch_dtype(plan.frozen.settings.precision)
+    if len(control_paths) > model.family.max_controls or bool(control_paths) != bool(model.family.max_controls):
+        raise InvalidInput(
+            f"{model.family.name} takes {f'1 to {model.family.max_controls}' if model.family.max_controls else 'no'} "
+            f"control images, not {len(control_paths)}",
+            hint="pass them with --control FILE",
+        )
+    device = torch.device("cuda", hardware.device.index) if hardware.device.kind == "cuda" else hardware.device.kind
+    studio = Studio(model, dtype, torch.device(device))
+    steps = num_steps or plan.job.preview_steps
+    shots = [
+        Shot(prompt, plan.frozen.workload.largest_bucket, steps, seed + number, control_paths)
+        for number in range(count)
+    ]
+    studio.learn(shots[:1])
+    studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device))
+    studio.load_adapter(folder / ADAPTER_FILE)
+    written = []
+    for number, shot in enumerate(shots, start=1):
+        on_progress(f"sampling {number} of {count}")
+        path = output or folder / f"sample-{seed}.png"
+        path = path if count == 1 else path.with_stem(f"{path.stem}-{number}")
+        frames = studio.sample(shot)
+        with replacing(path) as part:
+            frames[0].save(part, format="PNG")
+        written.append(path)
+    return written

@@ -1,0 +1,115 @@
+"""Ground truth on a CPU: what PyTorch's own profiler says a real training step allocates, and how long steps take."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from autotune.families.adapter import add_adapter
+from autotune.families.base import Batch, Family
+from autotune.families.precision import cast_as_loaded
+from autotune.knobs.precision import torch_dtype
+from autotune.knobs.registry import KNOBS
+from autotune.schema import Candidate, Workload
+from autotune.training.step import AdapterOptimizer, optimizer_step
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One candidate, really run."""
+
+    peak_bytes: int
+    """Everything live at the highest moment of a step: frozen weights, buffers, adapter, optimizer and the rest."""
+    pass_peak_bytes: int
+    """Of that, what the step itself allocated."""
+    step_seconds: tuple[float, ...]
+    """Time of the process on its core: other processes of the machine don't count."""
+
+
+def build(family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate) -> tuple[Any, list[Any]]:
+    """A real transformer with random weights, the candidate's settings and an adapter; and the adapter's parameters."""
+    dtype = torch_dtype(candidate.precision)
+    torch.manual_seed(0)
+    transformer = family.build_transformer(config)
+    cast_as_loaded(transformer, dtype)
+    for knob in KNOBS:
+        if knob.needs_reload:
+            knob.apply(transformer, family, getattr(candidate, knob.name))
+    parameters = add_adapter(
+        family,
+        transformer,
+        rank=workload.rank,
+        lora_alpha=workload.lora_alpha,
+        targets=workload.targets,
+        dtype=dtype,
+    )
+    for knob in KNOBS:
+        if not knob.needs_reload:
+            knob.apply(transformer, family, getattr(candidate, knob.name))
+    return transformer.train(), parameters
+
+
+def batches(family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate) -> list[Batch]:
+    """Micro-batches of one optimizer step, of the largest bucket."""
+    shapes = family.sample_shapes(config, workload.largest_bucket, workload.max_text_tokens)
+    dtype = torch_dtype(candidate.precision)
+    size = candidate.micro_batch_size
+    sample = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    return [family.collate([sample] * size) for _ in range(workload.effective_batch_size // size)]
+
+
+def storage_bytes(tensors: Any) -> int:
+    """Bytes behind `tensors`, each storage counted once; quantised tensors by what they are made of."""
+    plain = []
+    for tensor in tensors:
+        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        plain += [getattr(tensor, name) for name in names] if names else [tensor]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
+
+
+def memory_events(profiler: Any) -> list[int]:
+    """Signed bytes of every allocation and free, in order, from the profiler's own records."""
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+def run(
+    family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate, *, num_timed: int = 3
+) -> Truth:
+    """Two warm-up steps, one profiled for memory, then `num_timed` timed ones."""
+    transformer, parameters = build(family, config, workload, candidate)
+    optimizer = AdapterOptimizer(parameters, learning_rate=1e-4, weight_decay=1e-3, max_grad_norm=1.0)
+
+    def step(number: int) -> None:
+        optimizer_step(
+            family,
+            transformer,
+            optimizer,
+            batches(family, config, workload, candidate),
+            effective_batch_size=workload.effective_batch_size,
+            timestep_shift=1.0,
+            seed=0,
+            step=number,
+        )
+
+    step(0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(1)
+    level = peak = 0
+    for size in memory_events(profiler):
+        level += size
+        peak = max(peak, level)
+    seconds = []
+    for number in range(num_timed):
+        start = time.process_time()
+        step(2 + number)
+        seconds.append(time.process_time() - start)
+    states = [t for state in optimizer.adamw.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    attributes = [v for m in transformer.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    resident = storage_bytes(
+        [*transformer.parameters(), *transformer.buffers(), *optimizer.masters, *states, *attributes]
+    )
+    return Truth(resident + peak, peak, tuple(seconds))

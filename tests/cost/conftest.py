@@ -1,0 +1,22 @@
+"""Predictors that the tests of this room share, so that each tiny model is traced once."""
+
+from collections.abc import Callable
+
+import pytest
+from tiny_models import TINY, cpu, workload_of
+
+from autotune.cost.predict import Predictor
+from autotune.families.registry import FAMILIES
+
+
+@pytest.fixture(scope="session")
+def predictor() -> Callable[[str], Predictor]:
+    """One predictor per family on the CPU, with everything it has traced."""
+    made: dict[str, Predictor] = {}
+
+    def of(name: str) -> Predictor:
+        if name not in made:
+            made[name] = Predictor(cpu(), workload_of(name), FAMILIES[name], TINY[name])
+        return made[name]
+
+    return of

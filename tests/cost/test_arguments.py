@@ -1,0 +1,69 @@
+"""Every refusal of a bad argument names the nearest valid value."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import workload_of
+
+from autotune.cost.arguments import checked_bucket, checked_candidate, parse_resolution, positive
+from autotune.errors import InvalidInput
+from autotune.families.registry import FAMILIES
+from autotune.schema import Candidate
+
+QWEN = FAMILIES["qwen-image"]
+
+
+@given(st.integers(-50, 10_000), st.integers(-50, 10_000))
+def test_the_hint_of_a_refused_shape_is_accepted(width, height):
+    try:
+        bucket = checked_bucket(QWEN, width, height)
+    except InvalidInput as error:
+        side = int(error.hint.split()[-2])
+        assert checked_bucket(QWEN, side, side).width_px == side
+    else:
+        assert (bucket.width_px, bucket.height_px) == (width, height)
+
+
+@pytest.mark.parametrize(("text", "size"), [("1024", (1024, 1024)), ("512x768", (512, 768)), ("512X768", (512, 768))])
+def test_resolutions_are_read(text, size):
+    assert parse_resolution(text) == size
+
+
+@given(st.text(max_size=12))
+def test_anything_else_is_refused_with_an_example(text):
+    sides = text.lower().replace("×", "x").split("x")
+    if len(sides) <= 2 and all(side.isascii() and side.isdigit() for side in sides):
+        return
+    with pytest.raises(InvalidInput) as error:
+        parse_resolution(text)
+    assert "512x768" in error.value.hint
+
+
+def test_frames_are_for_clips():
+    with pytest.raises(InvalidInput, match="not clips"):
+        checked_bucket(QWEN, 512, 512, num_frames=5)
+    assert checked_bucket(FAMILIES["kandinsky5-video-lite"], 512, 512, num_frames=5).num_frames == 5
+
+
+def test_negative_counts_are_refused():
+    with pytest.raises(InvalidInput, match="at least 1"):
+        positive("micro-batch-size", -3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"quantization": "int3"}, "bnb-nf4"),
+        ({"attention": "sage"}, "native"),
+        ({"precision": "fp8"}, "bf16"),
+        ({"checkpointed_blocks": 99}, "5"),
+        ({"micro_batch_size": 3}, "2"),
+    ],
+)
+def test_candidates_that_cannot_be_are_refused(changes, hint):
+    good = {"micro_batch_size": 1, "checkpointed_blocks": 0}
+    workload = workload_of("qwen-image")
+    checked_candidate(Candidate(**good), workload)
+    with pytest.raises(InvalidInput) as error:
+        checked_candidate(Candidate(**{**good, **changes}), workload)
+    assert hint in error.value.hint

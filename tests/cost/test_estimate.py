@@ -1,0 +1,62 @@
+"""An estimate answers in 80 columns and in JSON, with hours and money."""
+
+import json
+
+import pytest
+from tiny_models import TINY, gpu, workload_of
+
+from autotune.cost.estimate import estimate
+from autotune.errors import InvalidInput
+from autotune.families.registry import FAMILIES
+from autotune.reporting.estimate import duration, render
+from autotune.schema import Candidate, Estimate
+
+
+@pytest.fixture(scope="module")
+def answer() -> Estimate:
+    return estimate(
+        workload_of("kandinsky5-video-lite"),
+        Candidate(micro_batch_size=1, checkpointed_blocks=2, quantization="torchao-int8"),
+        gpu("nvidia-rtx-4090"),
+        family=FAMILIES["kandinsky5-video-lite"],
+        config=TINY["kandinsky5-video-lite"],
+        num_steps=1000,
+        num_previews=3,
+        price_per_hour=2.5,
+    )
+
+
+def test_the_text_fits_a_terminal_and_names_every_part(answer):
+    text = render(answer)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for word in ("fits", "weights", "optimizer", "Phases", "preview", "Step time", "recomputing", "Job of 1000 steps"):
+        assert word in text
+
+
+def test_json_has_both_figures_on_top(answer):
+    data = json.loads(answer.model_dump_json())
+    assert data["peak_memory_bytes"] == answer.prediction.peak_memory_bytes
+    assert data["step_seconds"] == answer.prediction.step_seconds
+    assert Estimate.model_validate_json(answer.model_dump_json()) == answer
+
+
+def test_money_is_hours_times_price(answer):
+    assert answer.cost == pytest.approx(answer.job.total_seconds / 3600 * 2.5)
+    assert answer.job.total_seconds >= 1000 * answer.step_seconds
+
+
+def test_a_negative_price_is_refused(answer):
+    with pytest.raises(InvalidInput, match="negative"):
+        estimate(
+            answer.workload,
+            answer.prediction.candidate,
+            gpu("nvidia-rtx-4090"),
+            family=FAMILIES["kandinsky5-video-lite"],
+            config=TINY["kandinsky5-video-lite"],
+            price_per_hour=-1.0,
+        )
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.5 s"), (61, "1 min 01 s"), (7265, "2 h 01 min")])
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,91 @@
+"""Where arithmetic decides, predictions equal the real model's to the byte; where kernels decide, nearly."""
+
+import weakref
+
+import pytest
+import torch
+from tiny_models import TINY
+
+from autotune.families.loss import flow_matching_loss
+from autotune.families.registry import FAMILIES
+from autotune.schema import Candidate
+from autotune.training.step import AdapterOptimizer
+from benchmarks.cpu_truth import batches, build, run, storage_bytes
+
+STORAGES = [(name, "none") for name in TINY] + [("qwen-image", "torchao-int8"), ("flux1-dev", "torchao-fp8")]
+
+
+def candidate_of(precision: str = "bf16", quantization: str = "none", k: int = 0, size: int = 2) -> Candidate:
+    return Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=quantization, precision=precision)
+
+
+@pytest.mark.parametrize(("name", "quantization"), STORAGES)
+def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
+    precision = "bf16"
+    own, family = predictor(name), FAMILIES[name]
+    candidate = candidate_of(precision, quantization)
+    transformer, parameters = build(family, TINY[name], own.workload, candidate)
+    optimizer = AdapterOptimizer(parameters, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = [t for state in optimizer.adamw.state.values() for t in state.values()]
+    masters = [m for m, p in zip(optimizer.masters, parameters, strict=True) if m is not p]
+    storage = own.model.storage(precision, quantization)
+    assert storage.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
+    assert storage.adapter_bytes == storage_bytes(parameters)
+    assert storage.adapter_parameters == sum(p.numel() for p in parameters)
+    assert own._resident(candidate).optimizer_bytes == storage_bytes([*states, *masters])
+
+
+@pytest.mark.parametrize(("name", "quantization"), STORAGES)
+def test_bytes_saved_for_backward_are_exact(predictor, name, quantization):
+    own, family = predictor(name), FAMILIES[name]
+    transformer, _ = build(family, TINY[name], own.workload, candidate_of("fp32", quantization))
+    batch = batches(family, TINY[name], own.workload, candidate_of("fp32"))[0]
+    noise, sigmas = torch.randn_like(batch["latents"]), torch.rand(2)
+    model = own.model.model("fp32", quantization)
+    for lists in family.block_lists:  # as many real blocks as are traced
+        setattr(transformer, lists, getattr(transformer, lists)[: len(getattr(model, lists))])
+    known = {t.untyped_storage()._cdata for t in (*batch.values(), noise, sigmas, *_plain(transformer))}
+    saved: dict[int, weakref.ref] = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
+        return tensor
+
+    flow_matching_loss(family, transformer, batch, noise, sigmas)  # fills caches of positions
+    known |= set(_live_caches(transformer))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = flow_matching_loss(family, transformer, batch, noise, sigmas)
+    # Of a branch that nothing uses, such as the text stream's end, what was saved is gone again.
+    alive = {key: storage() for key, storage in saved.items() if key not in known}
+    expected = sum(storage.nbytes() for storage in alive.values() if storage is not None)
+    own.model.traced("fp32", quantization, "cpu", 2, 0)
+    own.model._passes.pop(("fp32", quantization, "cpu", 2, 0, True))
+    traced = own.model.traced("fp32", quantization, "cpu", 2, 0)  # the second pass finds the caches filled
+    assert traced.saved_bytes - loss.nbytes == expected
+
+
+def _plain(transformer):
+    for tensor in (*transformer.parameters(), *transformer.buffers()):
+        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        yield from (getattr(tensor, name) for name in names) if names else (tensor,)
+
+
+def _live_caches(transformer):
+    for module in transformer.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor):
+                yield value.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("qwen-image", 0.0), ("qwen-image", 1.0), ("flux1-dev", 0.5), ("kandinsky5-video-lite", 0.5)]
+)
+def test_peak_agrees_with_the_profiler_at_any_number_of_checkpointed_blocks(predictor, name, share):
+    own = predictor(name)
+    last = own.workload.model.num_blocks - 1
+    candidate = candidate_of("fp32", k=round(share * last))
+    truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.02)

@@ -1,0 +1,130 @@
+"""Predictions order candidates as they must, break down completely, and come fast."""
+
+import time
+
+import pytest
+from tiny_models import TINY, cpu, gpu, workload_of
+
+from autotune.cost.predict import Predictor
+from autotune.cost.quantized import nf4_bytes
+from autotune.families.registry import FAMILIES
+from autotune.knobs.quantization import QUALITY_OF
+from autotune.schema import Bucket, Candidate, Prediction, TrialResult
+
+STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution", "optimizer", "overhead")
+
+
+@pytest.fixture(scope="module")
+def card():
+    return Predictor(gpu("nvidia-rtx-4090"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+
+
+@pytest.mark.parametrize("quantization", QUALITY_OF)
+def test_parts_add_up_and_survive_json(card, quantization):
+    prediction = card.predict(Candidate(micro_batch_size=2, checkpointed_blocks=3, quantization=quantization))
+    for phase in prediction.phases:
+        assert sum(dict(phase.breakdown).values()) == phase.peak_memory_bytes
+    parts = sum(getattr(prediction.step_time, f"{part}_seconds") for part in STEP_PARTS)
+    assert parts == pytest.approx(prediction.step_seconds)
+    assert prediction.required_memory_bytes == max(phase.peak_memory_bytes for phase in prediction.phases)
+    assert Prediction.model_validate_json(prediction.model_dump_json()) == prediction
+
+
+def test_memory_grows_with_batch_rank_and_resolution(card):
+    def peak(own, size=1):
+        return own.predict(Candidate(micro_batch_size=size, checkpointed_blocks=0)).allocated_memory_bytes
+
+    sizes = [peak(card, size) for size in (1, 2, 3, 4, 7)]
+    assert sizes == sorted(sizes)
+    name = "flux1-dev"
+    larger = Bucket(width_px=128, height_px=96, num_frames=1, num_items=1)
+    for changes in ({"rank": 8}, {"buckets": (larger,)}, {"max_text_tokens": 40}):
+        assert peak(Predictor(card.hardware, workload_of(name, **changes), FAMILIES[name], TINY[name])) > peak(card)
+
+
+def test_batches_between_and_beyond_the_traced_ones_lie_on_their_line(card):
+    direct = Predictor(card.hardware, card.workload, card.family, card.config)
+    for size in (3, 6):
+        by_line = card.predict(Candidate(micro_batch_size=size, checkpointed_blocks=2))
+        trace = direct.model.traced("bf16", "none", "flash", size, 0)
+        assert trace.saved_bytes > 0
+        low, high = (card.predict(Candidate(micro_batch_size=s, checkpointed_blocks=2)) for s in (2, 4))
+        slope = (high.allocated_memory_bytes - low.allocated_memory_bytes) / 2
+        expected = low.allocated_memory_bytes + slope * (size - 2)
+        assert by_line.allocated_memory_bytes == pytest.approx(expected, rel=1e-3)
+
+
+def test_more_checkpointed_blocks_never_keep_more_and_always_take_longer(card):
+    predictions = [
+        card.predict(Candidate(micro_batch_size=2, checkpointed_blocks=k))
+        for k in range(card.workload.model.num_blocks)
+    ]
+    saved = [card.composed(p.candidate, accumulates=False).saved_bytes for p in predictions]
+    assert saved == sorted(saved, reverse=True)
+    seconds = [p.step_seconds for p in predictions]
+    assert seconds == sorted(seconds)
+    assert predictions[0].step_time.recompute_seconds == 0
+
+
+def test_quantised_weights_take_what_their_formats_say(card):
+    weights = {q: card.model.storage("bf16", q).weight_bytes for q in QUALITY_OF}
+    assert weights["none"] > weights["torchao-int8"] > weights["bnb-nf4"]
+    assert nf4_bytes(64 * 256) == 64 * 256 // 2 + 256 + 4 + 64 + 1024 + 4
+
+
+def test_uncheckpointed_torchao_int8_keeps_dequantised_weights(card):
+    """Autograd saves the bf16 copy that the matmul used: storage shrinks, the step does not."""
+    plain, small = (
+        card.composed(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False)
+        for q in ("none", "torchao-int8")
+    )
+    assert small.saved_bytes > plain.saved_bytes
+
+
+def test_a_thousand_candidates_take_well_under_two_seconds(card):
+    candidates = [
+        Candidate(micro_batch_size=size, checkpointed_blocks=k % 9, quantization=q)
+        for size in (1, 2, 4)
+        for q in ("none", "torchao-int8")
+        for k in range(170)
+    ]
+    for candidate in candidates:
+        card.predict(candidate)
+    start = time.process_time()
+    for candidate in candidates:
+        card.predict(candidate)
+    assert time.process_time() - start < 2.0
+
+
+def test_one_trial_corrects_all_and_uncertainty_shrinks():
+    own = Predictor(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
+    first, other = (Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32") for size in (1, 2))
+    before = {c: own.predict(c) for c in (first, other)}
+    own.calibrate(
+        [
+            TrialResult(
+                candidate=first,
+                outcome="ok",
+                step_seconds=(3 * before[first].step_seconds,),
+                peak_memory_bytes=round(1.02 * before[first].allocated_memory_bytes),
+            ),
+            TrialResult(candidate=other, outcome="oom"),
+        ]
+    )
+    after = {c: own.predict(c) for c in (first, other)}
+    assert after[first].step_seconds == pytest.approx(3 * before[first].step_seconds, rel=0.05)
+    assert after[other].step_seconds == pytest.approx(3 * before[other].step_seconds, rel=0.3)
+    assert after[first].allocated_memory_bytes == pytest.approx(1.02 * before[first].allocated_memory_bytes, rel=0.003)
+    assert after[first].time_uncertainty < after[other].time_uncertainty < before[other].time_uncertainty
+
+
+@pytest.mark.parametrize("attention", ["native", "_native_efficient", "_native_cudnn", "_native_math"])
+def test_every_kind_of_attention_is_traced_with_and_without_a_mask(attention):
+    name = "qwen-image"
+    peaks = []
+    for padding in ("exact", "masked"):
+        workload = workload_of(name, text_padding=padding)
+        own = Predictor(gpu("nvidia-h100-sxm"), workload, FAMILIES[name], TINY[name])
+        candidate = Candidate(micro_batch_size=2, checkpointed_blocks=1, attention=attention)
+        peaks.append(own.predict(candidate).allocated_memory_bytes)
+    assert peaks[1] >= peaks[0]

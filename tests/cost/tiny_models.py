@@ -1,0 +1,102 @@
+"""Tiny transformers of the real classes, and machines to predict for."""
+
+from typing import Any
+
+import torch
+
+from autotune.families.base import Family
+from autotune.families.registry import FAMILIES
+from autotune.hardware.catalogue import catalogue, profile_of_gpu
+from autotune.schema import Bucket, Device, HardwareProfile, Host, ModelSpec, Versions, Workload
+
+QWEN = {
+    "num_layers": 5,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 48,
+    "axes_dims_rope": (8, 12, 12),
+}
+KANDINSKY = {
+    "in_visual_dim": 16,
+    "out_visual_dim": 16,
+    "in_text_dim": 48,
+    "in_text_dim2": 16,
+    "time_dim": 32,
+    "model_dim": 64,
+    "ff_dim": 128,
+    "num_text_blocks": 2,
+    "num_visual_blocks": 5,
+    "axes_dims": (8, 12, 12),
+}
+TINY: dict[str, dict[str, Any]] = {
+    "qwen-image": QWEN,
+    "qwen-image-edit": QWEN,
+    "flux1-dev": {
+        "num_layers": 4,
+        "num_single_layers": 5,
+        "attention_head_dim": 32,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 48,
+        "pooled_projection_dim": 16,
+        "axes_dims_rope": (8, 12, 12),
+        "guidance_embeds": True,
+    },
+    "kandinsky5-image-lite": KANDINSKY,
+    "kandinsky5-video-lite": {**KANDINSKY, "visual_cond": True},
+}
+
+
+def cpu() -> HardwareProfile:
+    return HardwareProfile(
+        device=Device(
+            kind="cpu",
+            index=0,
+            name="cpu",
+            memory_kind="host",
+            memory_kind_reason="",
+            budget_bytes=1 << 34,
+            budget_reason="",
+        ),
+        host=Host(
+            cpu="cpu",
+            logical_cores=2,
+            memory_bytes=1 << 34,
+            available_memory_bytes=1 << 34,
+            system="Linux",
+            memory_model="linux",
+        ),
+        versions=Versions(python="3.11"),
+    )
+
+
+def gpu(name: str) -> HardwareProfile:
+    return profile_of_gpu(next(card for card in catalogue() if card.id == name))
+
+
+def workload_of(name: str, **changes: Any) -> Workload:
+    family, config = FAMILIES[name], TINY.get(name, {})
+    config = changes.pop("config", config)
+    frames = 5 if family.takes_clips else 1
+    values: dict[str, Any] = {
+        "model": ModelSpec(
+            family=name,
+            architecture="tiny",
+            num_parameters=1,
+            num_blocks=num_blocks(family, config),
+            name=name,
+        ),
+        "resolution_px": 96,
+        "buckets": (Bucket(width_px=96, height_px=64, num_frames=frames, num_items=3),),
+        "max_text_tokens": 12,
+        "text_padding": "exact",
+        "rank": 4,
+        "lora_alpha": 4.0,
+        "targets": "attention",
+        "effective_batch_size": 2,
+    }
+    return Workload(**{**values, **changes})
+
+
+def num_blocks(family: Family, config: dict[str, Any]) -> int:
+    with torch.device("meta"):
+        return len(family.blocks(family.build_transformer(config)))

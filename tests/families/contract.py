@@ -1,0 +1,187 @@
+"""What every family must keep: one function per promise, run over the registry and on a family that a test adds."""
+
+import json
+import re
+
+import torch
+from torch import nn
+
+from autotune.families.adapter import add_adapter
+from autotune.families.resolve import build_on_meta, resolve_model
+from autotune.schema import Bucket
+from autotune.training.step import flow_matching_loss
+from tests.families.small import CAPTIONS, Small
+
+
+def resolves_from_its_folder(small: Small) -> None:
+    model = resolve_model(str(small.folder))
+    assert model.family.name == small.family.name
+    assert model.spec.num_parameters == sum(p.numel() for p in small.pipeline.transformer.parameters())
+    assert model.spec.num_blocks == len(small.family.blocks(small.pipeline.transformer))
+
+
+def is_small_and_stock(small: Small) -> None:
+    assert sum(path.stat().st_size for path in small.folder.rglob("*") if path.is_file()) < 40e6
+    index = json.loads((small.folder / "model_index.json").read_text())
+    libraries = {value[0] for value in index.values() if isinstance(value, list)}
+    assert libraries <= {"diffusers", "transformers", None}
+    assert set(small.family.components) <= {key for key in index if (small.folder / key).is_dir()}
+
+
+def shapes_are_as_announced(small: Small) -> None:
+    sample = small.sample()
+    config = resolve_model(str(small.folder)).config
+    announced = small.family.sample_shapes(
+        config, small.bucket, len(sample["prompt_embeds"]), num_controls=small.family.max_controls
+    )
+    assert {name: tuple(tensor.shape) for name, tensor in sample.items()} == announced
+
+
+def tokens_are_counted_without_an_encoder(small: Small) -> None:
+    captions = [*CAPTIONS, "", "&amp; naïve — 数 " * 7]
+    controls = [small.controls(small.bucket)] * len(captions)
+    sizes = [[(small.bucket.width_px, small.bucket.height_px)] * small.family.max_controls] * len(captions)
+    with torch.no_grad():
+        encoded = small.family.encode_captions(small.pipeline, captions, controls)
+    assert small.family.count_text_tokens(small.folder, captions, sizes) == [len(s["prompt_embeds"]) for s in encoded]
+
+
+def different_captions_encode_differently(small: Small) -> None:
+    first, second = (small.sample(caption) for caption in CAPTIONS)
+    shortest = min(len(first["prompt_embeds"]), len(second["prompt_embeds"]))
+    assert not torch.allclose(first["prompt_embeds"][:shortest], second["prompt_embeds"][:shortest])
+
+
+def target_sets_nest_and_cover_all_linears(small: Small) -> None:
+    layers = {}
+    for name in ("attention", "attention+mlp", "all-linear"):
+        transformer = build_on_meta(small.family, small.pipeline.transformer.config)
+        with torch.device("meta"):
+            add_adapter(small.family, transformer, rank=2, lora_alpha=2, targets=name, dtype=torch.float32)
+        layers[name] = {key.removesuffix(".lora_A") for key, _ in transformer.named_modules() if key.endswith("lora_A")}
+    assert layers["attention"] < layers["attention+mlp"] < layers["all-linear"]
+    inside = re.compile(rf"({'|'.join(small.family.block_lists)})\.\d+\..*")
+    linears = {key for key, layer in small.pipeline.transformer.named_modules() if type(layer) is nn.Linear}
+    assert layers["all-linear"] == {key for key in linears if inside.fullmatch(key)}
+
+
+def every_adapter_layer_learns(small: Small) -> None:
+    transformer, parameters = small.adapted("all-linear")
+    batch = small.family.collate([small.sample(caption) for caption in CAPTIONS])
+    noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))
+    flow_matching_loss(small.family, transformer, batch, noise, torch.tensor([0.3, 0.8])).backward()
+    names = [name for name, parameter in transformer.named_parameters() if parameter.requires_grad]
+    still = {n for n, p in zip(names, parameters, strict=True) if p.grad is None or not p.grad.any()}
+    # The last block's text stream goes nowhere in double-stream models.
+    last = re.compile(r"transformer_blocks\.\d+\.(attn\.(add_q_proj|to_add_out)|(txt_|ff_context)|txt_mod).*")
+    assert all(last.match(name) for name in still), still
+
+
+def batching_changes_nothing(small: Small) -> None:
+    """Samples of different caption lengths give together what each gives alone."""
+    family, transformer = small.family, small.pipeline.transformer
+    samples = [small.sample(caption) for caption in CAPTIONS]
+    noise = torch.randn(2, *samples[0]["latents"].shape, generator=torch.Generator().manual_seed(3))
+    sigmas = torch.tensor([0.25, 0.9])
+    with torch.no_grad():
+        together = family.predict(transformer, noise, sigmas, family.collate(samples))
+        alone = [
+            family.predict(transformer, noise[i : i + 1], sigmas[i : i + 1], family.collate(samples[i : i + 1]))
+            for i in range(2)
+        ]
+    assert together.shape == noise.shape
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-3, atol=1e-4)
+
+
+def bf16_trains(small: Small) -> None:
+    """Loaded as a run loads it: modules that must stay in fp32 do, and everything still fits together."""
+    transformer = type(small.pipeline.transformer).from_pretrained(
+        small.folder / "transformer", torch_dtype=torch.bfloat16
+    )
+    parameters = add_adapter(
+        small.family, transformer, rank=2, lora_alpha=2, targets="attention", dtype=torch.bfloat16, seed=0
+    )
+    batch = small.family.collate([small.sample(caption) for caption in CAPTIONS])
+    noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))
+    sigmas = torch.tensor([0.3, 0.8])
+    exact = flow_matching_loss(small.family, small.pipeline.transformer, batch, noise, sigmas)
+    batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
+    loss = flow_matching_loss(small.family, transformer, batch, noise.bfloat16(), sigmas)
+    loss.backward()
+    assert abs(float(loss.detach() - exact)) < 0.05 * float(exact)
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in parameters)
+
+
+def masks_are_announced(small: Small) -> None:
+    samples = [small.sample(caption) for caption in CAPTIONS]
+    seen = []
+    small.pipeline.transformer.set_attention_backend("native")
+    original = nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, **kwargs):
+        seen.append(attn_mask is not None)
+        return original(*args, attn_mask=attn_mask, **kwargs)
+
+    def masked(batch_samples) -> bool:
+        batch = small.family.collate(batch_samples)
+        seen.clear()
+        with torch.no_grad():
+            sigmas = torch.full((len(batch_samples),), 0.5)
+            small.family.predict(small.pipeline.transformer, batch["latents"], sigmas, batch)
+        return any(seen)
+
+    nn.functional.scaled_dot_product_attention = spy
+    try:
+        assert masked(samples[:1]) == small.family.masks(1, "masked")
+        assert masked([samples[0]] * 2) == small.family.masks(2, "exact")
+        assert masked(samples) == small.family.masks(2, "masked")
+    finally:
+        nn.functional.scaled_dot_product_attention = original
+
+
+def checkpointing_gives_equal_gradients(small: Small) -> None:
+    from autotune.knobs.checkpointing import Checkpointing
+
+    batch = small.family.collate([small.sample()])
+    noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))
+    found = []
+    for count in (0, 2):
+        transformer, parameters = small.adapted()
+        Checkpointing().apply(transformer, small.family, count)
+        flow_matching_loss(small.family, transformer, batch, noise, torch.tensor([0.4])).backward()
+        found.append([p.grad for p in parameters if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def samples_are_deterministic_and_sized(small: Small) -> None:
+    from PIL import Image
+
+    controls = [Image.new("RGB", (40, 56), "green")] * small.family.max_controls
+    bucket = Bucket(width_px=64, height_px=32, num_frames=small.bucket.num_frames, num_items=1)
+    runs = [
+        small.family.sample(
+            small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=seed, guidance=1.0, controls=controls
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert [len(run) for run in runs] == [bucket.num_frames] * 3
+    assert runs[0][0].size == (64, 32)
+    pixels = [run[0].tobytes() for run in runs]
+    assert pixels[0] == pixels[1]
+    assert pixels[0] != pixels[2]
+
+
+PROMISES = (
+    resolves_from_its_folder,
+    is_small_and_stock,
+    shapes_are_as_announced,
+    tokens_are_counted_without_an_encoder,
+    different_captions_encode_differently,
+    target_sets_nest_and_cover_all_linears,
+    every_adapter_layer_learns,
+    batching_changes_nothing,
+    bf16_trains,
+    masks_are_announced,
+    checkpointing_gives_equal_gradients,
+    samples_are_deterministic_and_sized,
+)

@@ -1,0 +1,69 @@
+"""Small pipelines of every family, and one training item for each."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.families.adapter import add_adapter
+from autotune.families.base import Family, Sample
+from autotune.schema import Bucket
+
+CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
+
+
+@dataclass(frozen=True)
+class Small:
+    """A family with its small pipeline on disk and in memory."""
+
+    family: Family
+    folder: Path
+    pipeline: Any
+
+    @property
+    def bucket(self) -> Bucket:
+        frames = 5 if self.family.takes_clips else 1
+        return Bucket(width_px=48, height_px=64, num_frames=frames, num_items=1)
+
+    def pixels(self, bucket: Bucket, seed: int = 0) -> torch.Tensor:
+        """Smooth random pixels (3, frames, height, width) in [-1, 1]."""
+        coarse = torch.rand(3, bucket.num_frames, 4, 4, generator=torch.Generator().manual_seed(seed))
+        size = (bucket.height_px, bucket.width_px)
+        return nn.functional.interpolate(coarse, size=size, mode="bilinear") * 2 - 1
+
+    def controls(self, bucket: Bucket, count: int | None = None) -> list[torch.Tensor]:
+        count = self.family.max_controls if count is None else count
+        return [self.pixels(bucket, seed=10 + number)[:, :1] for number in range(count)]
+
+    @torch.no_grad()
+    def sample(self, caption: str = CAPTIONS[0], bucket: Bucket | None = None) -> Sample:
+        """A training item as the data part puts it together."""
+        bucket = bucket or self.bucket
+        controls = self.controls(bucket)
+        encoded = self.family.encode_captions(self.pipeline, [caption], [controls])[0]
+        for number, control in enumerate(controls, start=1):
+            encoded[f"control_latents_{number}"] = self.family.encode_pixels(self.pipeline, control)
+        return {**encoded, "latents": self.family.encode_pixels(self.pipeline, self.pixels(bucket))}
+
+    def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:
+        """A copy of the transformer with an adapter that is not zero."""
+        transformer = copy.deepcopy(self.pipeline.transformer)
+        parameters = add_adapter(
+            self.family, transformer, rank=4, lora_alpha=4, targets=targets, dtype=torch.float32, seed=1
+        )
+        generator = torch.Generator().manual_seed(2)
+        for parameter in parameters:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+        return transformer, parameters
+
+
+def make_small(family: Family, folder: Path) -> Small:
+    family.write_small_pipeline(folder, CAPTIONS, seed=0)
+    pipeline = family.load_pipeline(folder)
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    return Small(family, folder, pipeline)

@@ -1,0 +1,85 @@
+"""Rules of the pipelines that families restate are the pipelines' own, over their whole range."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.families.base import bare_pipeline, unwrapped
+from autotune.families.qwen_image_edit import CONDITION_AREA, PLUS_CONDITION_AREA, _stock_size
+from autotune.families.registry import FAMILIES
+from autotune.schema import Bucket
+from tests.families.small import CAPTIONS
+
+sides = st.integers(1, 4096)
+
+
+@given(sides, sides, st.sampled_from([CONDITION_AREA, PLUS_CONDITION_AREA]))
+@settings(max_examples=100, deadline=None)
+def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, height, area):
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+    assert _stock_size(area, width / height) == edit.calculate_dimensions(area, width / height)[:2]
+    assert _stock_size(area, width / height) == plus.calculate_dimensions(area, width / height)
+    assert plus.CONDITION_IMAGE_SIZE == PLUS_CONDITION_AREA
+
+
+@given(sides, sides)
+@settings(max_examples=100, deadline=None)
+def test_video_positions_scale_as_in_the_pipeline(height, width):
+    stock = bare_pipeline("Kandinsky5T2VPipeline")._get_scale_factor(height, width)
+    assert FAMILIES["kandinsky5-video-lite"]._rope_scale(height, width) == stock
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 4, 5, 6, 9, 12])
+def test_clips_of_any_length_encode_to_the_announced_frames(small_pipelines, num_frames):
+    small = small_pipelines("kandinsky5-video-lite")
+    bucket = Bucket(width_px=16, height_px=16, num_frames=num_frames, num_items=1)
+    with torch.no_grad():
+        latents = small.family.encode_pixels(small.pipeline, small.pixels(bucket))
+    announced = small.family.sample_shapes(small.pipeline.transformer.config, bucket, 8)
+    assert tuple(latents.shape) == announced["latents"]
+
+
+def test_model_without_guidance_gets_none(small_pipelines):
+    """FLUX.1 [schnell] and its relatives come in the same pipeline class."""
+    small = small_pipelines("flux1-dev")
+    config = {**small.pipeline.transformer.config, "guidance_embeds": False}
+    transformer = small.family.build_transformer(config)
+    batch = small.family.collate([small.sample()])
+    with torch.no_grad():
+        velocity = small.family.predict(transformer, batch["latents"], torch.tensor([0.5]), batch)
+    assert velocity.shape == batch["latents"].shape
+
+
+def test_wrapped_models_are_seen_through():
+    inner = torch.nn.Linear(1, 1)
+    wrapped = torch.nn.Module()
+    wrapped.module = torch.compile(inner)
+    assert unwrapped(wrapped) is inner
+    assert unwrapped(inner) is inner
+
+
+@pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-plus"])
+def test_preview_sees_controls_at_the_trained_size_and_leaves_the_pipeline_as_it_was(
+    small_pipelines, name, monkeypatch
+):
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+    from PIL import Image
+
+    small = small_pipelines(name)
+    seen = []
+    forward = small.pipeline.transformer.forward
+    monkeypatch.setattr(
+        small.pipeline.transformer, "forward", lambda **given: (seen.append(given["img_shapes"]), forward(**given))[1]
+    )
+    before = edit.calculate_dimensions, plus.VAE_IMAGE_SIZE
+    bucket = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
+    small.family.sample(
+        small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, guidance=2.0, controls=[Image.new("RGB", (64, 64))]
+    )
+    assert all(list(shapes[0]) == [(1, 4, 4), (1, 4, 4)] for shapes in seen)
+    assert len(seen) == 4  # guidance calls the transformer twice a step
+    assert (edit.calculate_dimensions, plus.VAE_IMAGE_SIZE) == before

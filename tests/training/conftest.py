@@ -1,0 +1,116 @@
+"""One small model with its data, loaded once for the tests of the loop."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.families.resolve import ResolvedModel, resolve_model
+from autotune.schema import HardwareProfile, TrainingPlan
+from autotune.training.checkpoint import Checkpoints
+from autotune.training.data.cache import Cache
+from autotune.training.data.dataset import read_dataset
+from autotune.training.data.encode import encode_dataset
+from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.identity import read_identity
+from autotune.training.events import Events, StepEvent
+from autotune.training.folder import run_key
+from autotune.training.loop import Loop, Surroundings
+from autotune.training.metrics import Metrics
+from autotune.training.model import TrainingModel, load_model
+from autotune.training.preview import load_pipeline
+from autotune.training.processes import Processes
+from tests.training.small import machine, make_plan, write_model_and_images
+
+CPU = torch.device("cpu")
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model whose adapter is put back to its start for every loop, and encoded data."""
+
+    model_folder: Path
+    images: Path
+    cache: Path
+    hardware: HardwareProfile
+    resolved: ResolvedModel
+    trained: TrainingModel
+    encoded: EncodedDataset
+    initial: list[torch.Tensor]
+
+    def plan(self, **job: Any) -> TrainingPlan:
+        return make_plan(self.model_folder, self.images, self.hardware, **job)
+
+    def loop(
+        self,
+        plan: TrainingPlan,
+        folder: Path,
+        *,
+        kill_after: int | None = None,
+        on_step: Callable[[StepEvent], None] = lambda event: None,
+        budget_bytes: int = 2**60,
+    ) -> Loop:
+        """Run until the end, or until the process would have been killed in the given step; resumes what is there."""
+        for parameter, value in zip(self.trained.adapter, self.initial, strict=True):
+            parameter.data.copy_(value)
+
+        def step(event: StepEvent) -> None:
+            on_step(event)
+            if event.step == kill_after:
+                raise Killed
+
+        key = run_key(plan, self.encoded)
+        keep_every = plan.job.checkpoints_keep_every * plan.job.checkpointing_steps
+        with Checkpoints(
+            folder / "checkpoints", key, keep_last=plan.job.checkpoints_total_limit, keep_every=keep_every
+        ) as checkpoints:
+            loop = Loop(plan, self.trained, self.encoded, checkpoints.newest())
+            metrics = Metrics(folder, resumed_at=loop.first_step, report_to="none")
+            around = Surroundings(
+                Processes(0, 1, CPU), checkpoints, metrics, Events(on_step=step), lambda step: None, budget_bytes
+            )
+            try:
+                loop.run(around)
+            except Killed:
+                pass
+            finally:
+                metrics.close()
+        return loop
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small models gain nothing from several threads, and lose much where other work wants the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("bench")
+    model_folder, images = write_model_and_images(folder)
+    hardware, resolved = machine(), resolve_model(str(model_folder))
+    plan = make_plan(model_folder, images, hardware)
+    encoded = encode_dataset(
+        resolved.family,
+        lambda: load_pipeline(resolved, torch.float32, CPU, transformer=None),
+        read_dataset(images),
+        plan.frozen.workload.buckets,
+        Cache(folder / "cache"),
+        identity=read_identity(model_folder, resolved.family, settings="fp32"),
+        caption_dropout=0.1,
+    )
+    trained = load_model(resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)
+    initial = [parameter.detach().clone() for parameter in trained.adapter]
+    return Bench(model_folder, images, folder / "cache", hardware, resolved, trained, encoded, initial)

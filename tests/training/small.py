@@ -1,0 +1,79 @@
+"""A small real pipeline, captioned images and a hand-made plan: a training run without a search."""
+
+from pathlib import Path
+from typing import Any
+
+from autotune import __version__
+from autotune.demo import draw_images
+from autotune.families.registry import family_named
+from autotune.families.resolve import resolve_model
+from autotune.hardware.probe import probe
+from autotune.plan_file import seal
+from autotune.schema import Candidate, Expected, FrozenPart, HardwareProfile, Job, PlannedHardware, TrainingPlan
+from autotune.training.data.dataset import read_dataset
+from autotune.training.describe import Wishes, describe_workload
+
+RESOLUTION_PX = 32
+SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
+
+
+def write_model_and_images(folder: Path, family: str = "qwen-image") -> tuple[Path, Path]:
+    captions = draw_images(folder / "images", count=5)
+    family_named(family).write_small_pipeline(folder / "model", captions, seed=0)
+    return folder / "model", folder / "images"
+
+
+def machine() -> HardwareProfile:
+    return probe(quick=True)
+
+
+def make_plan(
+    model: Path,
+    images: Path,
+    hardware: HardwareProfile,
+    /,
+    *,
+    settings: Candidate = SETTINGS,
+    num_processes: int = 1,
+    resolution_px: int = RESOLUTION_PX,
+    **job: Any,
+) -> TrainingPlan:
+    wishes = Wishes(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
+    workload = describe_workload(resolve_model(str(model)), read_dataset(images), wishes)
+    frozen = FrozenPart(
+        schema_version=1,
+        autotune_version=__version__,
+        hardware=PlannedHardware(
+            device_name=hardware.device.name,
+            device_kind=hardware.device.kind,
+            fingerprint=hardware.fingerprint,
+            hard_keys=hardware.hard_keys,
+            total_memory_bytes=hardware.device.total_memory_bytes,
+            budget_bytes=hardware.device.budget_bytes,
+            versions=hardware.versions,
+            num_processes=num_processes,
+        ),
+        workload=workload,
+        settings=settings,
+        expected=Expected(
+            evidence="predicted",
+            step_seconds=0.1,
+            images_per_second=40.0,
+            peak_memory_bytes=2**20,
+            process_memory_bytes=2**20,
+        ),
+        reasons=(),
+        search_seconds=0.0,
+        trials=(),
+    )
+    defaults: dict[str, Any] = {
+        "num_steps": 6,
+        "learning_rate": 1e-3,
+        "weight_decay": 1e-3,
+        "max_grad_norm": 1.0,
+        "timestep_shift": 2.2,
+        "seed": 3,
+        "preview_steps": 2,
+        "report_to": "none",
+    }
+    return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)

@@ -1,0 +1,148 @@
+"""Learning rates, loss weights, precision, record, watch and verdict: each against what it says of itself."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autotune.training.events import StepEvent
+from autotune.training.metrics import Metrics, read_metrics
+from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
+from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
+from autotune.training.step import AdapterOptimizer, drawn_loss, optimizer_step
+from autotune.training.verdict import update_norm
+from autotune.weights.adapters import Layer
+from tests.training.conftest import CPU, Bench
+
+
+def rates(bench: Bench, num_steps: int, losses: list[float] | None = None, **job: object) -> list[float]:
+    adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    rate = LearningRate(adamw, bench.plan(num_steps=num_steps, **job).job, num_steps, epoch_steps=2)
+    seen = []
+    for number in range(num_steps):
+        seen.append(rate.value)
+        adamw.step()
+        rate.step(losses[number] if losses else 1.0)
+    return seen
+
+
+def test_each_schedule_has_its_shape(bench: Bench) -> None:
+    assert rates(bench, 4, lr_scheduler="constant") == [1e-3] * 4
+    assert rates(bench, 4, lr_scheduler="constant_with_warmup", lr_warmup_steps=2) == [0, 5e-4, 1e-3, 1e-3]
+    assert rates(bench, 4, lr_scheduler="linear") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    cosine = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
+    assert rates(bench, 4, lr_scheduler="cosine") == pytest.approx(cosine)
+
+
+def test_plateau_halves_the_rate_when_epochs_no_longer_improve(bench: Bench) -> None:
+    steps = 2 * (PLATEAU_PATIENCE + 3)
+    falling = [1.0 - number / 100 for number in range(steps)]
+    assert rates(bench, steps, falling, lr_scheduler="plateau") == [1e-3] * steps
+    flat = rates(bench, steps, lr_scheduler="plateau")
+    assert flat[-1] == 5e-4
+    assert flat.count(1e-3) == 2 * (PLATEAU_PATIENCE + 2)
+
+
+@pytest.mark.parametrize(("scheme", "weight"), [("none", lambda s: 1.0), ("sigma_sqrt", lambda s: s**-2)])
+def test_loss_weights_are_those_of_diffusers(bench: Bench, scheme: str, weight: object) -> None:
+    family, transformer = bench.resolved.family, bench.trained.transformer
+    batch = family.collate([bench.encoded.sample(0)])
+    with torch.no_grad():
+        plain = drawn_loss(family, transformer, batch, (3, 0, 0), 2.2, "none")
+        weighted = drawn_loss(family, transformer, batch, (3, 0, 0), 2.2, scheme)
+    from autotune.training.step import draw
+
+    _, sigma = draw(3, 0, 0, batch["latents"].shape[1:], 2.2)
+    assert float(weighted) == pytest.approx(float(plain) * weight(sigma), rel=1e-5)  # type: ignore[operator]
+
+
+def test_fp16_scales_the_loss_and_skips_what_overflows() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = AdapterOptimizer([parameter], learning_rate=0.1, weight_decay=0.0, max_grad_norm=1e9)
+    tiny = (parameter.float() * 1e-6).sum()  # its gradient underflows in fp16 without a scale
+    optimizer.scaler.scale(tiny).backward()
+    assert float(optimizer.step()) == pytest.approx(1e-6 * math.sqrt(2), rel=0.05)
+    moved = parameter.detach().clone()
+    assert (moved < 1).all()
+    scale = optimizer.scaler.get_scale()
+    optimizer.scaler.scale((parameter.float() * 1e9).sum()).backward()
+    optimizer.step()
+    assert torch.equal(parameter, moved)
+    assert optimizer.scaler.get_scale() == scale / 2
+
+
+def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: Bench) -> None:
+    calls: list[int] = []
+    optimizer = AdapterOptimizer(bench.trained.adapter, learning_rate=0.0, weight_decay=0.0, max_grad_norm=1.0)
+    family = bench.resolved.family
+    batches = [family.collate([bench.encoded.sample(index)]) for index in (0, 0, 0)]
+    optimizer_step(
+        family,
+        bench.trained.transformer,
+        optimizer,
+        batches,
+        effective_batch_size=3,
+        timestep_shift=1.0,
+        seed=0,
+        step=0,
+        average=lambda tensors: calls.append(len(tensors)),
+    )
+    assert calls == [len(bench.trained.adapter), 1]
+
+
+def event(step: int) -> StepEvent:
+    return StepEvent(step, 9, 1.0 / step, 1e-4, 0.5, 0.1, 0.0, 40.0, 2**20)
+
+
+def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path: Path) -> None:
+    first = Metrics(tmp_path, resumed_at=0, report_to="none")
+    for step in (1, 2, 3):
+        first.add(event(step))
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "nu')
+    second = Metrics(tmp_path, resumed_at=2, report_to="none")
+    second.add(event(3))
+    second.close()
+    assert read_metrics(path) == [event(1), event(2), event(3)]
+    assert second.losses == [1.0, 0.5, 1 / 3]
+
+
+def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
+    watch = MemoryWatch(budget_bytes=10**9)
+    told = [watch.look(10**8 + step * 10**5) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
+    assert [message for message in told if message] == ["memory grows by 0.10 MiB per step"]
+    told = [watch.look(9 * 10**8) for _ in range(3)]
+    assert [message is not None for message in told] == [True, False, False]
+    assert "90% of what a run may take" in str(told[0])
+
+
+@given(st.integers(10**6, 10**9), st.lists(st.integers(-5000, 5000), min_size=NUM_WINDOWS, max_size=NUM_WINDOWS))
+def test_noise_is_no_leak(level: int, noise: list[int]) -> None:
+    assert leak_bytes_per_step([level + one for one in noise]) == 0.0 or max(noise) - min(noise) > level * 0.02
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a phase's peak")
+def test_a_phase_inside_another_counts_its_memory_apart() -> None:
+    watch = PhaseWatch(CPU)
+    with watch.phase("outer"), watch.phase("inner"):
+        block = b"x" * (300 * 2**20)
+        del block
+    outer, inner = watch.peaks["outer"].host_bytes, watch.peaks["inner"].host_bytes
+    assert outer is not None
+    assert inner is not None
+    assert inner - outer > 200 * 2**20
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.floats(0.5, 32))
+def test_norm_of_an_update_is_that_of_the_product(rank: int, inputs: int, outputs: int, alpha: float) -> None:
+    generator = torch.Generator().manual_seed(rank * 100 + inputs * 10 + outputs)
+    down, up = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
+    expected = float((up.double() @ down.double()).norm()) * alpha / rank
+    assert update_norm(Layer(down, up, alpha)) == pytest.approx(expected, rel=1e-6)
+    assert math.isnan(update_norm(Layer(down * math.nan, up, alpha)))
+    assert update_norm(Layer(down, up * 0, alpha)) == 0

@@ -1,0 +1,167 @@
+"""A run that was interrupted, at any point and in any way, ends as one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from autotune.errors import AutotuneError, InvalidInput, Preempted
+from autotune.plan_file import read_plan, write_plan
+from autotune.training.checkpoint import Checkpoints
+from autotune.training.loop import Loop
+from autotune.training.metrics import read_metrics
+from autotune.training.save import ADAPTER_FILE, save_trained
+from tests.training.conftest import Bench
+
+STEPS = 5
+
+
+def same(one: Loop, other: Loop) -> bool:
+    left, right = one.optimizer.state(), other.optimizer.state()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "plateau"])
+def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, schedule: str) -> None:
+    plan = bench.plan(num_steps=STEPS, checkpointing_steps=1, lr_scheduler=schedule, caption_dropout=0.1)
+    whole = bench.loop(plan, tmp_path / "whole")
+
+    @settings(max_examples=6, deadline=None)
+    @given(kills=st.lists(st.integers(1, STEPS), max_size=3), every=st.integers(1, 3))
+    def check(kills: list[int], every: int) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            again = bench.plan(num_steps=STEPS, checkpointing_steps=every, lr_scheduler=schedule, caption_dropout=0.1)
+            for kill in kills:
+                bench.loop(again, folder, kill_after=kill)
+            ended = bench.loop(again, folder)
+            assert same(ended, whole)
+            record, expected = (read_metrics(place / "metrics.jsonl") for place in (folder, tmp_path / "whole"))
+            assert [(e.step, e.loss, e.learning_rate) for e in record] == [
+                (e.step, e.loss, e.learning_rate) for e in expected
+            ]
+
+    check()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "part"])
+def test_a_damaged_checkpoint_is_left_out_for_the_one_before(bench: Bench, tmp_path: Path, damage: str) -> None:
+    plan = bench.plan(num_steps=4, checkpointing_steps=1)
+    whole = bench.loop(plan, tmp_path / "whole")
+    bench.loop(plan, tmp_path / "cut", kill_after=4)
+    newest = tmp_path / "cut" / "checkpoints" / "checkpoint-000003.safetensors"
+    data = newest.read_bytes()
+    if damage == "truncate":
+        newest.write_bytes(data[: len(data) // 2])
+    elif damage == "flip":
+        newest.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    else:
+        newest.unlink()
+        newest.with_name(f".{newest.name}.x.part").write_bytes(data[:100])
+    ended = bench.loop(plan, tmp_path / "cut")
+    assert ended.first_step == 2
+    assert same(ended, whole)
+    assert not list(newest.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 2e-3}, {"seed": 4}, {"lr_scheduler": "linear"}])
+def test_a_checkpoint_of_another_job_is_refused(bench: Bench, tmp_path: Path, change: dict[str, object]) -> None:
+    bench.loop(bench.plan(num_steps=2), tmp_path)
+    with pytest.raises(InvalidInput, match="another plan, job or data"):
+        bench.loop(bench.plan(num_steps=2, **change), tmp_path)
+
+
+def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: Path) -> None:
+    bench.loop(bench.plan(num_steps=2), tmp_path / "longer")
+    longer = bench.loop(bench.plan(num_steps=4), tmp_path / "longer")
+    assert longer.first_step == 2
+    assert same(longer, bench.loop(bench.plan(num_steps=4), tmp_path / "whole"))
+
+
+def test_newest_and_every_mth_checkpoint_are_kept(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_steps=7, checkpointing_steps=1, checkpoints_total_limit=2, checkpoints_keep_every=3)
+    bench.loop(plan, tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints", "", keep_last=1).steps() == [3, 6, 7]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench: Bench, tmp_path: Path, number: int) -> None:
+    plan = bench.plan(num_steps=4)
+    with pytest.raises(Preempted, match="after step 2 of 4") as stopped:
+        bench.loop(
+            plan, tmp_path / "cut", on_step=lambda event: os.kill(os.getpid(), number) if event.step == 2 else None
+        )
+    assert stopped.value.exit_status == 75
+    assert "--resume" in stopped.value.hint
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    assert same(bench.loop(plan, tmp_path / "cut"), bench.loop(plan, tmp_path / "whole"))
+
+
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = bench.plan(num_steps=4, checkpointing_steps=1)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def fill(step: int) -> None:
+        if step == 2:
+            time.sleep(0.2)  # the checkpoint of step 1 is being written
+            monkeypatch.setattr("autotune.training.checkpoint.save_file", full)
+
+    with pytest.raises(AutotuneError, match="No space left"):
+        bench.loop(plan, tmp_path, on_step=lambda event: fill(event.step))
+    monkeypatch.undo()
+    assert bench.loop(plan, tmp_path).first_step == 1
+
+
+def test_training_waits_for_the_copy_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, written = threading.Event(), []
+
+    def slow(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        released.wait(20)
+        written.append(tensors["weight"].clone())
+
+    monkeypatch.setattr("autotune.training.checkpoint.save_file", slow)
+    weight = torch.ones(4)
+    with Checkpoints(tmp_path, "key", keep_last=1) as checkpoints:
+        checkpoints.save(1, {"weight": weight}, {})
+        assert not written
+        weight += 1  # training goes on
+        released.set()
+    assert torch.equal(written[0], torch.ones(4))
+
+
+def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
+    plan_file = tmp_path / "plan.yaml"
+    write_plan(plan_file, bench.plan(num_steps=40, checkpointing_steps=1, output=str(tmp_path / "cut")))
+    command = [sys.executable, "-m", "autotune", "train", str(plan_file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "cut").glob("checkpoints/checkpoint-00000[3-9]*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    resumed = subprocess.run([*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=200)
+    assert resumed.returncode == 0, resumed.stderr
+    assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 40
+    plan = read_plan(plan_file)
+    whole = bench.loop(plan, tmp_path / "whole")
+    save_trained(tmp_path / "whole.safetensors", whole.model, whole.optimizer, plan, 40)
+    left, right = load_file(tmp_path / "cut" / ADAPTER_FILE), load_file(tmp_path / "whole.safetensors")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)

@@ -1,0 +1,150 @@
+"""A whole run in process: what it writes, what its report says, and what it refuses before any long work."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.reporting.run import report_lines
+from autotune.schema import RunReport
+from autotune.training.events import Events, StepEvent
+from autotune.training.preview import Shot, Studio, load_pipeline
+from autotune.training.run import prepare, train
+from autotune.training.sample import sample_run
+from autotune.training.save import ADAPTER_FILE
+from tests.training.conftest import CPU, Bench
+
+PROMPTS = ("a red circle on a white background", "something else")
+
+
+@pytest.fixture(scope="module")
+def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport, list[StepEvent]]:
+    folder = tmp_path_factory.mktemp("run") / "out"
+    plan = bench.plan(
+        output=str(folder),
+        num_train_epochs=5,  # 25 images in steps of 4
+        preview_prompts=PROMPTS,
+        preview_every=3,
+        checkpointing_steps=3,
+        report_to="tensorboard",
+        caption_dropout=0.1,
+    )
+    steps: list[StepEvent] = []
+    report = train(plan, bench.hardware, bench.cache, Events(on_step=steps.append), trace=True)
+    return folder, report, steps
+
+
+def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+    folder, report, steps = run
+    assert report.num_steps == len(steps) == 7
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["loss"] for line in lines] == [step.loss for step in steps]
+    assert all(line["gradient_norm"] > 0 and line["memory_bytes"] > 0 for line in lines)
+
+
+def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+    folder, _, _ = run
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(folder / "tensorboard"))
+    curves.Reload()
+    assert [point.step for point in curves.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(path.name for path in (folder / "previews").iterdir()) == [
+        f"step-{step:06}-{number}.png" for step in (3, 6) for number in (0, 1)
+    ]
+    assert Image.open(folder / "samples.png").size == (64, 64)
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+    folder, report, _ = run
+    assert RunReport.model_validate_json((folder / "report.json").read_text()) == report
+    assert {phase.name for phase in report.phases} == {"caching", "loading", "previews", "training", "saving"}
+    assert all(phase.host_bytes for phase in report.phases)
+    verdict = report.verdict
+    assert verdict is not None
+    assert (verdict.num_layers, verdict.num_unmoved, verdict.num_not_finite) == (24, 0, 0)
+    assert verdict.base_loss != verdict.adapter_loss
+    text = "\n".join(report_lines(report))
+    assert "24 layers, all moved, all finite" in text
+    assert "loss on fresh noise" in text
+
+
+def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
+    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]
+) -> None:
+    shot = Shot(PROMPTS[0], bench.plan().frozen.workload.largest_bucket, 2, seed=5)
+    stock = load_pipeline(bench.resolved, torch.float32, CPU)
+    stock.set_progress_bar_config(disable=True)
+    stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
+    expected = bench.resolved.family.sample(stock, shot.prompt, shot.bucket, num_steps=2, seed=5)[0]
+    (written,) = sample_run(run[0], bench.hardware, PROMPTS[0], seed=5)
+    assert Image.open(written).tobytes() == expected.tobytes()
+
+
+def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
+    studio, tried = Studio(bench.resolved, torch.float32, CPU), []
+    studio.answers[PROMPTS[0], ()] = []
+    vae = torch.nn.Module()
+    vae.use_tiling = False
+    vae.enable_tiling = lambda: setattr(vae, "use_tiling", True)
+    studio.pipeline = SimpleNamespace(vae=vae)
+
+    def short(pipeline: Any, shot: Shot) -> list[Any]:
+        tried.append((shot.bucket.width_px, vae.use_tiling))
+        if shot.bucket.width_px > 256:
+            raise torch.OutOfMemoryError
+        return ["picture"]
+
+    monkeypatch.setattr(studio, "_run", short)
+    assert studio.sample(Shot(PROMPTS[0], bucket, 2, 0)) == ["picture"]
+    assert tried == [(512, False), (512, True), (256, True)]
+
+
+def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="adapter of another run"):
+        prepare(bench.plan(output=str(run[0])), bench.hardware, resume=False)
+    bench.loop(bench.plan(num_steps=1), tmp_path)
+    with pytest.raises(InvalidInput, match="did not end") as error:
+        prepare(bench.plan(output=str(tmp_path)), bench.hardware, resume=False)
+    assert "--resume" in error.value.hint
+    with pytest.raises(InvalidInput, match="begun with another learning_rate"):
+        prepare(bench.plan(output=str(run[0]), learning_rate=0.5, caption_dropout=0.1), bench.hardware, resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="cannot write"):
+        prepare(bench.plan(output=str(tmp_path / "file" / "out")), bench.hardware, resume=False)
+
+
+def test_a_disk_nearly_full_is_said_before_any_work(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.training.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(AutotuneError, match="checkpoints and adapter need"):
+        prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: Path, part: str, damage: str) -> None:
+    model = shutil.copytree(bench.model_folder, tmp_path / "model")
+    (file,) = (model / part).glob("*.safetensors")
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InvalidInput):
+        prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_sampling_from_a_folder_without_an_adapter_is_refused(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no trained adapter"):
+        sample_run(tmp_path, bench.hardware, "x")
