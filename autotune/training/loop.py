@@ -18,7 +18,7 @@ from autotune.training.data.batches import Order
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
-from autotune.training.memory import allocated_bytes, live_tensors, peak_memory_bytes
+from autotune.training.memory import allocated_bytes, held_peak_bytes, live_tensors, peak_memory_bytes
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel
 from autotune.training.monitor import MemoryWatch, gpu_utilisation
@@ -112,7 +112,7 @@ class Loop:
                 if around.metrics:
                     around.metrics.add(event)
                 around.events.on_step(event)
-                if warning := watch.look(event.memory_bytes):
+                if warning := watch.look(event.memory_bytes, held_peak_bytes(self.model.device)):
                     self.warnings.append(warning)
                     around.events.on_warning(warning)
                 traced(step - self.first_step)

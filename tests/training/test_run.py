@@ -14,8 +14,9 @@ from autotune.errors import AutotuneError, InvalidInput
 from autotune.reporting.run import report_lines
 from autotune.schema import RunReport
 from autotune.training.events import Events, StepEvent
+from autotune.training.prepare import prepare
 from autotune.training.preview import Shot, Studio, load_pipeline
-from autotune.training.run import prepare, train
+from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
 from tests.training.conftest import CPU, Bench
