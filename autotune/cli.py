@@ -14,7 +14,7 @@ import typer
 from autotune.commands import data as data_commands
 from autotune.commands import estimate as estimate_command
 from autotune.commands import weights as weights_commands
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, Preempted
 from autotune.quiet import silence_libraries
 
 app = typer.Typer(
@@ -377,6 +377,8 @@ def main() -> None:
     try:
         app()
     except AutotuneError as error:
+        if isinstance(error, Preempted) and os.environ.get("RANK", "0") != "0":
+            sys.exit(error.exit_status)  # the first of several processes says it
         _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

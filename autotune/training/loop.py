@@ -106,7 +106,12 @@ class Loop:
         loader = self._loader(around.processes)
         watch = MemoryWatch(around.budget_bytes)
         batches = cast("Generator[LoadedBatch]", iter(loader))
-        with StopRequest() as stop, contextlib.closing(batches), _tracing(around.trace) as traced:
+        single = around.processes.world_size == 1
+        with (
+            StopRequest(second_ends=single) as stop,
+            contextlib.closing(batches),
+            _tracing(around.trace) as traced,
+        ):
             for step in range(self.first_step, self.num_steps):
                 event = self._timed_step(step, batches, loader, around.processes)
                 if around.metrics:

@@ -92,7 +92,7 @@ def train(
         finally:
             if metrics:
                 metrics.close()
-    report = run.finish(loop, studio, metrics.losses if metrics else [], started)
+    report = run.finish(loop, studio, metrics, started)
     processes.wait()
     return report
 
@@ -175,7 +175,7 @@ class _Run:
                 frames = studio.sample(shot)
             _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
 
-    def finish(self, loop: Loop, studio: Studio, losses: list[float], started: float) -> RunReport:
+    def finish(self, loop: Loop, studio: Studio, metrics: Metrics | None, started: float) -> RunReport:
         """Save the adapter, look at it, and report."""
         output, transformer = self.prepared.output, loop.model.transformer
         adapter_loss = loop.evaluate()
@@ -188,7 +188,7 @@ class _Run:
                 save_trained(adapter, loop.model, loop.optimizer, self.plan, loop.num_steps)
             self._sample(studio, adapter)
         verdict = judge(adapter, base_loss=base_loss, adapter_loss=adapter_loss) if self.processes.is_first else None
-        report = self._report(loop, losses, time.monotonic() - started).model_copy(update={"verdict": verdict})
+        report = self._report(loop, metrics, time.monotonic() - started).model_copy(update={"verdict": verdict})
         if self.processes.is_first:
             write_whole(output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
         return report
@@ -203,9 +203,10 @@ class _Run:
             _save_image(image, adapter.parent / f"sample_{name}_adapter.png")
         _save_image(grid(pairs), adapter.parent / "samples.png")
 
-    def _report(self, loop: Loop, losses: list[float], total_seconds: float) -> RunReport:
+    def _report(self, loop: Loop, metrics: Metrics | None, total_seconds: float) -> RunReport:
         """What the run did, against what the plan promised."""
-        steady = sorted(loop.seconds[2:] or loop.seconds) or [0.0]
+        losses, recorded = (metrics.losses, metrics.seconds) if metrics else ([], [])
+        steady = sorted(loop.seconds[2:] or loop.seconds or recorded) or [0.0]
         step_seconds = steady[len(steady) // 2]
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
