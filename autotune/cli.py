@@ -13,6 +13,7 @@ import typer
 
 from autotune.commands import data as data_commands
 from autotune.commands import estimate as estimate_command
+from autotune.commands import profiles as profiles_commands
 from autotune.commands import weights as weights_commands
 from autotune.errors import AutotuneError, Preempted
 from autotune.quiet import silence_libraries
@@ -25,10 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-app.command()(estimate_command.estimate)
-app.add_typer(data_commands.app, name="data")
-app.add_typer(weights_commands.app, name="weights")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
@@ -113,6 +110,9 @@ def models(as_json: Json = False) -> None:
         usual = FAMILIES[name].defaults
         size = f"{spec.num_parameters / 1e9:>10.2f}B{spec.num_blocks:>8}"
         typer.echo(f"{name:<24}{size}  rank {usual.rank}, {usual.resolution_px} px")
+
+
+app.command()(estimate_command.estimate)
 
 
 @app.command()
@@ -349,6 +349,11 @@ def demo(
     _announce(f"autotune train {plan_file}")
     train(plan_file)
     out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png", markup=False)
+
+
+app.add_typer(data_commands.app, name="data")
+app.add_typer(profiles_commands.app, name="profiles")
+app.add_typer(weights_commands.app, name="weights")
 
 
 def _announce(command: str) -> None:

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from autotune.training.step import StepOutcome
 
 
+SETTLED_SPREAD = 0.1
+"""Of the median: steps whose middle half differs by more are repeated, as on a machine that others use."""
+MOST_REPEATS = 4
+EXTRA_SECONDS = 5.0
+"""No further steps once the timed ones have taken this long."""
+
+
 @dataclass(frozen=True)
 class TrialRequest:
     """One candidate to run. Plain data: it crosses a process boundary."""
@@ -134,7 +141,7 @@ class _Runner:
         _, warmup = trial.timed_step()
         peak = peak_memory_bytes(device, trial.live_tensors(), trial.step)
         times: list[float] = []
-        for _ in range(request.num_steps):
+        while len(times) < request.num_steps or _unsettled(times, request.num_steps):
             outcome, seconds = trial.timed_step()
             times.append(seconds)
         reason = trial.broken(outcome)
@@ -151,6 +158,13 @@ class _Runner:
             final_loss=outcome.loss if math.isfinite(outcome.loss) else None,
             message=reason or "",
         )
+
+
+def _unsettled(times: list[float], num_steps: int) -> bool:
+    """Whether the steps disagree so much that a few more are worth their time."""
+    middle = sorted(times)[len(times) // 4 : -(len(times) // 4) or None]
+    disagree = max(middle) - min(middle) > SETTLED_SPREAD * middle[len(middle) // 2]
+    return disagree and len(times) < MOST_REPEATS * num_steps and sum(times) < EXTRA_SECONDS
 
 
 class _Trial:

@@ -1,0 +1,147 @@
+"""`autotune profiles`: what machines measured, kept here and exchanged with teams."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from autotune.sharing.store import Merged, Store
+
+app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, rich_markup_mode=None)
+
+Url = Annotated[str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")]
+Id = Annotated[str, typer.Argument(help="A record's name, or how it begins.", metavar="ID")]
+Where = Annotated[str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+
+
+@app.callback()
+def group() -> None:
+    """Share what machines measured: one measurement, everyone's gain."""
+
+
+@app.command()
+def push(url: Url) -> None:
+    """Add your records to a team's store; `show --raw` prints exactly what leaves."""
+    from autotune.sharing.store import merge, open_store
+
+    _tell(merge(_store(None), team := open_store(url)), team.where)
+
+
+@app.command()
+def pull(url: Url) -> None:
+    """Add a team's records to your own; only new ones travel."""
+    from autotune.sharing.store import merge, open_store
+
+    _tell(merge(open_store(url), mine := _store(None)), mine.where)
+
+
+@app.command("list")
+def list_records(
+    why: Annotated[bool, typer.Option("--why", help="Say which count on this machine, and what differs.")] = False,
+    store: Where = None,
+    as_json: AsJson = False,
+) -> None:
+    """List records; with --why, whether each counts here."""
+    from autotune.reporting.profiles import list_lines
+    from autotune.sharing.summary import summaries
+
+    chosen = _store(store)
+    found = summaries(chosen)
+    verdicts = _verdicts(chosen) if why else {}
+    if as_json:
+        rows = [row.model_dump(mode="json") | verdicts.get(row.name, {}) for row in found]
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    typer.echo("\n".join(list_lines(found, verdicts)))
+
+
+@app.command()
+def show(
+    name: Id,
+    raw: Annotated[bool, typer.Option("--raw", help="Exactly what leaves this machine.")] = False,
+    store: Where = None,
+) -> None:
+    """Show one record: its machine, its work, every trial."""
+    from autotune.reporting.profiles import record_lines
+
+    entry, record = _store(store).find(name)
+    typer.echo(record.model_dump_json(indent=1) if raw else "\n".join(record_lines(entry.name, record)))
+
+
+@app.command()
+def diff(first: Id, second: Id, store: Where = None) -> None:
+    """Show what differs between two records."""
+    from autotune.reporting.profiles import difference_lines
+
+    chosen = _store(store)
+    typer.echo("\n".join(difference_lines(chosen.find(first)[1], chosen.find(second)[1])))
+
+
+@app.command("export")
+def export_records(file: Annotated[Path, typer.Argument(metavar="FILE")], store: Where = None) -> None:
+    """Write all records into one file, to send where there is no store."""
+    from autotune.sharing.store import export_to
+
+    typer.echo(f"records: {export_to(_store(store), file)}; written to {file}")
+
+
+@app.command("import")
+def import_records(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+    """Add the records of an exported file to your own; what is wrong is refused and named."""
+    from autotune.sharing.store import import_from
+
+    _tell(import_from(file, mine := _store(None)), mine.where)
+
+
+@app.command()
+def prune(
+    older_than: Annotated[int | None, typer.Option(min=0, help="Days; older records go too.", metavar="DAYS")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    store: Where = None,
+) -> None:
+    """Delete records that are superseded, damaged, or of another trial protocol."""
+    from autotune.sharing.store import prune as delete_useless
+
+    reasons = delete_useless(_store(store), older_than_days=older_than, dry_run=dry_run)
+    typer.echo("\n".join((*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}")))
+
+
+@app.command()
+def verify(store: Where = None) -> None:
+    """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
+    from autotune.sharing.store import verify as check
+
+    count, bad = check(_store(store))
+    typer.echo("\n".join((*(problem.reason for problem in bad), f"records: {count}, bad: {len(bad)}")))
+    if bad:
+        raise typer.Exit(1)
+
+
+def _store(url: str | None) -> "Store":
+    from autotune.sharing.store import open_store, own_store
+
+    return own_store() if url is None else open_store(url)
+
+
+def _tell(merged: "Merged", where: str) -> None:
+    for refused in merged.refused:
+        typer.echo(f"refused: {refused.reason}", err=True)
+    typer.echo(f"new: {merged.new}, already there: {merged.present}, refused: {len(merged.refused)}; in {where}")
+
+
+def _verdicts(store: "Store") -> dict[str, dict[str, object]]:
+    """For each record whether it counts on this machine, whatever the work."""
+    from autotune.hardware.probe import probe
+    from autotune.sharing.keys import compare_machine
+    from autotune.sharing.plausibility import implausible
+
+    hardware = probe(quick=True)
+    verdicts: dict[str, dict[str, object]] = {}
+    for entry, record in store.records():
+        matched, impossible = compare_machine(record, hardware), implausible(record)
+        kind = "impossible" if impossible else matched.kind
+        verdicts[entry.name] = {"match": kind, "reasons": list(impossible or matched.reasons)}
+    return verdicts

@@ -1,0 +1,203 @@
+"""Where a store's files lie: a local folder, or whatever else fsspec speaks. Keys are relative paths of one layout.
+
+Writing is all or nothing: a temporary name and a rename locally, a single PUT in object stores. Links are not followed.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune.atomic import replacing
+from autotune.errors import AutotuneError, InvalidInput
+
+KEY = re.compile(
+    r"(?P<hard>[0-9a-f]{16})/(?P<architecture>[a-z0-9-]{1,64})/(?P<work>[a-z0-9-]{1,100})/(?P<name>[0-9a-f]{64})\.json"
+)
+"""What a record's path inside a store looks like; nothing else is ever read or written."""
+FOLDER = re.compile(r"[a-z0-9-]{1,100}")
+DEPTH = 3
+
+
+class Unreachable(AutotuneError):
+    """A store does not answer, or refuses."""
+
+
+class Files(Protocol):
+    """The files of one store."""
+
+    where: str
+    """For people: no passwords."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """Key and bytes of every file that the layout knows."""
+
+    def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
+        """The first `size` bytes of each file, or why it cannot be read."""
+
+    def write(self, contents: Mapping[str, bytes]) -> None:
+        """Write each file whole or not at all."""
+
+    def delete(self, key: str) -> None:
+        """Remove a file."""
+
+
+class LocalFiles:
+    """A folder of this machine, e.g. a git checkout. It need not exist to be read: it is empty then."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.where = root, str(root)
+
+    def sizes(self) -> dict[str, int]:
+        with _reaching(self.where):
+            return dict(self._scan(self.root, "", DEPTH)) if self.root.is_dir() else {}
+
+    def _scan(self, folder: Path | str, prefix: str, depth: int) -> Iterator[tuple[str, int]]:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                key = prefix + entry.name
+                if depth and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    yield from self._scan(entry.path, key + "/", depth - 1)
+                elif not depth and KEY.fullmatch(key) and entry.is_file(follow_symlinks=False):
+                    yield key, entry.stat(follow_symlinks=False).st_size
+
+    def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
+        for key, size in sizes.items():
+            try:
+                yield key, self._content(key, size)
+            except OSError as error:
+                yield key, error
+
+    def _content(self, key: str, size: int) -> bytes:
+        descriptor = os.open(
+            self._place(key), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        )
+        with open(descriptor, "rb") as file:  # noqa: PTH123
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(f"{key} is no regular file")
+            return file.read(size)
+
+    def write(self, contents: Mapping[str, bytes]) -> None:
+        with _reaching(self.where):
+            for key, content in contents.items():
+                with replacing(self._place(key)) as part:
+                    part.write_bytes(content)
+
+    def delete(self, key: str) -> None:
+        with _reaching(self.where):
+            self._place(key).unlink(missing_ok=True)
+
+    def _place(self, key: str) -> Path:
+        """The path of a key: one of the layout, with no link between the root and it."""
+        folder = self.root
+        for part in _checked(key).split("/")[:DEPTH]:
+            folder /= part
+            if folder.is_symlink():
+                raise OSError(f"{folder.name}, a folder of the store, is a link")
+        return self.root / key
+
+
+class RemoteFiles:
+    """Files behind an fsspec file system."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.core import url_to_fs
+
+        self.where = redacted(url)
+        self.secrets = _secrets_of(url)
+        with _reaching(self.where, self.secrets):
+            try:
+                self.fs, root = url_to_fs(url, **options)
+            except (ImportError, ValueError) as error:
+                reason = _told(error, self.secrets)
+                hint = "install what fsspec needs for it, e.g. `pip install s3fs` for s3://"
+                raise InvalidInput(f"cannot use {self.where}: {reason}", hint=hint) from error
+        self.root = str(root).rstrip("/")
+        self.has_folders = not isinstance(self.fs, AsyncFileSystem)  # object stores have none, and mkdir makes buckets
+
+    def sizes(self) -> dict[str, int]:
+        with _reaching(self.where, self.secrets):
+            self.fs.invalidate_cache()
+            try:
+                found = self.fs.find(self.root, detail=True)
+            except FileNotFoundError:
+                return {}
+        items = ((path[len(self.root) + 1 :], info) for path, info in found.items())
+        return {key: int(info.get("size") or 0) for key, info in items if KEY.fullmatch(key) and not info.get("islink")}
+
+    def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
+        with _reaching(self.where, self.secrets):
+            paths = [self._place(key) for key in sizes]
+            found = self.fs.cat_ranges(paths, [0] * len(paths), list(sizes.values()), on_error="return")
+        yield from zip(sizes, found, strict=True)
+
+    def write(self, contents: Mapping[str, bytes]) -> None:
+        with _reaching(self.where, self.secrets):
+            if self.has_folders:
+                for folder in {self._place(key).rpartition("/")[0] for key in contents}:
+                    self.fs.makedirs(folder, exist_ok=True)
+            self.fs.pipe({self._place(key): content for key, content in contents.items()})
+
+    def delete(self, key: str) -> None:
+        with _reaching(self.where, self.secrets):
+            self.fs.rm_file(self._place(key))
+
+    def _place(self, key: str) -> str:
+        return f"{self.root}/{_checked(key)}"
+
+
+def open_files(url: str, **options: Any) -> Files:
+    """The files at a folder or at a URL that fsspec speaks; `options` go to its file system.
+
+    Raises:
+        InvalidInput: fsspec knows no such protocol, or its package is missing.
+        Unreachable: it refuses.
+    """
+    protocol, separator, rest = url.partition("://")
+    if not separator or protocol in {"file", "local"}:
+        return LocalFiles(Path(rest if separator else url).expanduser())
+    return RemoteFiles(url, options)
+
+
+def redacted(url: str) -> str:
+    """The URL without what is before an `@` and after a `?`: passwords and tokens stand there."""
+    return re.sub(r"\?.*", "?***", re.sub(r"://.*@", "://***@", url))
+
+
+def _secrets_of(url: str) -> tuple[str, ...]:
+    """The parts of a URL that `redacted` hides, longest first, for messages of libraries that repeat them."""
+    login = re.search(r"://(.*)@", url)
+    query = re.search(r"\?(.*)", url)
+    found = [group for part in (login, query) if part for group in (part[1], *re.split(r"[:&=]", part[1]))]
+    return tuple(sorted((text for text in found if len(text) > 2), key=len, reverse=True))
+
+
+def _checked(key: str) -> str:
+    if not KEY.fullmatch(key):
+        raise InvalidInput(f"{key!r} is no path of a record", hint="only `autotune profiles` writes into a store")
+    return key
+
+
+@contextmanager
+def _reaching(where: str, secrets: Sequence[str] = ()) -> Iterator[None]:
+    """Turn whatever a file system raises into one error that names the store and hides its passwords."""
+    try:
+        yield
+    except AutotuneError:
+        raise
+    except Exception as error:  # file systems raise what their libraries raise
+        raise Unreachable(
+            f"cannot reach {where}: {type(error).__name__}: {_told(error, secrets)}",
+            hint="check the address, the network and your access, then run it again: what was written is whole",
+        ) from error
+
+
+def _told(error: Exception, secrets: Sequence[str]) -> str:
+    text = " ".join(str(error).split())[:300]
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text

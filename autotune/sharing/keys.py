@@ -1,0 +1,165 @@
+"""How far a record is from a machine and its work: hard keys decide whether it counts, soft ones how much.
+
+A distance is a weighted sum: a name or version that differs counts its weight once, a quantity its weight per doubling.
+Weights are judgements of how much each shifts step time and memory; a local trial has the last word either way.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autotune.fit import KEY_NAMES
+from autotune.schema import HardwareProfile, TrialResult, Workload
+from autotune.sharing.libraries import changed_libraries, libraries_of
+from autotune.sharing.record import Machine, Record, class_of, machine_of
+
+Value = str | float | None
+
+
+@dataclass(frozen=True)
+class SoftKey:
+    """One fact that shades a measurement."""
+
+    name: str
+    of: Callable[[Any], Value]
+    weight: float
+    tolerance: float = 0.0
+    """Relative difference of a quantity up to which two count as the same."""
+
+
+def _rate(prefix: str) -> Callable[[Machine], Value]:
+    """The fastest measured rate of a kind: shapes differ between versions of the probe."""
+
+    def fastest(machine: Machine) -> Value:
+        return max((rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None)
+
+    return fastest
+
+
+def _training_cores(machine: Machine) -> Value:
+    """Cores count where they train."""
+    return machine.logical_cores if machine.hard_keys.get("device_kind") == "cpu" else None
+
+
+def _version(name: str, weight: float) -> SoftKey:
+    return SoftKey(name, lambda machine: getattr(machine.versions, name), weight)
+
+
+MACHINE_KEYS: tuple[SoftKey, ...] = (
+    SoftKey("device", lambda machine: machine.device_name, 1.0),
+    SoftKey("cores", _training_cores, 1.0),
+    SoftKey("memory", lambda machine: machine.total_memory_bytes, 1.0, 0.03),
+    SoftKey("memory bandwidth", _rate("memory.bandwidth"), 2.0, 0.10),
+    SoftKey("bf16 matmul rate", _rate("matmul.bf16."), 2.0, 0.10),
+    SoftKey("power limit", lambda machine: machine.power_limit_watts, 1.0, 0.03),
+    _version("driver", 0.1),
+    _version("cudnn", 0.1),
+    _version("triton", 0.05),
+    _version("diffusers", 0.1),
+    _version("transformers", 0.05),
+    _version("peft", 0.1),
+)
+
+WORK_KEYS: tuple[SoftKey, ...] = (
+    SoftKey("pixels", lambda work: work.largest_bucket.width_px * work.largest_bucket.height_px, 2.0),
+    SoftKey("frames", lambda work: work.largest_bucket.num_frames, 2.0),
+    SoftKey("caption tokens", lambda work: work.max_text_tokens, 0.5, 0.25),
+    SoftKey("caption padding", lambda work: work.text_padding, 0.5),
+    SoftKey("rank", lambda work: work.rank, 0.5),
+    SoftKey("adapted layers", lambda work: work.targets, 1.0),
+    SoftKey("effective batch size", lambda work: work.effective_batch_size, 0.5),
+    SoftKey("quality floor", lambda work: work.quality, 0.05),
+    SoftKey("objective", lambda work: work.objective, 0.05),
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a record stands to a machine and its work."""
+
+    kind: Literal["exact", "near", "none"]
+    """`exact`: nothing differs that matters, one trial verifies it; `near`: a prior; `none`: it does not count."""
+    distance: float
+    """0 when exact, infinite when it does not count."""
+    reasons: tuple[str, ...]
+    """What differs, one line each; the hard keys alone where one of them does."""
+
+
+def match(record: Record, hardware: HardwareProfile, workload: Workload) -> Match:
+    """Compare a record with this machine and this work."""
+    parts = (compare_work(record, workload), compare_machine(record, hardware))
+    for part in parts:
+        if part.kind == "none":
+            return part
+    kind: Literal["exact", "near"] = "exact" if all(part.kind == "exact" for part in parts) else "near"
+    work, machine = parts
+    return Match(kind, machine.distance + work.distance, (*machine.reasons, *work.reasons))
+
+
+def compare_work(record: Record, workload: Workload) -> Match:
+    """Compare the work alone."""
+    here, there = workload.model, record.workload.model
+    if here.architecture != there.architecture:
+        return Match("none", math.inf, (f"architecture: {there.name} there, {here.name} here",))
+    distance, reasons = _distance(WORK_KEYS, record.workload, workload)
+    if not reasons and class_of(record.workload) != class_of(workload):
+        reasons = ("class of work",)  # the same largest bucket under another resolution
+    return Match("near" if reasons else "exact", distance, reasons)
+
+
+def compare_machine(record: Record, hardware: HardwareProfile) -> Match:
+    """Compare a record with this machine alone, whatever the work."""
+    here, there = machine_of(hardware), record.machine
+    ours, theirs = here.hard_keys, there.hard_keys
+    hard = tuple(
+        f"{KEY_NAMES.get(key, key)}: {theirs.get(key) or 'none'} there, {ours.get(key) or 'none'} here"
+        for key in sorted({*theirs, *ours})
+        if theirs.get(key) != ours.get(key)
+    )
+    if hard:
+        return Match("none", math.inf, hard)
+    unusable = unusable_trials(record, hardware)
+    if len(unusable) == len(record.trials):
+        return Match("none", math.inf, tuple(sorted(set(unusable.values()))))
+    distance, reasons = _distance(MACHINE_KEYS, there, here)
+    reasons = (*sorted(set(unusable.values())), *reasons)
+    return Match("near" if reasons else "exact", distance, reasons)
+
+
+def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
+    """Position of each trial that ran on a library which differs here, and why it does not count."""
+    here, there = machine_of(hardware).versions, record.machine.versions
+    changed = changed_libraries(there, here)
+    found = {}
+    for index, trial in enumerate(record.trials):
+        for name in libraries_of(trial.candidate):
+            if name in changed:
+                versions = f"{getattr(there, name) or 'none'} there, {getattr(here, name) or 'none'} here"
+                found[index] = f"trials on {name}: {versions}"
+    return found
+
+
+def usable_trials(record: Record, hardware: HardwareProfile) -> tuple[TrialResult, ...]:
+    """The trials whose libraries are the same here."""
+    unusable = unusable_trials(record, hardware)
+    return tuple(trial for index, trial in enumerate(record.trials) if index not in unusable)
+
+
+def _distance(keys: tuple[SoftKey, ...], there: Any, here: Any) -> tuple[float, tuple[str, ...]]:
+    found = tuple(_differences(keys, there, here))
+    return sum(size for size, _ in found), tuple(reason for _, reason in found)
+
+
+def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any) -> Iterator[tuple[float, str]]:
+    """Weighted size and wording of what differs. What one side does not know is no difference."""
+    for key in keys:
+        theirs, ours = key.of(there), key.of(here)
+        if theirs is None or ours is None or theirs == ours:
+            continue
+        if isinstance(theirs, str) or isinstance(ours, str):
+            yield key.weight, f"{key.name}: {theirs} there, {ours} here"
+        elif theirs <= 0 or ours <= 0:
+            yield key.weight, f"{key.name}: not a quantity"
+        elif abs(theirs - ours) > key.tolerance * min(theirs, ours):
+            yield key.weight * abs(math.log2(theirs / ours)), f"{key.name}: {theirs / ours:.2f} times ours"

@@ -1,0 +1,147 @@
+"""Spots records that cannot be true, by physics: what no device can do is a mistake or a lie, and is named.
+
+Bounds are loose on purpose: a true record must never be refused. What is merely unlikely is left to the cost model's
+prediction, where one is given, and to the local trial that verifies a record before anything stands on it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+from autotune.families.registry import FAMILIES
+from autotune.hardware.catalogue import CatalogueGpu, catalogue, matching
+from autotune.schema import Candidate, TrialResult, Workload
+from autotune.sharing.record import Record
+
+Predict = Callable[[Workload, Candidate], tuple[float, int]]
+"""Seconds of an optimizer step and peak bytes on the record's machine, by the cost model."""
+
+PEAK_MARGIN = 1.3
+"""Over a datasheet's peak: cards boost above it, 9% in the largest case of the catalogue."""
+LEAST_USED = 0.25
+"""Share of the parameters that every image token at least goes through: in a model with two streams a token meets the
+weights of its own, less what acts once per image."""
+UNCACHED_BYTES = 4 << 30
+"""Weights far above any cache, so that every pass reads them from memory."""
+BITS = {"bnb-nf4": 4, "bnb-int8": 8, "torchao-int8": 8, "torchao-fp8": 8}
+UNKNOWN_BITS = 4
+"""The least that any storage which trains takes per parameter."""
+SPILL = 1.02
+"""Peak over total memory: above it the step would have spilled."""
+FAR = 3.0
+"""Factor from the cost model's prediction beyond which a measurement is not believed unseen."""
+
+
+def implausible(record: Record, predict: Predict | None = None) -> tuple[str, ...]:
+    """Why the record cannot be true, one line each; empty when nothing speaks against it."""
+    return (*_promise(record), *_trials(record), *_order(record), *_unpredicted(record, predict))
+
+
+def _promise(record: Record) -> Iterator[str]:
+    """Whether what it promises is what its trials measured."""
+    expected, batch = record.expected, record.workload.effective_batch_size
+    ran = [trial for trial in record.trials if trial.candidate == record.settings and trial.outcome == "ok"]
+    seconds = [value for trial in ran for value in trial.step_seconds]
+    peaks = [trial.peak_memory_bytes for trial in ran if trial.peak_memory_bytes]
+    if not seconds or not min(seconds) * 0.9 <= expected.step_seconds <= max(seconds) * 1.1:
+        yield "it promises a step time that its trials did not measure"
+    if not peaks or not min(peaks) * 0.9 <= expected.peak_memory_bytes <= max(peaks) * 1.1:
+        yield "it promises a peak of memory that its trials did not measure"
+    if abs(expected.images_per_second * expected.step_seconds / batch - 1) > 0.01:
+        yield "its images per second do not follow from its step time"
+
+
+def _trials(record: Record) -> Iterator[str]:
+    machine = record.machine
+    gpu = matching(machine.device_name, machine.total_memory_bytes)
+    for number, trial in enumerate(record.trials, start=1):
+        yield from (f"trial {number}: {why}" for why in _impossible(record, trial, gpu))
+
+
+def _impossible(record: Record, trial: TrialResult, gpu: CatalogueGpu | None) -> Iterator[str]:
+    if any(seconds <= 0 for seconds in (*trial.step_seconds, *trial.warmup_seconds)):
+        yield "a step took no time, or less"
+        return
+    if trial.outcome != "ok":
+        return
+    peak, total = trial.peak_memory_bytes, record.machine.total_memory_bytes
+    if not trial.step_seconds or not peak:
+        yield "it is said to have run, without times or memory"
+        return
+    weights = record.workload.model.num_parameters * _bits(trial.candidate) // 8
+    if peak < weights:
+        yield f"its peak of {peak / 2**30:.2f} GiB is less than its weights, {weights / 2**30:.2f} GiB"
+    if total is not None and peak > SPILL * total:
+        yield f"its peak of {peak / 2**30:.2f} GiB is more than the device has, {total / 2**30:.2f} GiB"
+    if record.machine.hard_keys.get("device_kind") == "cuda":
+        fastest = min(trial.step_seconds)
+        needed = _least_seconds(record.workload, trial.candidate, weights, gpu)
+        if fastest < needed:
+            yield f"a step of {fastest:.4g} s is faster than the device's peak allows, {needed:.4g} s"
+
+
+def _least_seconds(work: Workload, candidate: Candidate, weights: int, gpu: CatalogueGpu | None) -> float:
+    """The least time of an optimizer step: by arithmetic at the peak, and by reading the weights from memory.
+
+    Per token and parameter 2 FLOPs forward, 2 backward (to the activations: the base is frozen), 2 for each
+    recomputation. A pass forward and one backward read every weight once per micro-batch.
+    """
+    known = (gpu,) if gpu else catalogue()
+    dtypes = ("bf16", "fp16", "fp8", "int8") if gpu is None else ("bf16", "fp16", "tf32")
+    peak = PEAK_MARGIN * 1e12 * max(each.dense_tflops.get(dtype, 0.0) for each in known for dtype in dtypes)
+    bandwidth = PEAK_MARGIN * 1e9 * max(each.memory_gb_per_second for each in known)
+    again = 1 + min(1.0, candidate.checkpointed_blocks / work.model.num_blocks) / 2
+    flops = 4 * again * LEAST_USED * work.model.num_parameters * _image_tokens(work) * work.effective_batch_size
+    passes = 2 * work.effective_batch_size / min(candidate.micro_batch_size, work.effective_batch_size)
+    reading = passes * weights / bandwidth if weights > UNCACHED_BYTES else 0.0
+    return max(flops / peak, reading)
+
+
+def _image_tokens(work: Workload) -> float:
+    """At least this many tokens per item: a video VAE makes one latent frame of four."""
+    family = FAMILIES.get(work.model.family)
+    side = family.size_multiple_px if family else 32
+    bucket = work.largest_bucket
+    return bucket.width_px * bucket.height_px / side**2 * max(1.0, bucket.num_frames / 4)
+
+
+def _bits(candidate: Candidate) -> int:
+    """Per stored parameter, at least."""
+    if candidate.quantization != "none":
+        return BITS.get(candidate.quantization, UNKNOWN_BITS)
+    return 32 if candidate.precision == "fp32" else 16
+
+
+def _order(record: Record) -> Iterator[str]:
+    """Recomputing more cannot take half the time, nor need much more memory, all else being equal."""
+    alike: dict[Candidate, list[TrialResult]] = {}
+    for trial in record.trials:
+        if trial.outcome == "ok" and trial.step_seconds and trial.peak_memory_bytes:
+            alike.setdefault(trial.candidate.model_copy(update={"checkpointed_blocks": 0}), []).append(trial)
+    for trials in alike.values():
+        slowest, smallest = 0.0, math.inf
+        for blocks, same in groupby(sorted(trials, key=_blocks), key=_blocks):
+            group = list(same)
+            if max(max(trial.step_seconds) for trial in group) < 0.5 * slowest:
+                yield f"checkpointing {blocks} blocks is said to take less than half the time of fewer"
+            if min(trial.peak_memory_bytes or 0 for trial in group) > 1.5 * smallest:
+                yield f"checkpointing {blocks} blocks is said to need far more memory than fewer"
+            slowest = max(slowest, *(min(trial.step_seconds) for trial in group))
+            smallest = min(smallest, *(trial.peak_memory_bytes or 0 for trial in group))
+
+
+def _blocks(trial: TrialResult) -> int:
+    return trial.candidate.checkpointed_blocks
+
+
+def _unpredicted(record: Record, predict: Predict | None) -> Iterator[str]:
+    """Measurements far from what the cost model says."""
+    for number, trial in enumerate(record.trials if predict else (), start=1):
+        seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
+        if predict is None or trial.outcome != "ok" or not seconds or not peak:
+            continue
+        predicted_seconds, predicted_peak = predict(record.workload, trial.candidate)
+        if not 1 / FAR <= seconds / predicted_seconds <= FAR:
+            yield f"trial {number}: {seconds:.4g} s a step, where the cost model says {predicted_seconds:.4g} s"
+        if not 1 / FAR <= peak / predicted_peak <= FAR:
+            yield f"trial {number}: {peak / 2**30:.2f} GiB, where the cost model says {predicted_peak / 2**30:.2f} GiB"

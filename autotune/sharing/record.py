@@ -1,0 +1,257 @@
+"""What leaves a machine: one search's measurements, cleaned of everything that tells who or where.
+
+A record is named by the SHA-256 of its canonical JSON, so an altered one no longer fits its name. What goes in is
+listed field by field here: free text (messages, notes, reasons), paths, names of data and of local folders stay out.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from datetime import UTC, date, datetime
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from autotune.errors import InvalidInput
+from autotune.schema import (
+    Bucket,
+    Candidate,
+    Expected,
+    Frozen,
+    HardwareProfile,
+    ModelSpec,
+    NaturalInt,
+    PositiveInt,
+    Rate,
+    TrainingPlan,
+    TrialResult,
+    Versions,
+    Workload,
+    digest_of,
+)
+from autotune.sharing.libraries import LIBRARIES
+
+MAX_RECORD_BYTES = 1 << 18
+"""A record of 8 trials has about 4 KiB."""
+MAX_TRIALS = 512
+MAX_TEXT = 160
+MAX_NUMBER = 2**63
+
+
+class DamagedRecord(InvalidInput):
+    """A file of a store is no record: altered, cut off, too large, or written by a newer autotune."""
+
+
+class Machine(Frozen):
+    """A machine as far as its measurements depend on it. Never its name, its user, its disks or its serial numbers."""
+
+    hard_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
+    """Those that decide for every trial; libraries decide only for the trials that used them (see `versions`)."""
+    device_name: str
+    total_memory_bytes: int | None
+    budget_bytes: int = NaturalInt
+    logical_cores: int = PositiveInt
+    power_limit_watts: float | None
+    versions: Versions
+    rates: tuple[Rate, ...] = Field(max_length=256)
+    noisy: bool
+
+
+class Record(Frozen):
+    """One search on one machine: every trial, those that failed too, and the settings that won."""
+
+    schema_version: Literal[1]
+    autotune_version: str
+    measured_on: date
+    """The day, in UTC: newer records replace older ones of the same machine."""
+    machine: Machine
+    workload: Workload
+    """Only the largest bucket, which is what trials run: the others would tell about the data."""
+    settings: Candidate
+    expected: Expected
+    trials: tuple[TrialResult, ...] = Field(min_length=1, max_length=MAX_TRIALS)
+    search_seconds: float = Field(ge=0)
+    calibration: dict[str, float] = Field(default_factory=dict, max_length=256)
+    """Corrections of the cost model that these trials taught, by name."""
+
+    @model_validator(mode="after")
+    def _is_harmless(self) -> "Record":
+        for value in _leaves(self.model_dump(mode="json")):
+            if isinstance(value, str) and (len(value) > MAX_TEXT or not value.isprintable()):
+                raise ValueError("a text in it is too long or not printable")
+            if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
+                raise ValueError("a number in it is too large")
+        if self.expected.evidence != "measured":
+            raise ValueError("predictions are no evidence")
+        if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
+            raise ValueError("none of its trials ran the settings that it recommends")
+        return self
+
+    @property
+    def content(self) -> bytes:
+        """The canonical JSON: sorted keys, no spaces, no line ends that a tool could convert."""
+        return canonical(self.model_dump(mode="json"))
+
+    @property
+    def name(self) -> str:
+        """The 64 hex digits that the record is filed under."""
+        return name_of(self.content)
+
+    @property
+    def folder(self) -> str:
+        """Where in a store it belongs: hard keys / architecture / class of work."""
+        return f"{hard_folder(self.machine.hard_keys)}/{architecture_folder(self.workload)}/{class_of(self.workload)}"
+
+
+def canonical(data: dict[str, Any]) -> bytes:
+    """The one JSON form that is hashed."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def name_of(content: bytes) -> str:
+    """SHA-256 of a record's bytes as 64 hex digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def parse_record(content: bytes, name: str) -> Record:
+    """The record in `content`, if it is whole, unaltered and valid.
+
+    Raises:
+        DamagedRecord: it is not.
+    """
+    hint = "`autotune profiles verify` lists such files; delete them, the others are not touched by it"
+    if len(content) > MAX_RECORD_BYTES:
+        raise DamagedRecord(f"{name[:12]} is too large for a record", hint=hint)
+    if name_of(content) != name:
+        raise DamagedRecord(f"{name[:12]} was altered or cut off: its content does not match its name", hint=hint)
+    try:
+        return Record.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:80]
+        where = "".join(c if c.isprintable() else "?" for c in where) or "the whole"
+        reason = f"{name[:12]} is no record of this version of autotune: {where}: {first['msg'].lower()}"
+        raise DamagedRecord(reason, hint=hint) from error
+
+
+def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: date | None = None) -> Record:
+    """What may leave this machine of a plan that was just measured on it.
+
+    `plan.frozen.trials` must be trials of this machine alone: what a record taught is not measured again by citing it.
+
+    Raises:
+        InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on memory.
+    """
+    frozen = plan.frozen
+    _require_evidence(plan, hardware)
+    return Record(
+        schema_version=1,
+        autotune_version=frozen.autotune_version,
+        measured_on=measured_on or datetime.now(UTC).date(),
+        machine=machine_of(hardware),
+        workload=_without_names(frozen.workload),
+        settings=frozen.settings,
+        expected=frozen.expected,
+        trials=tuple(_bare(trial) for trial in frozen.trials),
+        search_seconds=frozen.search_seconds,
+    )
+
+
+def machine_of(hardware: HardwareProfile) -> Machine:
+    """The part of a profile that is shared and compared."""
+    device = hardware.device
+    return Machine(
+        hard_keys={key: _public(value) for key, value in hardware.hard_keys.items() if key not in LIBRARIES},
+        device_name=device.name,
+        total_memory_bytes=device.total_memory_bytes,
+        budget_bytes=device.budget_bytes,
+        logical_cores=hardware.host.logical_cores,
+        power_limit_watts=device.power_limit_watts,
+        versions=Versions.model_validate({key: _public(value) for key, value in hardware.versions}),
+        rates=tuple(rate.model_copy(update={"conditions": None}) for rate in hardware.rates),
+        noisy=hardware.noisy,
+    )
+
+
+def hard_folder(hard_keys: dict[str, str | None]) -> str:
+    """Folder of all machines with these hard keys."""
+    return _short(digest_of(dict(hard_keys)))
+
+
+def architecture_folder(workload: Workload) -> str:
+    """Folder of all work on this architecture: its family's name for people, its digest for certainty."""
+    model = workload.model
+    return f"{_slug(model.family)}-{_short(digest_of({'architecture': model.architecture}))}"
+
+
+def class_of(workload: Workload) -> str:
+    """Folder of all work of this kind: what differs within it (caption length, aspect ratio) changes little."""
+    frames = workload.largest_bucket.num_frames
+    parts = f"{workload.resolution_px}px-{frames}f-r{workload.rank}-{_slug(workload.targets)}"
+    return f"{parts}-b{workload.effective_batch_size}-{workload.text_padding}"
+
+
+def _require_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> None:
+    planned, why = plan.frozen.hardware, None
+    if plan.frozen.expected.evidence != "measured" or hardware.origin != "probe":
+        why = "it was predicted, not measured"
+    elif planned.fingerprint != hardware.fingerprint or planned.device_name != hardware.device.name:
+        why = "it was made on another machine or with other versions than these"
+    elif planned.budget_bytes < hardware.device.budget_bytes:
+        why = "it was measured under a cap on memory"
+    if why:
+        raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
+
+
+def _without_names(workload: Workload) -> Workload:
+    """The same work without the folder's name and without the shape of the data beyond its largest bucket."""
+    from autotune.families.registry import FAMILIES
+
+    model, largest = workload.model, workload.largest_bucket
+    family = FAMILIES.get(model.family)
+    spec = ModelSpec.model_validate({**dict(model), "name": family.hub_id if family else model.family})
+    return Workload.model_validate(
+        {**dict(workload), "model": spec, "buckets": (Bucket.model_validate({**dict(largest), "num_items": 1}),)}
+    )
+
+
+def _bare(trial: TrialResult) -> TrialResult:
+    """The numbers of a trial: its message may hold a path, and its loss tells about the data."""
+    return TrialResult(
+        candidate=trial.candidate,
+        outcome=trial.outcome,
+        step_seconds=trial.step_seconds,
+        warmup_seconds=trial.warmup_seconds,
+        load_seconds=trial.load_seconds,
+        peak_memory_bytes=trial.peak_memory_bytes,
+        load_peak_memory_bytes=trial.load_peak_memory_bytes,
+        host_memory_bytes=trial.host_memory_bytes,
+    )
+
+
+def _public(version: str | None) -> str | None:
+    """A version without its local part, which a builder may have named after a host or a person."""
+    return None if version is None else version.split("+")[0]
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    """Every key and every value that holds no others."""
+    pending = [data]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield from value
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+        else:
+            yield value
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "other"
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:16]

@@ -1,0 +1,66 @@
+"""What a list shows of each record, kept by name between runs: a name stands for its content, so this never goes stale.
+
+The index is a cache: whatever is wrong with it, it is made again from the records.
+"""
+
+from pathlib import Path
+
+import platformdirs
+from pydantic import TypeAdapter, ValidationError
+
+from autotune.atomic import write_whole
+from autotune.schema import Frozen
+from autotune.sharing.record import Record
+from autotune.sharing.store import Store
+
+
+class Summary(Frozen):
+    """One record in a list."""
+
+    name: str
+    measured_on: str
+    device_name: str
+    family: str
+    work: str
+    settings: str
+    num_trials: int
+    step_seconds: float
+    peak_memory_bytes: int
+
+
+_Index = TypeAdapter(dict[str, Summary])
+
+
+def summaries(store: Store) -> tuple[Summary, ...]:
+    """All sound records of a store, newest first."""
+    path = platformdirs.user_cache_path("autotune") / "profiles-index.json"
+    index = _read(path)
+    entries = store.entries()
+    unseen = [entry for entry in entries if entry.name not in index]
+    fresh = {entry.name: _summary(entry.name, entry.work, record) for entry, record in store.records(unseen)}
+    if fresh:
+        index |= fresh
+        write_whole(path, _Index.dump_json(index).decode())
+    found = [index[entry.name] for entry in entries if entry.name in index]
+    return tuple(sorted(found, key=lambda row: (row.measured_on, row.name), reverse=True))
+
+
+def _read(path: Path) -> dict[str, Summary]:
+    try:
+        return _Index.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return {}
+
+
+def _summary(name: str, work: str, record: Record) -> Summary:
+    return Summary(
+        name=name,
+        measured_on=record.measured_on.isoformat(),
+        device_name=record.machine.device_name,
+        family=record.workload.model.family,
+        work=work,
+        settings=record.settings.label(),
+        num_trials=len(record.trials),
+        step_seconds=record.expected.step_seconds,
+        peak_memory_bytes=record.expected.peak_memory_bytes,
+    )

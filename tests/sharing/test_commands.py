@@ -1,0 +1,159 @@
+"""The commands as users run them, in 80 columns, never printing a password."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from autotune.cli import app
+from autotune.errors import AutotuneError
+from autotune.sharing.files import redacted
+from autotune.sharing.store import own_store, remember
+from tests.builders import GIB, candidate, trial
+from tests.conftest import autotune
+from tests.sharing.examples import TRIALS, machine, plan, record, several
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("autotune.hardware.probe.probe", lambda quick: machine())
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, ["profiles", *map(str, arguments)])
+    if not {"--raw", "--json"} & set(arguments):
+        assert [line for line in result.stdout.splitlines() if len(line) > 80 and "; in /" not in line] == []
+    return result
+
+
+def test_a_record_goes_from_one_machine_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = machine()
+    name = remember(plan(here), here)
+    assert run("push", "team").stdout.startswith("new: 1, already there: 0, refused: 0; in team")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
+    assert run("list").stdout.startswith("no records yet")
+    assert run("pull", "team").exit_code == 0
+    assert name[:12] in run("list").stdout
+    assert "new: 0" in run("pull", "team").stdout
+    assert run("verify").stdout == "records: 1, bad: 0\n"
+
+
+def test_raw_is_exactly_what_leaves() -> None:
+    own_store().add(made := record())
+    shown = json.loads(run("show", made.name[:8], "--raw").stdout)
+    assert shown == json.loads(made.content)
+
+
+def test_show_tells_machine_work_promise_and_every_trial() -> None:
+    own_store().add(made := record())
+    text = run("show", made.name[:8]).stdout
+    for part in (made.name[:20], "RTX 4090", "Qwen/Qwen-Image", "1.800 s a step", "22.00 GiB", "oom", "torch 2.13.0"):
+        assert part in text
+    assert len(text.splitlines()) > len(TRIALS) + 8
+
+
+def test_list_says_why_a_record_counts_or_not() -> None:
+    other = record(machine(torch="2.12.0"))
+    poison = record(trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)))
+    own_store().add(record(), record(machine(driver="570")), other, poison)
+    text = run("list", "--why").stdout
+    assert "counts here" in text
+    assert "a prior here: driver: 570 there, 580.95 here" in text
+    assert "does not count here: torch version: 2.12 there, 2.13 here" in text
+    assert "cannot be true: trial 2" in text
+    rows = json.loads(run("list", "--why", "--json").stdout)
+    assert {row["match"] for row in rows} == {"exact", "near", "none", "impossible"}
+    assert len(json.loads(run("list", "--json").stdout)) == 4
+
+
+def test_diff_names_what_differs() -> None:
+    one, two = record(), record(machine(driver="570", rates=()), search_seconds=9.0)
+    own_store().add(one, two)
+    text = run("diff", one.name[:12], two.name[:12]).stdout
+    assert "machine.versions.driver: 580.95 -> 570" in text
+    assert "search_seconds: 60.0 -> 9.0" in text
+    assert "workload" not in text
+    assert run("diff", one.name[:12], one.name[:12]).stdout == "the two say the same\n"
+
+
+def test_export_and_import_carry_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own_store().add(*several(5))
+    before = {entry.name for entry in own_store().entries()}
+    assert run("export", "all.jsonl").stdout == "records: 5; written to all.jsonl\n"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
+    assert run("import", tmp_path / "all.jsonl").stdout.startswith("new: 5,")
+    assert {entry.name for entry in own_store().entries()} == before
+    assert "already there: 5" in run("import", tmp_path / "all.jsonl").stdout
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"", b"\n", b"not json\n", b"[" * 200_000, b"\x1f\x8b\x08\0" * 50, b"\0" * 3_000_000,
+        b'{"name":"../../x","record":{}}\n', b'{"name":"%s","record":{}}\n' % (b"0" * 64),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_refused_by_number_and_the_rest_is_taken(tmp_path: Path, bad: bytes) -> None:
+    made = record()
+    good = b'{"name":"%s","record":%s}\n' % (made.name.encode(), made.content)
+    (tmp_path / "file").write_bytes(good + bad)
+    result = run("import", tmp_path / "file")
+    assert result.exit_code == 0
+    assert "new: 1," in result.stdout
+    assert ("refused: " in result.stderr) == bool(bad)
+    assert [entry.name for entry in own_store().entries()] == [made.name]
+
+
+def test_an_altered_line_of_an_export_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own_store().add(record())
+    run("export", "all")
+    (tmp_path / "all").write_bytes((tmp_path / "all").read_bytes().replace(b"580.95", b"999.99"))
+    assert "altered" in run("import", tmp_path / "all").stderr
+
+
+def test_verify_names_an_altered_record_and_exits_with_1() -> None:
+    own_store().add(made := record())
+    own_store().files.write({f"{made.folder}/{made.name}.json": made.content.replace(b"580.95", b"580.96")})
+    result = run("verify")
+    assert result.exit_code == 1
+    assert f"{made.name[:12]} was altered" in result.stdout
+
+
+def test_prune_says_what_goes_and_why() -> None:
+    own_store().add(*several(2))
+    assert "would delete: 1" in run("prune", "--dry-run").stdout
+    assert "is superseded by" in run("prune").stdout
+    assert len(own_store().entries()) == 1
+    assert "deleted: 0" in run("prune").stdout
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://alice:hunter2@127.0.0.1:1/x", "nosuch://alice:hunter2@host/x", "nosuch://host/x?token=hunter2"]
+)
+def test_a_password_in_an_address_is_never_printed(url: str) -> None:
+    result = run("push", url)
+    assert isinstance(result.exception, AutotuneError)
+    told = f"{result.exception.message} {result.exception.hint} {result.stdout} {result.stderr}"
+    assert "hunter2" not in told
+    assert "***" in told
+    assert "hunter2" not in redacted(url)
+
+
+def test_errors_have_a_hint_and_a_status() -> None:
+    process = autotune("profiles", "show", "zzzz")
+    assert process.returncode == 2
+    assert "hint: `autotune profiles list`" in process.stderr
+
+
+@pytest.mark.parametrize("command", ["push", "pull", "list", "show", "diff", "export", "import", "prune", "verify"])
+def test_every_command_explains_itself_in_80_columns(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: " in result.stdout

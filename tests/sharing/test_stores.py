@@ -1,0 +1,201 @@
+"""One contract for every backend: append-only, merged by union, incremental, never half-readable, nothing trusted."""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidInput
+from autotune.sharing.files import LocalFiles
+from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, name_of
+from autotune.sharing.store import Store, merge, prune, verify
+from tests.builders import GIB, candidate, trial
+from tests.sharing.examples import TRIALS, machine, record, several
+
+Open = Callable[[], Store]
+
+
+def names(store: Store) -> set[str]:
+    return {entry.name for entry in store.entries()}
+
+
+def local(folder: Path) -> Store:
+    return Store(LocalFiles(folder))
+
+
+def test_a_new_store_is_empty(opened: Open) -> None:
+    assert opened().entries() == ()
+    assert verify(opened()) == (0, ())
+
+
+def test_what_was_added_is_found_by_whoever_opens_it_next(opened: Open) -> None:
+    made = several(3)
+    assert opened().add(*made) == 3
+    assert opened().add(*made) == 0
+    assert {found.name: found for _, found in opened().records()} == {one.name: one for one in made}
+    assert opened().find(made[0].name[:10])[1] == made[0]
+    assert verify(opened()) == (3, ())
+
+
+def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
+    alice, bob, team = local(tmp_path / "alice"), local(tmp_path / "bob"), opened()
+    alice.add(*several(3))
+    bob.add(*several(3, start=2))
+    assert merge(alice, team).new == 3
+    pushed = merge(bob, opened())
+    assert (pushed.new, pushed.present, pushed.refused) == (2, 1, ())
+    assert merge(opened(), alice).new == 2
+    assert names(alice) == names(opened()) == {one.name for one in several(5)}
+    assert [merge(opened(), alice).new, merge(alice, opened()).new] == [0, 0]
+
+
+def test_only_what_is_new_is_read(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    team, mine = opened(), local(tmp_path / "mine")
+    team.add(*several(4))
+    merge(team, mine)
+    team.add(*several(1, start=9))
+    asked: list[str] = []
+    real = team.files.read
+    monkeypatch.setattr(team.files, "read", lambda sizes: asked.extend(sizes) or real(sizes))
+    assert merge(team, mine).new == 1
+    assert len(asked) == 1
+
+
+def test_altered_misfiled_and_foreign_files_are_refused_named_and_leave_the_rest_alone(
+    opened: Open, tmp_path: Path
+) -> None:
+    team, good, altered = opened(), record(), record(search_seconds=1.0)
+    moved, bomb = record(search_seconds=2.0), b" " * (MAX_RECORD_BYTES + 1)
+    yaml = b"!!python/object/apply:os.system ['touch /tmp/hurt']"
+    team.add(good)
+    team.files.write(
+        {
+            f"{altered.folder}/{altered.name}.json": altered.content.replace(b"580.95", b"580.96"),
+            f"{'0' * 16}/x/y/{moved.name}.json": moved.content,
+            f"{good.folder}/{name_of(bomb)}.json": bomb,
+            f"{good.folder}/{name_of(yaml)}.json": yaml,
+        }
+    )
+    mine = local(tmp_path / "mine")
+    merged = merge(opened(), mine)
+    assert merged.new == 1
+    assert names(mine) == {good.name}
+    assert {one.name for one in merged.refused} == {altered.name, moved.name, name_of(bomb), name_of(yaml)}
+    told = " ".join(one.reason for one in merged.refused)
+    for why in ("altered or cut off", "does not belong", "too large", "no record"):
+        assert why in told
+    count, bad = verify(opened())
+    assert (count, len(bad)) == (5, 4)
+
+
+def test_a_record_that_cannot_be_true_is_refused_and_named(opened: Open, tmp_path: Path) -> None:
+    poison = record(trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)))
+    opened().add(poison)
+    merged = merge(opened(), local(tmp_path / "mine"))
+    assert merged.new == 0
+    assert "faster than the device's peak" in merged.refused[0].reason
+    assert poison.name[:12] in merged.refused[0].reason
+    assert len(verify(opened())[1]) == 1
+
+
+def test_what_was_cut_off_is_written_again(opened: Open, tmp_path: Path) -> None:
+    mine, made = local(tmp_path / "mine"), record()
+    mine.add(made)
+    opened().files.write({f"{made.folder}/{made.name}.json": made.content[:100]})
+    assert merge(mine, opened()).new == 1
+    assert verify(opened()) == (1, ())
+
+
+def test_two_writers_at_once_lose_nothing(opened: Open, tmp_path: Path) -> None:
+    sources = [local(tmp_path / who) for who in ("alice", "bob")]
+    sources[0].add(*several(20))
+    sources[1].add(*several(20, start=10))
+    errors: list[BaseException] = []
+
+    def push(source: Store) -> None:
+        try:
+            merge(source, opened())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=push, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert names(opened()) == {one.name for one in several(30)}
+    assert verify(opened()) == (30, ())
+
+
+def test_prune_deletes_what_is_superseded_old_damaged_or_of_another_protocol(opened: Open) -> None:
+    new, old = record(measured_on=date(2026, 5, 1)), record()
+    other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
+    keys = {**record().machine.hard_keys, "trial_protocol": "0"}
+    protocol = record(machine=record().machine.model_copy(update={"hard_keys": keys}))
+    damaged = record(search_seconds=1.0)
+    team = opened()
+    team.add(new, old, other, protocol)
+    team.files.write({f"{damaged.folder}/{damaged.name}.json": b"{}"})
+    assert len(prune(opened(), dry_run=True)) == 3
+    assert len(names(opened())) == 5
+    told = prune(opened())
+    assert names(opened()) == {new.name, other.name}
+    assert any(f"{old.name[:12]} is superseded by {new.name[:12]}" in line for line in told)
+    assert prune(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
+
+
+def test_finding_needs_one_record(opened: Open) -> None:
+    opened().add(*several(2))
+    for prefix in ("", "abc", "zzzz", "../.."):
+        with pytest.raises(InvalidInput, match="begin"):
+            opened().find(prefix)
+
+
+def test_finding_a_damaged_record_says_so(opened: Open) -> None:
+    made = record()
+    opened().files.write({f"{made.folder}/{made.name}.json": b"{}"})
+    with pytest.raises(DamagedRecord, match="altered"):
+        opened().find(made.name)
+
+
+@pytest.mark.parametrize(
+    "key", ["../../etc/passwd", "/etc/passwd", "a/b/c/d.json", "0" * 16 + "/../x/" + "0" * 64 + ".json"]
+)
+def test_no_path_outside_the_layout_is_touched(opened: Open, key: str) -> None:
+    files = opened().files
+    with pytest.raises(InvalidInput):
+        files.write({key: b"x"})
+    with pytest.raises(InvalidInput):
+        files.delete(key)
+    with pytest.raises(InvalidInput):
+        list(files.read({key: 10}))
+
+
+def test_a_store_with_too_many_files_is_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened().add(*several(3))
+    monkeypatch.setattr("autotune.sharing.store.MAX_RECORDS", 2)
+    with pytest.raises(InvalidInput, match="over 2 records"):
+        opened().entries()
+
+
+def test_a_flood_of_bytes_is_refused_before_it_is_read(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened().add(record())
+    monkeypatch.setattr("autotune.sharing.store.MAX_TRANSFER_BYTES", 100)
+    with pytest.raises(InvalidInput, match="GiB of new records"):
+        merge(opened(), local(tmp_path / "mine"))
+
+
+def test_an_entry_knows_its_place_without_opening_the_file(opened: Open) -> None:
+    made = record()
+    opened().add(made)
+    (entry,) = opened().entries()
+    assert (entry.folder, entry.name, entry.size) == (made.folder, made.name, len(made.content))
+    assert replace(entry, size=0).key == f"{made.folder}/{made.name}.json"
+    assert json.loads(made.content)["schema_version"] == 1
