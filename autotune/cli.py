@@ -15,7 +15,7 @@ from autotune.commands import data as data_commands
 from autotune.commands import estimate as estimate_command
 from autotune.commands import profiles as profiles_commands
 from autotune.commands import weights as weights_commands
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, Preempted
 from autotune.quiet import silence_libraries
 
 app = typer.Typer(
@@ -238,7 +238,7 @@ def train(
     data: Annotated[str | None, typer.Option(help="Another folder of captioned images.")] = None,
     output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs, instead of steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs, instead of steps.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of initial weights, order and noise.")] = None,
     resume: Annotated[
@@ -267,8 +267,8 @@ def train(
     from autotune.reporting.run import report_lines
     from autotune.terminal import out, training_display
     from autotune.training.events import Events
+    from autotune.training.prepare import prepare
     from autotune.training.processes import launch, started_by_launcher
-    from autotune.training.run import prepare
     from autotune.training.run import train as run
 
     silence_progress_bars()
@@ -382,6 +382,8 @@ def main() -> None:
     try:
         app()
     except AutotuneError as error:
+        if isinstance(error, Preempted) and os.environ.get("RANK", "0") != "0":
+            sys.exit(error.exit_status)  # the first of several processes says it
         _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -344,6 +344,7 @@ class Job(Frozen):
     checkpoints_keep_every: int = Field(default=0, ge=0)
     """Every this many checkpoints one is kept for good; 0 for none."""
     preview_prompts: tuple[str, ...] = ()
+    """The first four are sampled, each always from the same noise."""
     preview_steps: int = PositiveInt
     """Denoising steps of a preview."""
     preview_every: int = Field(default=250, ge=0)

@@ -38,4 +38,4 @@ def torch_dtype(precision: str) -> "torch.dtype":
     """The dtype that a precision names."""
     import torch
 
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]

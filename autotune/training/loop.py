@@ -18,7 +18,7 @@ from autotune.training.data.batches import Order
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
-from autotune.training.memory import allocated_bytes, live_tensors, peak_memory_bytes
+from autotune.training.memory import allocated_bytes, held_peak_bytes, live_tensors, peak_memory_bytes
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel
 from autotune.training.monitor import MemoryWatch, gpu_utilisation
@@ -106,13 +106,18 @@ class Loop:
         loader = self._loader(around.processes)
         watch = MemoryWatch(around.budget_bytes)
         batches = cast("Generator[LoadedBatch]", iter(loader))
-        with StopRequest() as stop, contextlib.closing(batches), _tracing(around.trace) as traced:
+        single = around.processes.world_size == 1
+        with (
+            StopRequest(second_ends=single) as stop,
+            contextlib.closing(batches),
+            _tracing(around.trace) as traced,
+        ):
             for step in range(self.first_step, self.num_steps):
                 event = self._timed_step(step, batches, loader, around.processes)
                 if around.metrics:
                     around.metrics.add(event)
                 around.events.on_step(event)
-                if warning := watch.look(event.memory_bytes):
+                if warning := watch.look(event.memory_bytes, held_peak_bytes(self.model.device)):
                     self.warnings.append(warning)
                     around.events.on_warning(warning)
                 traced(step - self.first_step)

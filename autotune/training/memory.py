@@ -78,6 +78,11 @@ def host_memory_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def held_peak_bytes(device: torch.device) -> int:
+    """Most that this process has held on `device` in this phase; elsewhere than on CUDA what it holds now."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else allocated_bytes(device)
+
+
 def allocated_bytes(device: torch.device) -> int:
     """What this process holds on `device` now; on CPU its resident memory."""
     if device.type == "cuda":

@@ -66,6 +66,8 @@ def load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dty
     Without files the architecture gets random weights: enough for a trial, which measures memory and time.
     """
     family = model.family
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32: trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
     policy = dtype_of_from_pretrained(transformer, dtype)
     transform = quantize_on_arrival(family, transformer, settings.quantization)

@@ -89,13 +89,13 @@ class MemoryWatch:
         self.floors: list[int] = []
         self.given: set[str] = set()
 
-    def look(self, memory_bytes: int) -> str | None:
-        """A warning, or None."""
+    def look(self, memory_bytes: int, peak_bytes: int) -> str | None:
+        """A warning, or None; the memory between steps shows a leak, the peak how near the budget is."""
         self.window.append(memory_bytes)
-        if memory_bytes > ALARM_SHARE * self.budget_bytes:
-            share = memory_bytes / self.budget_bytes
+        if peak_bytes > ALARM_SHARE * self.budget_bytes:
+            share = peak_bytes / self.budget_bytes
             return self._once(
-                "budget", f"memory is at {memory_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
+                "budget", f"memory is at {peak_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
             )
         if len(self.window) < WINDOW_STEPS:
             return None

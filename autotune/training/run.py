@@ -8,31 +8,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from autotune.atomic import replacing, write_whole
-from autotune.errors import DoesNotFit, InvalidInput
-from autotune.families.adapter import add_adapter
-from autotune.families.resolve import ResolvedModel, build_on_meta, resolve_model
-from autotune.fit import data_misfits, hardware_misfits, model_misfits
-from autotune.knobs.base import Setting
 from autotune.knobs.precision import torch_dtype
-from autotune.schema import HardwareProfile, RunReport, TrainingPlan, Workload
+from autotune.schema import HardwareProfile, RunReport, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
-from autotune.training.data.dataset import Dataset, read_dataset
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import read_identity
-from autotune.training.describe import describe_workload, wishes_of
 from autotune.training.events import Events
-from autotune.training.folder import CHECKPOINTS, REPORT_FILE, claim_folder, run_key
+from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
 from autotune.training.model import load_model
 from autotune.training.monitor import PhaseWatch
+from autotune.training.prepare import Prepared, prepare
 from autotune.training.preview import Shot, Studio, grid, load_pipeline
 from autotune.training.processes import Processes, join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.verdict import judge
-from autotune.weights.sources import open_source
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,16 +33,6 @@ if TYPE_CHECKING:
 TRACE_FILE = "trace.json"
 MAX_SHOTS = 4
 """Prompts sampled per preview: more would take longer than they tell."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What a run needs to know before any long work, all of it checked."""
-
-    model: ResolvedModel
-    dataset: Dataset
-    workload: Workload
-    output: Path
 
 
 def train(
@@ -109,79 +92,9 @@ def train(
         finally:
             if metrics:
                 metrics.close()
-    report = run.finish(loop, studio, metrics.losses if metrics else [], started)
+    report = run.finish(loop, studio, metrics, started)
     processes.wait()
     return report
-
-
-def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> Prepared:
-    """Check plan, machine, model, data, output folder and disk: all that can fail before any long work.
-
-    Raises:
-        DoesNotFit, InvalidInput, AutotuneError: as `train`.
-    """
-    require_fit(hardware_misfits(plan, hardware))
-    job, planned = plan.job, plan.frozen.workload
-    if job.data is None:
-        raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
-    if planned.effective_batch_size % plan.frozen.hardware.num_processes:
-        raise InvalidInput(
-            f"an effective batch of {planned.effective_batch_size} cannot be shared evenly by "
-            f"{plan.frozen.hardware.num_processes} processes",
-            hint="make the plan again with --batch a multiple of --gpus",
-        )
-    model = resolve_model(job.model)
-    require_fit(model_misfits(plan, model.spec))
-    _require_weights(model)
-    dataset = read_dataset(
-        Path(job.data),
-        caption=job.caption,
-        trigger=job.trigger,
-        control=Path(job.control) if job.control else None,
-        num_frames=job.num_frames,
-    )
-    workload = describe_workload(model, dataset, wishes_of(planned))
-    require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
-    output = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model))
-    return Prepared(model, dataset, workload, output)
-
-
-def _require_weights(model: ResolvedModel) -> None:
-    """Read the headers of all components: damage shows now, not after an hour of caching."""
-    if model.folder is None:
-        raise InvalidInput(
-            f"the weights of {model.spec.name} are not on this machine",
-            hint=f"download {model.family.hub_id} and pass its folder: --model FOLDER",
-        )
-    for part in model.family.components:
-        if part in ("transformer", "vae") or part.startswith("text_encoder"):
-            open_source(model.folder / part)
-
-
-def _output_bytes(plan: TrainingPlan, model: ResolvedModel) -> int:
-    """Of the adapter and all checkpoints: fp32 weights, and with two moments for each in a checkpoint."""
-    workload, job = plan.frozen.workload, plan.job
-    adapter = add_adapter(
-        model.family,
-        build_on_meta(model.family, model.config),
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        targets=workload.targets,
-        dtype=torch.float32,
-    )
-    one = sum(parameter.numel() for parameter in adapter) * 4
-    kept = job.checkpoints_keep_every and job.num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
-    return one * (1 + 3 * (job.checkpoints_total_limit + 1 + kept))
-
-
-def require_fit(misfits: tuple[str, ...]) -> None:
-    """Raise DoesNotFit when there is any misfit, naming the first and counting the rest."""
-    if misfits:
-        more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
-        raise DoesNotFit(
-            f"the plan does not fit: {misfits[0]}{more}",
-            hint="see all with `autotune check PLAN`; make one for this machine and data with `autotune plan`",
-        )
 
 
 def _device_name(hardware: HardwareProfile) -> str:
@@ -262,7 +175,7 @@ class _Run:
                 frames = studio.sample(shot)
             _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
 
-    def finish(self, loop: Loop, studio: Studio, losses: list[float], started: float) -> RunReport:
+    def finish(self, loop: Loop, studio: Studio, metrics: Metrics | None, started: float) -> RunReport:
         """Save the adapter, look at it, and report."""
         output, transformer = self.prepared.output, loop.model.transformer
         adapter_loss = loop.evaluate()
@@ -275,7 +188,7 @@ class _Run:
                 save_trained(adapter, loop.model, loop.optimizer, self.plan, loop.num_steps)
             self._sample(studio, adapter)
         verdict = judge(adapter, base_loss=base_loss, adapter_loss=adapter_loss) if self.processes.is_first else None
-        report = self._report(loop, losses, time.monotonic() - started).model_copy(update={"verdict": verdict})
+        report = self._report(loop, metrics, time.monotonic() - started).model_copy(update={"verdict": verdict})
         if self.processes.is_first:
             write_whole(output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
         return report
@@ -290,9 +203,10 @@ class _Run:
             _save_image(image, adapter.parent / f"sample_{name}_adapter.png")
         _save_image(grid(pairs), adapter.parent / "samples.png")
 
-    def _report(self, loop: Loop, losses: list[float], total_seconds: float) -> RunReport:
+    def _report(self, loop: Loop, metrics: Metrics | None, total_seconds: float) -> RunReport:
         """What the run did, against what the plan promised."""
-        steady = sorted(loop.seconds[2:] or loop.seconds) or [0.0]
+        losses, recorded = (metrics.losses, metrics.seconds) if metrics else ([], [])
+        steady = sorted(loop.seconds[2:] or loop.seconds or recorded) or [0.0]
         step_seconds = steady[len(steady) // 2]
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]

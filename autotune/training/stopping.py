@@ -9,10 +9,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """While entered, `signal_name` tells which signal came; the old handlers are back after the first."""
+    """While entered, `signal_name` tells which signal came.
 
-    def __init__(self) -> None:
+    `second_ends`: the old handlers are back after the first. Not so among several processes: there an interrupt from
+    the terminal is followed by their launcher's SIGTERM.
+    """
+
+    def __init__(self, *, second_ends: bool) -> None:
         self.signal_name: str | None = None
+        self.second_ends = second_ends
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -25,7 +30,8 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
-        self._restore()
+        if self.second_ends:
+            self._restore()
 
     def _restore(self) -> None:
         while self._before:

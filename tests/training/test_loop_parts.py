@@ -114,9 +114,9 @@ def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path:
 
 def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
     watch = MemoryWatch(budget_bytes=10**9)
-    told = [watch.look(10**8 + step * 10**5) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
+    told = [watch.look(10**8 + step * 10**5, 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
     assert [message for message in told if message] == ["memory grows by 0.10 MiB per step"]
-    told = [watch.look(9 * 10**8) for _ in range(3)]
+    told = [watch.look(10**8, 9 * 10**8) for _ in range(3)]
     assert [message is not None for message in told] == [True, False, False]
     assert "90% of what a run may take" in str(told[0])
 
@@ -146,3 +146,33 @@ def test_norm_of_an_update_is_that_of_the_product(rank: int, inputs: int, output
     assert update_norm(Layer(down, up, alpha)) == pytest.approx(expected, rel=1e-6)
     assert math.isnan(update_norm(Layer(down * math.nan, up, alpha)))
     assert update_norm(Layer(down, up * 0, alpha)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_carries_an_optimizer_over_to_the_bit(dtype: torch.dtype) -> None:
+    def fresh() -> AdapterOptimizer:
+        parameter = nn.Parameter(torch.linspace(-1, 1, 8).to(dtype))
+        return AdapterOptimizer([parameter], learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0)
+
+    def steps(optimizer: AdapterOptimizer, numbers: range) -> None:
+        for number in numbers:
+            (optimizer.parameters[0] * number).square().sum().backward()
+            optimizer.step()
+
+    whole, first, second = fresh(), fresh(), fresh()
+    steps(whole, range(1, 7))
+    steps(first, range(1, 4))
+    second.load_state({name: tensor.clone() for name, tensor in first.state().items()})
+    steps(second, range(4, 7))
+    assert all(torch.equal(tensor, second.state()[name]) for name, tensor in whole.state().items())
+    assert torch.equal(whole.parameters[0], second.parameters[0])
+
+
+def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:
+    held: list[int] = []
+    bench.loop(
+        bench.plan(num_steps=120, checkpointing_steps=20),
+        tmp_path,
+        on_step=lambda event: held.append(event.memory_bytes),
+    )
+    assert max(held[-20:]) < 1.01 * max(held[40:60])

@@ -1,7 +1,9 @@
 """Two processes learn what one learns."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,24 +12,37 @@ from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError
 from autotune.plan_file import write_plan
+from autotune.training.metrics import read_metrics
 from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from tests.training.conftest import CPU, Bench
 
 
-def test_two_processes_end_with_the_weights_of_one(bench: Bench, tmp_path: Path) -> None:
-    plan = bench.plan(num_steps=4, num_processes=2, output=str(tmp_path / "two"), checkpointing_steps=2)
+def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(bench: Bench, tmp_path: Path) -> None:
+    output = tmp_path / "two"
+    plan = bench.plan(num_steps=60, num_processes=2, output=str(output), checkpointing_steps=10)
     write_plan(tmp_path / "plan.yaml", plan)
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
-    two = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    stopped = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(read_metrics(output / "metrics.jsonl")) < 3:
+        assert stopped.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    stopped.send_signal(signal.SIGTERM)
+    _, errors = stopped.communicate(timeout=60)
+    assert stopped.returncode == 75, errors
+    assert errors.count("hint: go on from there") == 1, errors
+    assert "Traceback" not in errors
+    two = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False, timeout=200)
     assert two.returncode == 0, two.stderr
-    assert two.stdout.count("adapter: ") == 2  # the verdict's line and the file's, each from one process alone
+    assert two.stdout.count("loss on fresh noise") == 1  # the first process alone reports
     one = bench.loop(plan, tmp_path / "one")
-    save_trained(tmp_path / "one.safetensors", one.model, one.optimizer, plan, 4)
-    left, right = load_file(tmp_path / "two" / ADAPTER_FILE), load_file(tmp_path / "one.safetensors")
+    save_trained(tmp_path / "one.safetensors", one.model, one.optimizer, plan, 60)
+    left, right = load_file(output / ADAPTER_FILE), load_file(tmp_path / "one.safetensors")
     assert left.keys() == right.keys()
     for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
 
 
 def test_another_number_of_processes_than_planned_is_refused() -> None:

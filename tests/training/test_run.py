@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.reporting.run import report_lines
 from autotune.schema import RunReport
 from autotune.training.events import Events, StepEvent
+from autotune.training.prepare import prepare
 from autotune.training.preview import Shot, Studio, load_pipeline
-from autotune.training.run import prepare, train
+from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
 from tests.training.conftest import CPU, Bench
@@ -107,6 +109,19 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monke
     monkeypatch.setattr(studio, "_run", short)
     assert studio.sample(Shot(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert tried == [(512, False), (512, True), (256, True)]
+
+
+def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_steps=2, output=str(tmp_path))
+    whole = train(plan, bench.hardware, bench.cache)
+    weights = load_file(tmp_path / ADAPTER_FILE)
+    for name in (ADAPTER_FILE, "report.json"):
+        (tmp_path / name).unlink()
+    finished = train(plan, bench.hardware, bench.cache, resume=True)
+    assert finished.resumed_at == 2
+    assert (finished.first_loss, finished.verdict) == (whole.first_loss, whole.verdict)
+    again = load_file(tmp_path / ADAPTER_FILE)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path) -> None:
