@@ -222,8 +222,11 @@ def verify(store: Store) -> tuple[int, tuple[Refused, ...]]:
 
 
 def useless(store: Store, *, today: date, older_than_days: int | None = None) -> Iterator[tuple[Entry, str]]:
-    """What `prune` would delete, and why: of another trial protocol, superseded, damaged, or too old."""
-    latest: dict[tuple[object, ...], str] = {}
+    """What `prune` would delete, and why: of another trial protocol, damaged, too old, or superseded.
+
+    A newer record of the same machine, versions and work supersedes one of no more trials.
+    """
+    fullest: dict[tuple[object, ...], tuple[str, int]] = {}
     sound: list[tuple[Entry, Record]] = []
     for entry, _, record in store.contents(store.entries()):
         if isinstance(record, DamagedRecord):
@@ -231,13 +234,15 @@ def useless(store: Store, *, today: date, older_than_days: int | None = None) ->
         else:
             sound.append((entry, record))
     for entry, record in sorted(sound, key=lambda pair: (pair[1].measured_on, len(pair[1].trials)), reverse=True):
-        newer = latest.setdefault(_subject(record), entry.name)
+        newer, most = fullest.get(_subject(record), ("", 0))
         if record.machine.hard_keys.get("trial_protocol") != str(TRIAL_PROTOCOL_VERSION):
             yield entry, f"{entry.name[:12]} was measured by another trial protocol"
-        elif newer != entry.name:
+        elif len(record.trials) <= most:
             yield entry, f"{entry.name[:12]} is superseded by {newer[:12]}"
         elif older_than_days is not None and record.measured_on < today - timedelta(days=older_than_days):
             yield entry, f"{entry.name[:12]} is of {record.measured_on}"
+        else:
+            fullest[_subject(record)] = (entry.name, len(record.trials))
 
 
 def prune(store: Store, *, older_than_days: int | None = None, dry_run: bool = False) -> tuple[str, ...]:

@@ -102,8 +102,8 @@ _LEAVES = """
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
     workload.effective_batch_size workload.lora_alpha workload.max_text_tokens workload.model.architecture
     workload.model.family workload.model.name workload.model.num_blocks workload.model.num_parameters
-    workload.objective workload.quality workload.rank workload.resolution_px workload.targets
-    workload.text_padding
+    workload.num_control_images workload.objective workload.quality workload.rank workload.resolution_px
+    workload.targets workload.text_padding
 """
 
 

@@ -150,6 +150,11 @@ def test_prune_deletes_what_is_superseded_old_damaged_or_of_another_protocol(ope
     assert prune(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
 
 
+def test_a_newer_record_of_fewer_trials_replaces_nothing(opened: Open) -> None:
+    opened().add(record(), record(measured_on=date(2026, 5, 1), trials=TRIALS[1:2]))
+    assert prune(opened()) == ()
+
+
 def test_finding_needs_one_record(opened: Open) -> None:
     opened().add(*several(2))
     for prefix in ("", "abc", "zzzz", "../.."):
