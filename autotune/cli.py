@@ -121,8 +121,9 @@ def plan(
     from autotune.commands.machine import machine_for
     from autotune.cost.arguments import parse_resolution
     from autotune.plan_file import write_plan
-    from autotune.planner import Events, Question, list_choices, make_plan, remember
+    from autotune.planner import Events, Question, list_choices, make_plan
     from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
+    from autotune.sharing.store import remember
     from autotune.terminal import err, out, trial_display
     from autotune.training.describe import Wishes
 
@@ -165,7 +166,9 @@ def plan(
         )
         made = make_plan(question, machine, events)
     write_plan(output, made)
-    remember(made, machine)
+    capped = max_memory is not None or reserve is not None  # a rehearsal of a smaller device is no evidence for it
+    if not capped and made.frozen.expected.evidence == "measured":
+        remember(made, machine)
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return

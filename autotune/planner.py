@@ -41,8 +41,6 @@ from autotune.search.winner import (
     require_winner,
 )
 from autotune.sharing.query import Known, Survey, broken_promise, first_candidates, survey
-from autotune.sharing.record import record_of
-from autotune.sharing.store import own_store
 from autotune.training.data.dataset import Dataset, read_dataset
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.runner import ProcessTrialRunner
@@ -229,12 +227,6 @@ def _confirmed_trials(stood_on: tuple[Known, ...], results: tuple[TrialResult, .
     item = _confirmed(stood_on, results)
     tried = {result.candidate for result in results}
     return tuple(trial for trial in item.trials if trial.candidate not in tried) if item else ()
-
-
-def remember(plan: TrainingPlan, hardware: HardwareProfile) -> None:
-    """File what a measured plan has found in the user's own store, for the next search here or elsewhere."""
-    if plan.frozen.expected.evidence == "measured":
-        own_store().add(record_of(plan, hardware))
 
 
 def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:

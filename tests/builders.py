@@ -18,7 +18,9 @@ from autotune.schema import (
 GIB = 2**30
 
 
-def hardware(*gates: str, kind: str = "cuda", budget_bytes: int = 24 * GIB) -> HardwareProfile:
+def hardware(
+    *gates: str, kind: str = "cuda", budget_bytes: int = 24 * GIB, compute_capability: tuple[int, int] = (8, 9)
+) -> HardwareProfile:
     """A GPU machine on which the named gates are open."""
     names = gates or ("attention.native", "attention._native_flash", "precision.bf16", "quantization.torchao-int8")
     return HardwareProfile.model_validate(
@@ -28,7 +30,7 @@ def hardware(*gates: str, kind: str = "cuda", budget_bytes: int = 24 * GIB) -> H
                     "kind": kind,
                     "index": 0,
                     "name": "NVIDIA GeForce RTX 4090",
-                    "compute_capability": (8, 9),
+                    "compute_capability": compute_capability,
                     "memory_kind": "discrete",
                     "memory_kind_reason": "test",
                     "budget_bytes": budget_bytes,

@@ -123,8 +123,7 @@ class ResidualSampler(BaseSampler):
         self.cost.calibrate(results if ran_here else self.elsewhere)
         tried = {result.candidate for result in results}
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
-        too_large = [self._required(r.candidate) for r in results if r.outcome in ("oom", "spill")]
-        limit = min([self.budget_bytes, *too_large])
+        limit = self._limit_bytes(results)
         found = []
         for candidate in self.space.candidates:
             if candidate in tried or (candidate.attention, candidate.quantization) in barred:
@@ -136,8 +135,16 @@ class ResidualSampler(BaseSampler):
                 found.append(Outlook(candidate, seconds, prediction.time_uncertainty, required))
         return found
 
-    def _required(self, candidate: Candidate) -> float:
-        return _cautious(self.cost.predict(candidate))
+    def _limit_bytes(self, results: Sequence[TrialResult]) -> float:
+        """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not."""
+        too_large = [self._required(r) for r in results if r.outcome in ("oom", "spill")]
+        if not too_large:
+            return self.budget_bytes
+        ran = max((self._required(r) for r in results if r.outcome == "ok"), default=0.0)
+        return min(self.budget_bytes, (ran + min(too_large)) / 2)
+
+    def _required(self, result: TrialResult) -> float:
+        return _cautious(self.cost.predict(result.candidate))
 
 
 def _cautious(prediction: Prediction) -> float:
