@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autotune.commands import about
 from autotune.commands import data as data_commands
 from autotune.commands import estimate as estimate_command
 from autotune.commands import profiles as profiles_commands
@@ -79,39 +80,8 @@ def _list_catalogue(as_json: bool) -> None:
         out.print(catalogue_view(catalogue()))
 
 
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """Tell what on this machine will hurt, worst first, with the fix. Needs no torch; exits 1 if something blocks."""
-    from autotune.hardware.doctor import doctor as examine
-    from autotune.reporting.hardware import findings_view
-    from autotune.terminal import out
-
-    findings = examine()
-    if as_json:
-        typer.echo(json.dumps([finding.model_dump(mode="json") for finding in findings], indent=1))
-    else:
-        out.print(findings_view(findings))
-    if any(finding.severity == "blocks" for finding in findings):
-        raise typer.Exit(1)
-
-
-@app.command()
-def models(as_json: Json = False) -> None:
-    """List the model families that can be planned and trained, with their sizes."""
-    from autotune.families.registry import FAMILIES
-    from autotune.families.resolve import resolve_model
-
-    specs = {name: resolve_model(name).spec for name in FAMILIES}
-    if as_json:
-        typer.echo(json.dumps([spec.model_dump(mode="json") for spec in specs.values()], indent=1))
-        return
-    typer.echo(f"{'family':<24}{'parameters':>11}{'blocks':>8}  by default")
-    for name, spec in specs.items():
-        usual = FAMILIES[name].defaults
-        size = f"{spec.num_parameters / 1e9:>10.2f}B{spec.num_blocks:>8}"
-        typer.echo(f"{name:<24}{size}  rank {usual.rank}, {usual.resolution_px} px")
-
-
+app.command()(about.doctor)
+app.command()(about.models)
 app.command()(estimate_command.estimate)
 
 
@@ -140,6 +110,7 @@ def plan(
     ] = False,
     max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
     reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
+    profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True,
     max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8,
     search_time: Annotated[float, typer.Option(min=1, help="Most seconds to search.")] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the job.")] = 0,
@@ -150,8 +121,8 @@ def plan(
     from autotune.commands.machine import machine_for
     from autotune.cost.arguments import parse_resolution
     from autotune.plan_file import write_plan
-    from autotune.planner import Events, Question, list_choices, make_plan
-    from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, workload_lines
+    from autotune.planner import Events, Question, list_choices, make_plan, remember
+    from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
     from autotune.terminal import err, out, trial_display
     from autotune.training.describe import Wishes
 
@@ -176,6 +147,7 @@ def plan(
         seed=seed,
         pins=_pairs("--pin", pin),
         exclusions=_pairs("--exclude", exclude),
+        use_profiles=profiles,
         max_trials=max_trials,
         search_seconds=search_time,
     )
@@ -186,12 +158,14 @@ def plan(
     with trial_display(max_trials) as display:
         events = Events(
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
+            on_survey=lambda survey: err.print("\n".join(survey_lines(survey)), end="", markup=False),
             on_start=display.start,
             on_trial=display.show,
             on_predictions=lambda all_: err.print("\n".join(prediction_lines(all_, machine.device.budget_bytes))),
         )
         made = make_plan(question, machine, events)
     write_plan(output, made)
+    remember(made, machine)
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return

@@ -6,7 +6,7 @@ Where the machine is not at hand (a GPU of the catalogue), predictions take the 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from autotune.errors import NothingFits
 from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.knobs.base import Setting
 from autotune.plan_file import seal
+from autotune.prediction import Prediction
 from autotune.schema import (
     Candidate,
     Choice,
@@ -24,7 +25,6 @@ from autotune.schema import (
     HardwareProfile,
     Job,
     PlannedHardware,
-    Prediction,
     TrainingPlan,
     TrialResult,
     Workload,
@@ -40,10 +40,16 @@ from autotune.search.winner import (
     reasons_for,
     require_winner,
 )
+from autotune.sharing.query import Known, Survey, broken_promise, first_candidates, survey
+from autotune.sharing.record import record_of
+from autotune.sharing.store import own_store
 from autotune.training.data.dataset import Dataset, read_dataset
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.weights.sources import open_source, weights_in
+
+MOST_RECORDS = 3
+"""Records of similar machines that a search stands on."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Question:
     """(knob, value) pairs: only this value may be chosen."""
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs: this value may not be chosen."""
+    use_profiles: bool = True
+    """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
     search_seconds: float = 600.0
 
@@ -73,6 +81,7 @@ class Events:
     """Where progress is told."""
 
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
+    on_survey: Callable[[Survey], None] = lambda survey: None
     on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
     on_predictions: Callable[[list[Prediction]], None] = lambda predictions: None
@@ -95,14 +104,16 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     space = _without_too_heavy(space, cost, hardware.device.budget_bytes)
     events.on_space(space, workload)
     started = time.monotonic()
+    trials: tuple[TrialResult, ...] = ()
+    stood_on: tuple[Known, ...] = ()
     if hardware.origin == "catalogue":
-        trials: tuple[TrialResult, ...] = ()
         predictions = [cost.predict(candidate) for candidate in space.candidates]
         events.on_predictions(predictions)
         scores = predicted_scores(predictions, hardware.device.budget_bytes)
     else:
-        trials = _search(question, hardware, workload, space, cost, events)
-        scores = measured_scores(trials)
+        stood_on = _known(question, hardware, workload, space, events)
+        trials = _search(question, hardware, workload, space, cost, stood_on, events)
+        scores = measured_scores((*trials, *_confirmed_trials(stood_on, trials)))
     best = require_winner(scores, workload.objective, _relaxation(workload))
     frozen = FrozenPart(
         schema_version=1,
@@ -113,6 +124,7 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
         expected=_expected(best, trials, cost, workload, hardware),
         reasons=reasons_for(space, scores, best, workload.objective),
         fallbacks=fallbacks_of(scores, best),
+        records=tuple(item.name for item in stood_on),
         search_seconds=time.monotonic() - started,
         trials=trials,
     )
@@ -155,9 +167,13 @@ def _search(
     workload: Workload,
     space: SearchSpace,
     cost: Predictor,
+    stood_on: tuple[Known, ...],
     events: Events,
 ) -> tuple[TrialResult, ...]:
-    sampler = ResidualSampler(space, cost, hardware.device.budget_bytes)
+    budget = hardware.device.budget_bytes
+    same_work = [item for item in stood_on if item.record.workload.largest_bucket == workload.largest_bucket]
+    sampler = ResidualSampler(space, cost, budget, elsewhere=same_work[0].trials if same_work else ())
+    first = first_candidates(stood_on, space.candidates, budget)
     limits = Limits(max_trials=question.max_trials, max_seconds=question.search_seconds)
     device = hardware.device
     with ProcessTrialRunner(
@@ -171,7 +187,54 @@ def _search(
             events.on_start(candidate)
             return runner.run(candidate)
 
-        return run_search(space, sampler, run, limits, events.on_trial)
+        return run_search(
+            space,
+            sampler,
+            run,
+            limits,
+            events.on_trial,
+            first=first,
+            enough=lambda results: bool(_confirmed(stood_on, results)),
+        )
+
+
+def _known(
+    question: Question,
+    hardware: HardwareProfile,
+    workload: Workload,
+    space: SearchSpace,
+    events: Events,
+) -> tuple[Known, ...]:
+    """The records that the search will stand on: an exact one alone, else the nearest few."""
+    if not question.use_profiles:
+        return ()
+    found = survey(hardware, workload)
+    events.on_survey(found)
+    usable = [item for item in found.known if item.record.settings in space.candidates]
+    exact = [item for item in usable if item.confirmed]
+    return tuple(exact[:1] or usable[:MOST_RECORDS])
+
+
+def _confirmed(stood_on: tuple[Known, ...], results: Sequence[TrialResult]) -> Known | None:
+    """The exact record whose promise the first trial here has kept."""
+    for item in stood_on:
+        kept = results and results[0].candidate == item.record.settings
+        if item.confirmed and kept and broken_promise(item.record, results[0]) is None:
+            return item
+    return None
+
+
+def _confirmed_trials(stood_on: tuple[Known, ...], results: tuple[TrialResult, ...]) -> tuple[TrialResult, ...]:
+    """Trials of a record that has been confirmed count as evidence here."""
+    item = _confirmed(stood_on, results)
+    tried = {result.candidate for result in results}
+    return tuple(trial for trial in item.trials if trial.candidate not in tried) if item else ()
+
+
+def remember(plan: TrainingPlan, hardware: HardwareProfile) -> None:
+    """File what a measured plan has found in the user's own store, for the next search here or elsewhere."""
+    if plan.frozen.expected.evidence == "measured":
+        own_store().add(record_of(plan, hardware))
 
 
 def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:

@@ -21,16 +21,16 @@ from autotune.quiet import silence_libraries
 
 silence_libraries()
 
-import torch  # noqa: E402
-from configs import MID  # noqa: E402
-from cpu_truth import run  # noqa: E402
+import torch
+from configs import MID
+from cpu_truth import run
 
-from autotune.cost.kernels import kernel_for  # noqa: E402
-from autotune.cost.predict import Predictor  # noqa: E402
-from autotune.families.registry import FAMILIES  # noqa: E402
-from autotune.families.resolve import build_on_meta  # noqa: E402
-from autotune.hardware.probe import probe  # noqa: E402
-from autotune.schema import (  # noqa: E402
+from autotune.cost.kernels import kernel_for
+from autotune.cost.predict import Predictor
+from autotune.families.registry import FAMILIES
+from autotune.families.resolve import build_on_meta
+from autotune.hardware.probe import probe
+from autotune.schema import (
     Bucket,
     Candidate,
     HardwareProfile,

@@ -29,10 +29,11 @@ from autotune.quiet import silence_libraries
 
 silence_libraries()
 
-from autotune.cost.predict import Predictor  # noqa: E402
-from autotune.families.resolve import resolve_model  # noqa: E402
-from autotune.hardware.catalogue import catalogue, profile_of_gpu  # noqa: E402
-from autotune.schema import Bucket, Candidate, HardwareProfile, Prediction, Workload  # noqa: E402
+from autotune.cost.predict import Predictor
+from autotune.families.resolve import resolve_model
+from autotune.hardware.catalogue import catalogue, profile_of_gpu
+from autotune.prediction import Prediction
+from autotune.schema import Bucket, Candidate, HardwareProfile, Workload
 
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",

@@ -22,16 +22,16 @@ from autotune.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
-import torch  # noqa: E402
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel  # noqa: E402
-from peft import LoraConfig  # noqa: E402
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from peft import LoraConfig
 
-from autotune.families.registry import family_named  # noqa: E402
-from autotune.schema import Candidate  # noqa: E402
-from autotune.training.events import Events, StepEvent  # noqa: E402
-from autotune.training.memory import host_memory_bytes  # noqa: E402
-from autotune.training.run import train  # noqa: E402
-from tests.training.small import machine, make_plan, write_model_and_images  # noqa: E402
+from autotune.families.registry import family_named
+from autotune.schema import Candidate
+from autotune.training.events import Events, StepEvent
+from autotune.training.memory import host_memory_bytes
+from autotune.training.run import train
+from tests.training.small import machine, make_plan, write_model_and_images
 
 BATCH, MICRO_BATCH, RANK, SHIFT = 4, 2, 2, 2.2
 MID_SIZE = {"num_layers": 8, "attention_head_dim": 64, "num_attention_heads": 12, "axes_dims_rope": (16, 24, 24)}

@@ -33,9 +33,13 @@ def push(url: Url) -> None:
 @app.command()
 def pull(url: Url) -> None:
     """Add a team's records to your own; only new ones travel."""
-    from autotune.sharing.store import merge, open_store
+    from autotune.errors import InvalidInput
+    from autotune.sharing.store import Merged, merge, open_store
 
-    _tell(merge(open_store(url), mine := _store(None)), mine.where)
+    merged = merge(team := open_store(url), mine := _store(None))
+    if merged == Merged(0, 0, ()):
+        raise InvalidInput(f"there are no records at {team.where}", hint="check the address; `push` fills a new store")
+    _tell(merged, mine.where)
 
 
 @app.command("list")

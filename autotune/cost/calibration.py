@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autotune.schema import Candidate, Prediction, TrialResult
+from autotune.prediction import Prediction
+from autotune.schema import Candidate, TrialResult
 
 OFFSET = "offset"
 PRIOR_TIME_DATASHEET = 0.35

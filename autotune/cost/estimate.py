@@ -7,7 +7,8 @@ from autotune.cost.arguments import checked_bucket, checked_candidate
 from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput
 from autotune.families.base import Family
-from autotune.schema import Candidate, Estimate, HardwareProfile, JobTime, Prediction, Workload
+from autotune.prediction import Estimate, JobTime, Prediction
+from autotune.schema import Candidate, HardwareProfile, Workload
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
-from autotune.schema import HardwareProfile, MemoryBreakdown, PhaseMemory
+from autotune.prediction import MemoryBreakdown, PhaseMemory
+from autotune.schema import HardwareProfile
 
 if TYPE_CHECKING:
     from autotune.cost.model import TracedModel

@@ -15,7 +15,8 @@ from autotune.cost.memory import PHASES, Resident, phases_of, resident_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
 from autotune.families.base import Family, Parts
-from autotune.schema import Candidate, HardwareProfile, Prediction, StepTime, TrialResult, Workload
+from autotune.prediction import Prediction, StepTime
+from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

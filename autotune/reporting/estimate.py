@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from autotune.schema import Estimate, PhaseMemory
+from autotune.prediction import Estimate, PhaseMemory
 
 WIDTH = 80
 GIB = 2**30

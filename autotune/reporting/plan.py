@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from autotune.prediction import Prediction
 from autotune.reporting.text import memory_text, seconds_text
-from autotune.schema import Candidate, Prediction, TrainingPlan, TrialResult, Workload
+from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
 from autotune.search.space import SearchSpace
+from autotune.sharing.query import Survey
 
 TRIAL_HEADER = (
     f"{'#':>2}  {'batch':>5} {'ckpt':>4}  {'weights':<13} {'attention':<17} {'s/step':>7} {'memory':>9}  outcome"
@@ -61,6 +63,18 @@ def prediction_lines(
 def _neediest(prediction: Prediction) -> str:
     phase = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
     return f"no: {phase.name}"
+
+
+def survey_lines(survey: Survey) -> list[str]:
+    """What earlier measurements contribute, and which no longer count; nothing where there are none."""
+    exact = sum(item.confirmed for item in survey.known)
+    lines = []
+    if exact:
+        lines.append("profiles  measured before on such a machine: one trial will verify it")
+    elif survey.known:
+        lines.append(f"profiles  {len(survey.known)} of similar machines start the search")
+    lines += [f"profiles  {line}" for line in (*survey.stale, *survey.refused)]
+    return [*lines, ""] if lines else []
 
 
 def knob_lines(space: SearchSpace) -> list[str]:

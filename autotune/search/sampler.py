@@ -15,7 +15,8 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.schema import Candidate, Prediction, TrialResult
+from autotune.prediction import Prediction
+from autotune.schema import Candidate, TrialResult
 from autotune.search.space import SearchSpace
 
 RESULT = "result"
@@ -80,10 +81,13 @@ class ResidualSampler(BaseSampler):
         space: the admissible candidates.
         cost: predicts them, and learns from results.
         budget_bytes: what a run may take on the device.
+        elsewhere: trials of a similar machine; they correct predictions until a trial has run here.
     """
 
-    def __init__(self, space: SearchSpace, cost: CostModel, budget_bytes: int) -> None:
-        self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
+    def __init__(
+        self, space: SearchSpace, cost: CostModel, budget_bytes: int, elsewhere: Sequence[TrialResult] = ()
+    ) -> None:
+        self.space, self.cost, self.budget_bytes, self.elsewhere = space, cost, budget_bytes, elsewhere
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return {name: CategoricalDistribution(choices) for name, choices in self.space.choices.items()}
@@ -115,7 +119,8 @@ class ResidualSampler(BaseSampler):
 
     def outlooks(self, results: Sequence[TrialResult]) -> list[Outlook]:
         """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
-        self.cost.calibrate(results)
+        ran_here = any(result.outcome == "ok" for result in results)
+        self.cost.calibrate(results if ran_here else self.elsewhere)
         tried = {result.candidate for result in results}
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
         too_large = [self._required(r.candidate) for r in results if r.outcome in ("oom", "spill")]

@@ -31,8 +31,15 @@ def run_search(
     run: Callable[[Candidate], TrialResult],
     limits: Limits,
     on_trial: Callable[[TrialResult], None],
+    *,
+    first: Sequence[Candidate] = (),
+    enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False,
 ) -> tuple[TrialResult, ...]:
     """Try candidates one after the other and return what happened, in order.
+
+    Args:
+        first: tried before the sampler is asked, e.g. what won elsewhere.
+        enough: ends the search early, e.g. once a promise is confirmed.
 
     An out-of-memory trial is a completed one with a violated constraint: it teaches, it does not end the search.
     Without a candidate that is predicted to fit, nothing is tried.
@@ -41,6 +48,8 @@ def run_search(
         return ()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(sampler=sampler, direction="minimize")
+    for candidate in first:
+        study.enqueue_trial({name: getattr(candidate, name) for name in space.choices})
     started = time.monotonic()
 
     def objective(trial: Trial) -> float:
@@ -54,7 +63,7 @@ def run_search(
     def stop_when_done(study: optuna.Study, _: object) -> None:
         results = results_of(study)
         late = time.monotonic() - started >= limits.max_seconds
-        if late or len(results) >= limits.max_trials or _nothing_to_gain(sampler, results, limits):
+        if late or enough(results) or len(results) >= limits.max_trials or _nothing_to_gain(sampler, results, limits):
             study.stop()
 
     study.optimize(objective, n_trials=limits.max_trials, callbacks=[stop_when_done])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from autotune.atomic import replacing
 from autotune.errors import AutotuneError, InvalidInput
@@ -36,7 +37,11 @@ class Files(Protocol):
         """Key and bytes of every file that the layout knows."""
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
-        """The first `size` bytes of each file, or why it cannot be read."""
+        """The first `size` bytes of each file, or why it cannot be read.
+
+        Raises:
+            Unreachable: the store stops answering.
+        """
 
     def write(self, contents: Mapping[str, bytes]) -> None:
         """Write each file whole or not at all."""
@@ -131,9 +136,14 @@ class RemoteFiles:
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
         with _reaching(self.where, self.secrets):
-            paths = [self._place(key) for key in sizes]
-            found = self.fs.cat_ranges(paths, [0] * len(paths), list(sizes.values()), on_error="return")
-        yield from zip(sizes, found, strict=True)
+            filled = {key: size for key, size in sizes.items() if size}  # no range lies in an empty object
+            paths = [self._place(key) for key in filled]
+            found = self.fs.cat_ranges(paths, [0] * len(paths), list(filled.values()), on_error="return")
+            for content in found:
+                if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
+                    raise content  # the line, not the file
+        yield from ((key, b"") for key in sizes if key not in filled)
+        yield from zip(filled, found, strict=True)
 
     def write(self, contents: Mapping[str, bytes]) -> None:
         with _reaching(self.where, self.secrets):
@@ -173,7 +183,8 @@ def _secrets_of(url: str) -> tuple[str, ...]:
     login = re.search(r"://(.*)@", url)
     query = re.search(r"\?(.*)", url)
     found = [group for part in (login, query) if part for group in (part[1], *re.split(r"[:&=]", part[1]))]
-    return tuple(sorted((text for text in found if len(text) > 2), key=len, reverse=True))
+    decoded = {text for part in found for text in (part, unquote(part)) if len(text) > 2}
+    return tuple(sorted(decoded, key=len, reverse=True))
 
 
 def _checked(key: str) -> str:

@@ -15,6 +15,8 @@ from autotune.sharing.libraries import changed_libraries, libraries_of
 from autotune.sharing.record import Machine, Record, class_of, machine_of
 
 Value = str | float | None
+SAME_BUDGET = 0.98
+"""Share of our budget from which running out of theirs says something about ours."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ WORK_KEYS: tuple[SoftKey, ...] = (
     SoftKey("rank", lambda work: work.rank, 0.5),
     SoftKey("adapted layers", lambda work: work.targets, 1.0),
     SoftKey("effective batch size", lambda work: work.effective_batch_size, 0.5),
+    SoftKey("control images", lambda work: str(work.num_control_images), 1.0),
     SoftKey("quality floor", lambda work: work.quality, 0.05),
     SoftKey("objective", lambda work: work.objective, 0.05),
 )
@@ -141,9 +144,14 @@ def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]
 
 
 def usable_trials(record: Record, hardware: HardwareProfile) -> tuple[TrialResult, ...]:
-    """The trials whose libraries are the same here."""
+    """The trials whose libraries are the same here, less those that ran out of a smaller budget than ours."""
     unusable = unusable_trials(record, hardware)
-    return tuple(trial for index, trial in enumerate(record.trials) if index not in unusable)
+    smaller = record.machine.budget_bytes < SAME_BUDGET * hardware.device.budget_bytes
+    return tuple(
+        trial
+        for index, trial in enumerate(record.trials)
+        if index not in unusable and not (smaller and trial.outcome == "oom")
+    )
 
 
 def _distance(keys: tuple[SoftKey, ...], there: Any, here: Any) -> tuple[float, tuple[str, ...]]:

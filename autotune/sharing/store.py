@@ -6,7 +6,7 @@ What is read is data from elsewhere: taken only if it is whole, unaltered, valid
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -94,6 +94,10 @@ class Store:
         matches = ((KEY.fullmatch(key), size) for key, size in sorted(sizes.items()))
         return tuple(Entry(**found.groupdict(), size=size) for found, size in matches if found)
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every record by its key."""
+        return {entry.key: entry.size for entry in self.entries()}
+
     def contents(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes, Record | DamagedRecord]]:
         """The bytes of each entry with the record in them, or why there is none."""
         todo = list(entries)
@@ -114,9 +118,8 @@ class Store:
             if isinstance(record, Record):
                 yield entry, record
 
-    def take(self, found: Iterable[Found]) -> Merged:
-        """File what is sound and possible, in batches: what was filed stays if a later batch fails."""
-        there = {entry.key: entry.size for entry in self.entries()}
+    def take(self, found: Iterable[Found], there: Mapping[str, int]) -> Merged:
+        """File what is sound, possible and not `there`, in batches: what was filed stays if a later batch fails."""
         new, present, refused = 0, 0, []
         batch: dict[str, bytes] = {}
         for name, content, record in found:
@@ -137,7 +140,7 @@ class Store:
 
     def add(self, *records: Record) -> int:
         """File records of this machine; how many were new."""
-        there = self.files.sizes()
+        there = self.sizes()
         contents = {f"{record.folder}/{record.name}.json": record.content for record in records}
         absent = {key: content for key, content in contents.items() if there.get(key) != len(content)}
         self.files.write(absent)
@@ -193,11 +196,12 @@ def remember(plan: TrainingPlan, hardware: HardwareProfile) -> str:
 
 def merge(source: Store, target: Store) -> Merged:
     """File in `target` whatever `source` has more; only what is new there is read."""
-    there = {entry.key: entry.size for entry in target.entries()}
+    there = target.sizes()
     entries = source.entries()
     wanted = [entry for entry in entries if there.get(entry.key) != entry.size]
-    _require_moderate(sum(entry.size for entry in wanted), source.where)
-    merged = target.take((entry.name, content, record) for entry, content, record in source.contents(wanted))
+    _require_moderate(sum(min(entry.size, MAX_RECORD_BYTES) for entry in wanted), source.where)
+    found = ((entry.name, content, record) for entry, content, record in source.contents(wanted))
+    merged = target.take(found, there)
     return Merged(merged.new, merged.present + len(entries) - len(wanted), merged.refused)
 
 
@@ -218,8 +222,11 @@ def verify(store: Store) -> tuple[int, tuple[Refused, ...]]:
 
 
 def useless(store: Store, *, today: date, older_than_days: int | None = None) -> Iterator[tuple[Entry, str]]:
-    """What `prune` would delete, and why: of another trial protocol, superseded, damaged, or too old."""
-    latest: dict[tuple[object, ...], str] = {}
+    """What `prune` would delete, and why: of another trial protocol, damaged, too old, or superseded.
+
+    A newer record of the same machine, versions and work supersedes one of no more trials.
+    """
+    fullest: dict[tuple[object, ...], tuple[str, int]] = {}
     sound: list[tuple[Entry, Record]] = []
     for entry, _, record in store.contents(store.entries()):
         if isinstance(record, DamagedRecord):
@@ -227,13 +234,15 @@ def useless(store: Store, *, today: date, older_than_days: int | None = None) ->
         else:
             sound.append((entry, record))
     for entry, record in sorted(sound, key=lambda pair: (pair[1].measured_on, len(pair[1].trials)), reverse=True):
-        newer = latest.setdefault(_subject(record), entry.name)
+        newer, most = fullest.get(_subject(record), ("", 0))
         if record.machine.hard_keys.get("trial_protocol") != str(TRIAL_PROTOCOL_VERSION):
             yield entry, f"{entry.name[:12]} was measured by another trial protocol"
-        elif newer != entry.name:
+        elif len(record.trials) <= most:
             yield entry, f"{entry.name[:12]} is superseded by {newer[:12]}"
         elif older_than_days is not None and record.measured_on < today - timedelta(days=older_than_days):
             yield entry, f"{entry.name[:12]} is of {record.measured_on}"
+        else:
+            fullest[_subject(record)] = (entry.name, len(record.trials))
 
 
 def prune(store: Store, *, older_than_days: int | None = None, dry_run: bool = False) -> tuple[str, ...]:
@@ -265,7 +274,7 @@ def import_from(file: Path, store: Store) -> Merged:
     try:
         _require_moderate(file.stat().st_size, str(file))
         with file.open("rb") as lines:
-            return store.take(_found_in(lines))
+            return store.take(_found_in(lines), store.sizes())
     except OSError as error:
         raise InvalidInput(f"cannot read {file}: {error.strerror}", hint="give a file of `profiles export`") from error
 

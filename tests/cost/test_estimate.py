@@ -8,8 +8,9 @@ from tiny_models import TINY, gpu, workload_of
 from autotune.cost.estimate import estimate
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
+from autotune.prediction import Estimate
 from autotune.reporting.estimate import duration, render
-from autotune.schema import Candidate, Estimate
+from autotune.schema import Candidate
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
 from autotune.knobs.quantization import QUALITY_OF
-from autotune.schema import Bucket, Candidate, Prediction, TrialResult
+from autotune.prediction import Prediction
+from autotune.schema import Bucket, Candidate, TrialResult
 
 STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution", "optimizer", "overhead")
 

@@ -11,19 +11,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Faults:
-    """What goes wrong with the next PUTs: after `spare` good ones, `count` bad ones."""
+    """What goes wrong with the next requests of a method: after `spare` good ones, `count` bad ones."""
 
     kind: str = "none"
     spare: int = 0
     count: int = 0
+    method: str = "PUT"
     seen: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def set(self, kind: str, spare: int, count: int) -> None:
-        self.kind, self.spare, self.count, self.seen = kind, spare, count, 0
+    def set(self, kind: str, spare: int, count: int, method: str = "PUT") -> None:
+        self.kind, self.spare, self.count, self.method, self.seen = kind, spare, count, method, 0
 
     def strikes(self, method: str) -> bool:
-        if method != "PUT" or self.kind == "none":
+        if method != self.method or self.kind == "none":
             return False
         with self.lock:
             self.seen += 1

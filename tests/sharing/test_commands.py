@@ -8,7 +8,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from autotune.cli import app
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.sharing.files import redacted
 from autotune.sharing.store import own_store, remember
 from tests.builders import GIB, candidate, trial
@@ -132,6 +132,13 @@ def test_prune_says_what_goes_and_why() -> None:
     assert "is superseded by" in run("prune").stdout
     assert len(own_store().entries()) == 1
     assert "deleted: 0" in run("prune").stdout
+
+
+def test_a_mistyped_address_is_no_empty_success() -> None:
+    for url in ("memory://nowhere", "no/such/folder"):
+        error = run("pull", url).exception
+        assert isinstance(error, InvalidInput)
+        assert "no records at" in error.message
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.sharing.keys import compare_machine, match, usable_trials
@@ -62,7 +62,7 @@ def test_soft_keys_make_a_prior_the_nearer_the_more_alike() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"rank": 32}, {"max_text_tokens": 512}, {"effective_batch_size": 8}, {"targets": "all"}, {"quality": "exact"},
-     {"objective": "memory"}, {"text_padding": "exact"}, {"resolution_px": 768}],
+     {"objective": "memory"}, {"text_padding": "exact"}, {"num_control_images": 1}, {"resolution_px": 768}],
 )  # fmt: skip
 def test_other_work_on_the_same_model_is_a_prior(change: dict[str, object]) -> None:
     found = match(record(), machine(), workload(**change))
@@ -108,9 +108,17 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it(
     assert compare_machine(alone, here).kind == "none"
 
 
+def test_running_out_of_a_smaller_budget_says_nothing_here() -> None:
+    made = record(machine(budget_bytes=20 * GIB))
+    assert [t.outcome for t in usable_trials(made, machine(budget_bytes=20 * GIB))] == ["ok", "ok", "oom"]
+    assert [t.outcome for t in usable_trials(made, machine(budget_bytes=16 * GIB))] == ["ok", "ok", "oom"]
+    assert [t.outcome for t in usable_trials(made, machine(budget_bytes=23 * GIB))] == ["ok", "ok"]
+
+
 VERSIONS = st.sampled_from(["1.0", "2.0.1", None])
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.fixed_dictionaries(
         {},

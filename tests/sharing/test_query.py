@@ -7,7 +7,7 @@ import pytest
 
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import MAX_CONSIDERED, broken_promise, first_candidates, known, priors, survey
-from autotune.sharing.store import Store, own_store, remember
+from autotune.sharing.store import Store, own_store, remember, shipped_store, verify
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import TRIALS, fill, machine, plan, record
 
@@ -17,6 +17,10 @@ SPACE = frozenset(t.candidate for t in TRIALS)
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(LocalFiles(tmp_path / "store"))
+
+
+def test_whatever_ships_with_the_package_is_sound() -> None:
+    assert verify(shipped_store())[1] == ()
 
 
 def test_an_empty_store_knows_nothing(store: Store) -> None:

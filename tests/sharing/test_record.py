@@ -6,7 +6,7 @@ from datetime import date
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
@@ -85,8 +85,8 @@ _LEAVES = """
     expected.evidence expected.images_per_second expected.peak_memory_bytes expected.process_memory_bytes
     expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
     machine.hard_keys.cuda machine.hard_keys.device_kind machine.hard_keys.memory_kind
-    machine.logical_cores machine.hard_keys.memory_model machine.hard_keys.torch
-    machine.hard_keys.trial_protocol machine.noisy
+    machine.hard_keys.memory_model machine.hard_keys.torch machine.hard_keys.trial_protocol
+    machine.logical_cores machine.noisy
     machine.power_limit_watts machine.rates.conditions machine.rates.name machine.rates.num_samples
     machine.rates.spread machine.rates.unit machine.rates.value machine.total_memory_bytes
     machine.versions.accelerate machine.versions.bitsandbytes machine.versions.cuda_driver
@@ -102,8 +102,8 @@ _LEAVES = """
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
     workload.effective_batch_size workload.lora_alpha workload.max_text_tokens workload.model.architecture
     workload.model.family workload.model.name workload.model.num_blocks workload.model.num_parameters
-    workload.objective workload.quality workload.rank workload.resolution_px workload.targets
-    workload.text_padding
+    workload.num_control_images workload.objective workload.quality workload.rank workload.resolution_px
+    workload.targets workload.text_padding
 """
 
 
@@ -155,6 +155,7 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
             record_of(planned, hardware)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_record_survives_its_bytes_and_any_other_byte_is_refused(data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))

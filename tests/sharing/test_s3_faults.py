@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from autotune.cli import app
 from autotune.sharing.files import LocalFiles, Unreachable
-from autotune.sharing.store import Store, merge, verify
+from autotune.sharing.store import Store, merge, open_store, own_store, verify
 from tests.sharing.examples import several
 from tests.sharing.s3_server import Faults
 
@@ -26,6 +28,7 @@ def test_a_fault_that_passes_is_not_even_noticed(
 ) -> None:
     s3[1].set(kind, spare=2, count=1)
     assert merge(mine, s3_store()).new == 6
+    assert s3[1].seen > 6
     assert verify(s3_store()) == (6, ())
 
 
@@ -47,9 +50,35 @@ def test_a_fault_that_stays_leaves_nothing_half_readable(
     assert verify(s3_store()) == (6, ())
 
 
-def test_a_bucket_that_does_not_exist_says_so_and_is_not_made(mine: Store, s3: tuple[str, Faults]) -> None:
-    from autotune.sharing.store import open_store
+@pytest.mark.parametrize("spare", [0, 1, 3])
+def test_a_pull_that_breaks_says_so_instead_of_refusing_records(
+    spare: int, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store], tmp_path: Path
+) -> None:
+    merge(mine, s3_store())
+    bob = Store(LocalFiles(tmp_path / "bob"))
+    s3[1].set("503", spare=spare, count=10_000, method="GET")
+    with pytest.raises(Unreachable):
+        merge(s3_store(), bob)
+    s3[1].set("none", 0, 0)
+    assert merge(s3_store(), bob).refused == ()
+    assert verify(bob) == (6, ())
 
+
+def test_the_command_line_finds_another_endpoint_and_keys_where_the_aws_tools_do(
+    mine: Store, s3: tuple[str, Faults], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3[0])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    own_store().add(*several(2))
+    result = CliRunner().invoke(app, ["profiles", "push", "s3://team/by-command"])
+    assert result.stdout == "new: 2, already there: 0, refused: 0; in s3://team/by-command\n"
+    assert "new: 0" in CliRunner().invoke(app, ["profiles", "pull", "s3://team/by-command"]).stdout
+
+
+def test_a_bucket_that_does_not_exist_says_so_and_is_not_made(mine: Store, s3: tuple[str, Faults]) -> None:
     options = {"endpoint_url": s3[0], "key": "a", "secret": "b", "skip_instance_cache": True}
     absent = open_store("s3://nobodys-bucket/profiles", **options)
     with pytest.raises(Unreachable):

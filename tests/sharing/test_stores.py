@@ -78,18 +78,19 @@ def test_altered_misfiled_and_foreign_files_are_refused_named_and_leave_the_rest
             f"{'0' * 16}/x/y/{moved.name}.json": moved.content,
             f"{good.folder}/{name_of(bomb)}.json": bomb,
             f"{good.folder}/{name_of(yaml)}.json": yaml,
+            f"{good.folder}/{'0' * 64}.json": b"",
         }
     )
     mine = local(tmp_path / "mine")
     merged = merge(opened(), mine)
     assert merged.new == 1
     assert names(mine) == {good.name}
-    assert {one.name for one in merged.refused} == {altered.name, moved.name, name_of(bomb), name_of(yaml)}
+    assert {one.name for one in merged.refused} == {altered.name, moved.name, name_of(bomb), name_of(yaml), "0" * 64}
     told = " ".join(one.reason for one in merged.refused)
     for why in ("altered or cut off", "does not belong", "too large", "no record"):
         assert why in told
     count, bad = verify(opened())
-    assert (count, len(bad)) == (5, 4)
+    assert (count, len(bad)) == (6, 5)
 
 
 def test_a_record_that_cannot_be_true_is_refused_and_named(opened: Open, tmp_path: Path) -> None:
@@ -147,6 +148,11 @@ def test_prune_deletes_what_is_superseded_old_damaged_or_of_another_protocol(ope
     assert names(opened()) == {new.name, other.name}
     assert any(f"{old.name[:12]} is superseded by {new.name[:12]}" in line for line in told)
     assert prune(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
+
+
+def test_a_newer_record_of_fewer_trials_replaces_nothing(opened: Open) -> None:
+    opened().add(record(), record(measured_on=date(2026, 5, 1), trials=TRIALS[1:2]))
+    assert prune(opened()) == ()
 
 
 def test_finding_needs_one_record(opened: Open) -> None:

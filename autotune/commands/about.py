@@ -1,0 +1,39 @@
+"""Commands that tell about machine and models and change nothing."""
+
+import json
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+
+
+def doctor(as_json: Json = False) -> None:
+    """Tell what on this machine will hurt, worst first, with the fix. Needs no torch; exits 1 if something blocks."""
+    from autotune.hardware.doctor import doctor as examine
+    from autotune.reporting.hardware import findings_view
+    from autotune.terminal import out
+
+    findings = examine()
+    if as_json:
+        typer.echo(json.dumps([finding.model_dump(mode="json") for finding in findings], indent=1))
+    else:
+        out.print(findings_view(findings))
+    if any(finding.severity == "blocks" for finding in findings):
+        raise typer.Exit(1)
+
+
+def models(as_json: Json = False) -> None:
+    """List the model families that can be planned and trained, with their sizes."""
+    from autotune.families.registry import FAMILIES
+    from autotune.families.resolve import resolve_model
+
+    specs = {name: resolve_model(name).spec for name in FAMILIES}
+    if as_json:
+        typer.echo(json.dumps([spec.model_dump(mode="json") for spec in specs.values()], indent=1))
+        return
+    typer.echo(f"{'family':<24}{'parameters':>11}{'blocks':>8}  by default")
+    for name, spec in specs.items():
+        usual = FAMILIES[name].defaults
+        size = f"{spec.num_parameters / 1e9:>10.2f}B{spec.num_blocks:>8}"
+        typer.echo(f"{name:<24}{size}  rank {usual.rank}, {usual.resolution_px} px")

@@ -1,0 +1,112 @@
+"""Plans and estimates for machines that are not here: predictions alone, said to be so, nothing downloaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidInput, NothingFits
+from autotune.hardware.store import hardware_named
+from autotune.plan_file import read_plan
+from autotune.planner import Question, list_choices, make_plan
+from autotune.prediction import Estimate
+from autotune.schema import TrainingPlan
+from autotune.training.describe import Wishes
+from tests.conftest import autotune
+
+SMALL = Wishes(size_px=(512, 512), effective_batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def predicted() -> TrainingPlan:
+    question = Question(model="kandinsky5-image-lite", wishes=SMALL, pins=(("quantization", "none"),))
+    return make_plan(question, hardware_named("nvidia-rtx-4090"))
+
+
+def test_a_predicted_plan_says_so_and_fits_its_budget(predicted: TrainingPlan) -> None:
+    frozen = predicted.frozen
+    assert frozen.expected.evidence == "predicted"
+    assert frozen.trials == ()
+    needed = frozen.expected.peak_memory_bytes + frozen.expected.process_memory_bytes
+    assert needed <= frozen.hardware.budget_bytes
+    assert frozen.hardware.device_name == "NVIDIA GeForce RTX 4090"
+    assert {reason.knob for reason in frozen.reasons} == set(type(frozen.settings).model_fields)
+
+
+def test_an_estimate_of_what_does_not_fit_says_so() -> None:
+    process = autotune(
+        "estimate", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "--resolution", "512x768", "--json"
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    estimate = Estimate.model_validate_json(process.stdout)
+    assert not estimate.fits
+    assert estimate.peak_memory_bytes > 38 * 2**30  # 20.4 billion weights of two bytes, and more
+    assert json.loads(process.stdout)["step_seconds"] > 0
+    bucket = estimate.workload.buckets[0]
+    assert (bucket.width_px, bucket.height_px) == (512, 768)
+
+
+def test_plan_for_a_named_gpu_as_a_process(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    process = autotune(
+        "plan", "--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "--resolution", 256,
+        "--batch", 1, "--pin", "quantization=none", "-o", path,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert read_plan(path).frozen.expected.evidence == "predicted"
+    assert "(predicted)" in process.stdout
+    assert max(map(len, process.stdout.splitlines()[:-1])) <= 80  # the last line names the file, wherever it is
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--resolution", "1000"), "the nearest valid width is 992 px"),
+        (("--resolution", "big"), "1024 or 512x768"),
+        (("--frames", "5"), "--frames 1"),
+        (("--micro-batch-size", "-1"), "micro-batch-size 1"),
+        (("--micro-batch-size", "3", "--batch", "4"), "the nearest valid micro-batch size is"),
+        (("--checkpointing", "99"), "the nearest valid value is 60"),
+        (("--quantization", "int3"), "choose one of"),
+        (("--hardware", "nvidia-rtx-9999"), "autotune probe --list"),
+    ],
+)
+def test_wrong_questions_name_the_nearest_right_one(arguments: tuple[str, ...], words: str) -> None:
+    hardware = () if "--hardware" in arguments else ("--hardware", "nvidia-h100-sxm")
+    process = autotune("estimate", "--model", "qwen-image", *hardware, *arguments)
+    assert process.returncode == 2
+    hint = process.stderr.strip().splitlines()[-1]
+    assert hint.startswith("hint: ")
+    assert words in hint
+
+
+def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
+    hardware = hardware_named("nvidia-h100-sxm")
+    question = Question(
+        model="kandinsky5-image-lite",
+        wishes=SMALL,
+        pins=(("micro_batch_size", "1"),),
+        exclusions=(("quantization", "torchao-fp8"),),
+    )
+    space = list_choices(question, hardware)
+    assert space.choices["micro_batch_size"] == (1,)
+    assert {candidate.micro_batch_size for candidate in space.candidates} == {1}
+    assert "torchao-fp8" not in space.choices["quantization"]
+    reasons = {str(r.choice): r.reason for r in space.rejected["quantization"]}
+    assert reasons["torchao-fp8"] == "excluded by the user"
+
+
+@pytest.mark.parametrize("pins", [(("speed", "1"),), (("quantization", "int3"),), (("attention", "sage"),)])
+def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -> None:
+    question = Question(model="kandinsky5-image-lite", wishes=SMALL, pins=pins)
+    with pytest.raises(InvalidInput):
+        list_choices(question, hardware_named("nvidia-h100-sxm"))
+
+
+def test_where_nothing_fits_the_message_says_what_would_help() -> None:
+    question = Question(model="qwen-image", wishes=Wishes(size_px=(512, 512), quality="exact", effective_batch_size=1))
+    with pytest.raises(NothingFits) as caught:
+        make_plan(question, hardware_named("nvidia-rtx-3060"))
+    assert "weights alone need 38.1 GiB" in caught.value.message
+    assert "--quality" in caught.value.hint
