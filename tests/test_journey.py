@@ -95,7 +95,8 @@ def test_report_compares_promise_and_reality(journey: Journey) -> None:
     assert report["plan_digest"] == journey.plan.digest
     assert report["num_steps"] == 60
     assert report["measured_peak_memory_bytes"] == pytest.approx(report["expected_peak_memory_bytes"], rel=0.02)
-    assert report["adapter_loss"] < report["base_loss"]
+    # On the same fresh noise: the losses of steps differ mostly by their noise.
+    assert report["verdict"]["adapter_loss"] < report["verdict"]["base_loss"]
 
 
 def test_check_says_that_the_plan_fits_here(journey: Journey) -> None:

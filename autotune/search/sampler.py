@@ -35,6 +35,10 @@ BROKEN = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
 
 
+LOOKED_AT = ("quantization", "attention")
+"""Knobs whose values are names of code: how fast it is on a machine is known only once it has run there."""
+
+
 class CostModel(Protocol):
     """What the search asks of predictions; `autotune.cost.predict.Predictor` answers it."""
 
@@ -111,7 +115,8 @@ class ResidualSampler(BaseSampler):
         if not outlooks:
             return None
         if any(result.outcome == "ok" for result in results):
-            return min(outlooks, key=lambda outlook: outlook.hope).candidate
+            unseen = self._unseen(results)
+            return min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope)).candidate
         safe = [outlook for outlook in outlooks if outlook.required_bytes <= SAFE_SHARE * self.budget_bytes]
         if safe and not results:
             return min(safe, key=lambda outlook: outlook.log_seconds).candidate
@@ -135,6 +140,11 @@ class ResidualSampler(BaseSampler):
                 found.append(Outlook(candidate, seconds, prediction.time_uncertainty, required))
         return found
 
+    def _unseen(self, results: Sequence[TrialResult]) -> set[tuple[str, str]]:
+        """Storages and backends that no trial has used: their names cannot be interpolated, so each gets one look."""
+        tried = {(name, getattr(result.candidate, name)) for result in results for name in LOOKED_AT}
+        return {(name, str(choice)) for name in LOOKED_AT for choice in self.space.choices[name]} - tried
+
     def _limit_bytes(self, results: Sequence[TrialResult]) -> float:
         """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not."""
         too_large = [self._required(r) for r in results if r.outcome in ("oom", "spill")]
@@ -145,6 +155,10 @@ class ResidualSampler(BaseSampler):
 
     def _required(self, result: TrialResult) -> float:
         return _cautious(self.cost.predict(result.candidate))
+
+
+def _count(candidate: Candidate, unseen: set[tuple[str, str]]) -> int:
+    return sum((name, getattr(candidate, name)) in unseen for name in LOOKED_AT)
 
 
 def _cautious(prediction: Prediction) -> float:

@@ -1,6 +1,6 @@
 """The output folder of a run: whose it is, whether it may be written, and what identifies the run.
 
-plan.yaml       the plan with the job as it was run     metrics.jsonl, tensorboard/    one line and point per step
+run-plan.yaml   the plan with the job as it was run     metrics.jsonl, tensorboard/    one line and point per step
 checkpoints/    to go on from with --resume             previews/                      samples on the way
 pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
 """
@@ -14,7 +14,7 @@ from autotune.schema import TrainingPlan, digest_of
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.save import ADAPTER_FILE
 
-PLAN_FILE = "plan.yaml"
+PLAN_FILE = "run-plan.yaml"
 REPORT_FILE = "report.json"
 CHECKPOINTS = "checkpoints"
 
@@ -47,10 +47,16 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int) -> Path
     """Make the output folder, or take the one that is there.
 
     Raises:
-        InvalidInput: it holds another run, or this one and `resume` was not asked for, or it cannot be written.
+        InvalidInput: it holds another run, or this one and `resume` was not asked for; it lies in the data folder, or
+            cannot be written.
         AutotuneError: its disk has less than `needed_bytes` free.
     """
     folder = Path(plan.job.output)
+    if plan.job.data and folder.resolve().is_relative_to(Path(plan.job.data).resolve()):
+        raise InvalidInput(
+            f"the output folder {folder} lies in the data folder, so previews would become training images",
+            hint="choose another with --output",
+        )
     (_require_same if resume else _require_unused)(folder, plan)
     try:
         folder.mkdir(parents=True, exist_ok=True)

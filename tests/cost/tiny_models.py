@@ -92,6 +92,7 @@ def workload_of(name: str, **changes: Any) -> Workload:
         "rank": 4,
         "lora_alpha": 4.0,
         "targets": "attention",
+        "num_control_images": min(1, family.max_controls),
         "effective_batch_size": 2,
     }
     return Workload(**{**values, **changes})

@@ -20,7 +20,7 @@ from tests.training.conftest import CPU, Bench
 
 def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(bench: Bench, tmp_path: Path) -> None:
     output = tmp_path / "two"
-    plan = bench.plan(num_steps=60, num_processes=2, output=str(output), checkpointing_steps=10)
+    plan = bench.plan(num_steps=24, num_processes=2, output=str(output), checkpointing_steps=10)
     write_plan(tmp_path / "plan.yaml", plan)
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
     stopped = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -38,7 +38,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(bench: Be
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("loss on fresh noise") == 1  # the first process alone reports
     one = bench.loop(plan, tmp_path / "one")
-    save_trained(tmp_path / "one.safetensors", one.model, one.optimizer, plan, 60)
+    save_trained(tmp_path / "one.safetensors", one.model, one.optimizer, plan, 24)
     left, right = load_file(output / ADAPTER_FILE), load_file(tmp_path / "one.safetensors")
     assert left.keys() == right.keys()
     for name in left:

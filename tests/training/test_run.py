@@ -133,6 +133,8 @@ def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, li
     assert "--resume" in error.value.hint
     with pytest.raises(InvalidInput, match="begun with another learning_rate"):
         prepare(bench.plan(output=str(run[0]), learning_rate=0.5, caption_dropout=0.1), bench.hardware, resume=True)
+    with pytest.raises(InvalidInput, match="lies in the data folder"):
+        prepare(bench.plan(output=str(bench.images / "out")), bench.hardware, resume=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="cannot write"):
         prepare(bench.plan(output=str(tmp_path / "file" / "out")), bench.hardware, resume=False)

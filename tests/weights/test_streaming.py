@@ -122,7 +122,7 @@ def test_an_encoder_whose_modules_transformers_renamed_loads_from_its_published_
 
     from autotune.families.small.parts import qwen_text_encoder, qwen_tokenizer
 
-    original = qwen_text_encoder(qwen_tokenizer(["a cat"]), hidden_size=64)
+    original = qwen_text_encoder(qwen_tokenizer(["a cat"], "system user assistant {}"), hidden_size=64)
     original.save_pretrained(tmp_path)
     assert not set(open_source(tmp_path).places) <= original.state_dict().keys()
     reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
