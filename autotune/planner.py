@@ -144,6 +144,9 @@ def _without_too_heavy(space: SearchSpace, cost: Predictor, budget_bytes: int) -
         for name, size in sizes.items()
         if size > budget_bytes
     }
+    if len(dropped) == len(sizes):
+        least = min(dropped, key=lambda name: sizes[str(name)])
+        raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=_relaxation(cost.workload))
     return without(space, "quantization", dropped)
 
 

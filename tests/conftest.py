@@ -41,6 +41,20 @@ def autotune(*arguments: object, timeout: float = 200) -> subprocess.CompletedPr
     )
 
 
+def autotune_here(capfd: pytest.CaptureFixture[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command in this process: what it prints and exits with, without paying for the imports again."""
+    from autotune.cli import main
+
+    capfd.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["autotune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    code = ended.value.code
+    out, err = capfd.readouterr()
+    return subprocess.CompletedProcess(sys.argv, code if isinstance(code, int) else 0, out, err)
+
+
 @dataclass(frozen=True)
 class Journey:
     """What `autotune demo` left behind, and what it printed."""

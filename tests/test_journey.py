@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from autotune.plan_file import plan_text, read_plan, seal, write_plan
 from autotune.schema import Candidate, FrozenPart
-from tests.conftest import Journey, autotune
+from tests.conftest import Journey, autotune, autotune_here
 
 
 def last_line_error(process: subprocess.CompletedProcess[str]) -> str:
@@ -113,37 +113,43 @@ def test_job_can_be_overridden_without_a_new_plan(journey: Journey, tmp_path: Pa
     assert (output / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_train_refuses_the_output_folder_of_another_run(journey: Journey) -> None:
-    process = autotune("train", journey.plan_file)
+def test_train_refuses_the_output_folder_of_another_run(capfd: pytest.CaptureFixture[str], journey: Journey) -> None:
+    process = autotune_here(capfd, "train", journey.plan_file)
     assert process.returncode == 2
     assert "adapter of another run" in last_line_error(process)
 
 
-def test_train_refuses_data_outside_the_planned_class(journey: Journey, tmp_path: Path) -> None:
+def test_train_refuses_data_outside_the_planned_class(
+    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
+) -> None:
     (tmp_path / "long.txt").write_text("word " * 300)
     Image.new("RGB", (64, 64)).save(tmp_path / "long.png")
-    process = autotune("train", journey.plan_file, "--data", tmp_path, "--output", tmp_path / "out")
+    process = autotune_here(capfd, "train", journey.plan_file, "--data", tmp_path, "--output", tmp_path / "out")
     assert process.returncode == 4
     assert "longer than the planned" in last_line_error(process)
 
 
-def test_plan_from_another_machine_is_refused_with_the_difference(journey: Journey, tmp_path: Path) -> None:
+def test_plan_from_another_machine_is_refused_with_the_difference(
+    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
+) -> None:
     frozen = journey.plan.frozen.model_dump(mode="json")
     frozen["hardware"]["hard_keys"]["compute_capability"] = "9.0"
     foreign = tmp_path / "foreign.yaml"
     write_plan(foreign, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
     for command in (("train", foreign), ("check", foreign)):
-        process = autotune(*command)
+        process = autotune_here(capfd, *command)
         assert process.returncode == 4
         assert "compute capability: the plan was made with 9.0" in process.stdout + process.stderr
 
 
-def test_plan_that_needs_more_memory_than_here_is_refused(journey: Journey, tmp_path: Path) -> None:
+def test_plan_that_needs_more_memory_than_here_is_refused(
+    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
+) -> None:
     frozen = journey.plan.frozen.model_dump(mode="json")
     frozen["expected"]["peak_memory_bytes"] = 10**14
     huge = tmp_path / "huge.yaml"
     write_plan(huge, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
-    process = autotune("check", huge)
+    process = autotune_here(capfd, "check", huge)
     assert process.returncode == 4
     assert "memory: the plan needs" in process.stdout
 
@@ -168,21 +174,23 @@ def test_the_real_model_without_a_gpu_says_what_is_missing() -> None:
     ],
 )
 def test_wrong_input_is_an_error_with_a_hint(
-    journey: Journey, arguments: tuple[str, ...], status: int, words: str
+    capfd: pytest.CaptureFixture[str], journey: Journey, arguments: tuple[str, ...], status: int, words: str
 ) -> None:
     filled = [argument.format(model=journey.model, images=journey.images) for argument in arguments]
-    process = autotune(*filled)
+    process = autotune_here(capfd, *filled)
     assert process.returncode == status
     assert words in last_line_error(process)
 
 
-def test_model_folder_without_weights_is_refused_before_any_trial(journey: Journey, tmp_path: Path) -> None:
+def test_model_folder_without_weights_is_refused_before_any_trial(
+    capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
+) -> None:
     for part in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
         (tmp_path / part).mkdir()
     (tmp_path / "model_index.json").write_text((journey.model / "model_index.json").read_text())
     config = (journey.model / "transformer" / "config.json").read_text()
     (tmp_path / "transformer" / "config.json").write_text(config)
-    process = autotune("plan", "--model", tmp_path, "--data", journey.images, "--resolution", 64)
+    process = autotune_here(capfd, "plan", "--model", tmp_path, "--data", journey.images, "--resolution", 64)
     assert process.returncode == 2
     assert "weights" in last_line_error(process) or "safetensors" in last_line_error(process)
 

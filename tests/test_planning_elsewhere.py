@@ -12,7 +12,7 @@ from autotune.planner import Question, list_choices, make_plan
 from autotune.prediction import Estimate
 from autotune.schema import TrainingPlan
 from autotune.training.describe import Wishes
-from tests.conftest import autotune
+from tests.conftest import autotune, autotune_here
 
 SMALL = Wishes(size_px=(512, 512), effective_batch_size=2)
 
@@ -72,9 +72,11 @@ def test_plan_for_a_named_gpu_as_a_process(tmp_path: Path) -> None:
         (("--hardware", "nvidia-rtx-9999"), "autotune probe --list"),
     ],
 )
-def test_wrong_questions_name_the_nearest_right_one(arguments: tuple[str, ...], words: str) -> None:
+def test_wrong_questions_name_the_nearest_right_one(
+    capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
     hardware = () if "--hardware" in arguments else ("--hardware", "nvidia-h100-sxm")
-    process = autotune("estimate", "--model", "qwen-image", *hardware, *arguments)
+    process = autotune_here(capfd, "estimate", "--model", "qwen-image", *hardware, *arguments)
     assert process.returncode == 2
     hint = process.stderr.strip().splitlines()[-1]
     assert hint.startswith("hint: ")

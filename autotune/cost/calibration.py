@@ -19,8 +19,9 @@ PRIOR_TIME_DATASHEET = 0.35
 PRIOR_TIME_MEASURED = 0.25
 """One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at the model's shapes."""
 PRIOR_MEMORY = 0.04
-CHOICE_SHARE = 0.2
-"""Sigma of each choice's term, relative to the offset's: a model that is off is mostly off for all candidates."""
+CHOICE_SHARE = 0.7
+"""Sigma of each choice's term, relative to the offset's. .2, .4, .7 and 1 were tried on 40 simulated searches: .7 was
+within 5% of the best most often (see benchmarks/LOG.md)."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 

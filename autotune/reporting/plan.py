@@ -114,7 +114,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
 def _search_line(plan: TrainingPlan) -> str:
     seconds = seconds_text(plan.frozen.search_seconds)
     if plan.frozen.expected.evidence == "predicted":
-        return f"the search     predictions alone, in {seconds}; trials on the machine itself will seal it"
+        return f"the search     predictions alone, in {seconds}; nothing has run"
     return f"the search     {len(plan.frozen.trials)} trials in {seconds}{_gain(plan.frozen.trials, plan)}"
 
 

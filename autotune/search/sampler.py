@@ -1,4 +1,4 @@
-"""Chooses the next candidate: a safe one first, then by confidence bound on the cost model's corrected predictions.
+"""Chooses the next candidate: the smallest first, which is the safest, then by confidence bound on the cost model's corrected predictions.
 
 An Optuna sampler, so that storage, resuming and several workers come from Optuna. It only ever proposes candidates of
 the enumerated space, each at most once, and none that is predicted not to fit or is at least as large as one that ran
@@ -21,9 +21,6 @@ from autotune.search.space import SearchSpace
 
 RESULT = "result"
 """Trial attribute that holds the TrialResult as JSON."""
-
-SAFE_SHARE = 0.6
-"""Of the budget: the first trial is predicted to stay below it, so that even a bad prediction does not run out."""
 
 OPTIMISM = 1.0
 """Standard deviations that the confidence bound gives to what is uncertain."""
@@ -117,9 +114,6 @@ class ResidualSampler(BaseSampler):
         if any(result.outcome == "ok" for result in results):
             unseen = self._unseen(results)
             return min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope)).candidate
-        safe = [outlook for outlook in outlooks if outlook.required_bytes <= SAFE_SHARE * self.budget_bytes]
-        if safe and not results:
-            return min(safe, key=lambda outlook: outlook.log_seconds).candidate
         return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
 
     def outlooks(self, results: Sequence[TrialResult]) -> list[Outlook]:

@@ -144,6 +144,8 @@ class _Runner:
         while len(times) < request.num_steps or _unsettled(times, request.num_steps):
             outcome, seconds = trial.timed_step()
             times.append(seconds)
+            if len(times) == request.num_steps:
+                final_loss = outcome.loss  # of the same step in every trial, however many repeats follow
         reason = trial.broken(outcome)
         del trial
         gc.collect()
@@ -155,7 +157,7 @@ class _Runner:
             load_seconds=self.load_seconds,
             peak_memory_bytes=peak,
             host_memory_bytes=_peak_host_bytes(),
-            final_loss=outcome.loss if math.isfinite(outcome.loss) else None,
+            final_loss=final_loss if math.isfinite(final_loss) else None,
             message=reason or "",
         )
 

@@ -81,7 +81,6 @@ def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(model: Path) -> Non
     with ProcessTrialRunner(str(model), large, "cpu", memory_cap_bytes=GIB) as runner:
         result = runner.run(FIRST.model_copy(update={"checkpointed_blocks": 0}))
         assert result.outcome == "oom", result
-        assert "allocate" in result.message
         runner.memory_cap_bytes, runner.workload = 8 * GIB, workload(model)
         assert runner.run(FIRST).outcome == "ok"
 
