@@ -1,4 +1,4 @@
-"""Chooses the next candidate: the smallest first, which is the safest, then by confidence bound on the cost model's corrected predictions.
+"""Chooses the next candidate: the smallest first, which is the safest, then by confidence bound on predictions.
 
 An Optuna sampler, so that storage, resuming and several workers come from Optuna. It only ever proposes candidates of
 the enumerated space, each at most once, and none that is predicted not to fit or is at least as large as one that ran
