@@ -1,13 +1,21 @@
 """A training run's report as text: what was promised, what happened, and what to think of the adapter."""
 
 from statistics import median
+from textwrap import wrap
 
 from autotune.reporting.text import memory_text, seconds_text
 from autotune.schema import AdapterVerdict, PhasePeak, RunReport
 
+WIDTH = 80
+
 
 def report_lines(report: RunReport) -> list[str]:
     """Promise against reality, memory by phase, the verdict: in a few lines."""
+    lines = _lines(report)
+    return [*lines[:3], *(part for line in lines[3:] for part in wrap(line, WIDTH, subsequent_indent="  "))]
+
+
+def _lines(report: RunReport) -> list[str]:
     busy = "" if report.gpu_utilisation is None else f", GPU busy {report.gpu_utilisation:.0%}"
     return [
         f"{'':<14}{'planned':>12}{'measured':>12}",
