@@ -148,6 +148,7 @@ def plan(
         seed=seed,
         pins=_pairs("--pin", pin),
         exclusions=_pairs("--exclude", exclude),
+        here=hardware is None,
         use_profiles=profiles,
         max_trials=max_trials,
         search_seconds=search_time,

@@ -68,6 +68,8 @@ class Question:
     """(knob, value) pairs: only this value may be chosen."""
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs: this value may not be chosen."""
+    here: bool = True
+    """Whether the hardware asked about is this machine's: only then can trials run."""
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
@@ -104,7 +106,7 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     started = time.monotonic()
     trials: tuple[TrialResult, ...] = ()
     stood_on: tuple[Known, ...] = ()
-    if hardware.origin == "catalogue":
+    if not question.here:
         predictions = [cost.predict(candidate) for candidate in space.candidates]
         events.on_predictions(predictions)
         scores = predicted_scores(predictions, hardware.device.budget_bytes)

@@ -19,7 +19,7 @@ SMALL = Wishes(size_px=(512, 512), effective_batch_size=2)
 
 @pytest.fixture(scope="module")
 def predicted() -> TrainingPlan:
-    question = Question(model="kandinsky5-image-lite", wishes=SMALL, pins=(("quantization", "none"),))
+    question = Question(model="kandinsky5-image-lite", wishes=SMALL, pins=(("quantization", "none"),), here=False)
     return make_plan(question, hardware_named("nvidia-rtx-4090"))
 
 
@@ -107,7 +107,8 @@ def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -
 
 
 def test_where_nothing_fits_the_message_says_what_would_help() -> None:
-    question = Question(model="qwen-image", wishes=Wishes(size_px=(512, 512), quality="exact", effective_batch_size=1))
+    wishes = Wishes(size_px=(512, 512), quality="exact", effective_batch_size=1)
+    question = Question(model="qwen-image", wishes=wishes, here=False)
     with pytest.raises(NothingFits) as caught:
         make_plan(question, hardware_named("nvidia-rtx-3060"))
     assert "weights alone need 38.1 GiB" in caught.value.message

@@ -37,7 +37,7 @@ def machine_for(
     from autotune.terminal import err
 
     if hardware is not None:
-        machine = hardware_named(hardware)
+        machine = _shared(hardware) or hardware_named(hardware)
     else:
         with err.status("reading the machine") as status:
             machine = cached_profile(on_progress=status.update)
@@ -46,3 +46,13 @@ def machine_for(
     if max_memory is not None:
         machine = with_budget(machine, parse_bytes(max_memory))
     return machine
+
+
+def _shared(name: str) -> "HardwareProfile | None":
+    """The machine of the record in the user's store whose name begins so; None when `name` is no record's."""
+    if not re.fullmatch(r"[0-9a-f]{8,64}", name):
+        return None
+    from autotune.sharing.machines import profile_of_record
+    from autotune.sharing.store import own_store
+
+    return profile_of_record(own_store().find(name)[1])

@@ -1,0 +1,26 @@
+"""A shared record's machine as hardware to plan for: what it measured, on the sheet of its GPU."""
+
+from autotune.errors import InvalidInput
+from autotune.hardware.catalogue import matching, profile_of_gpu
+from autotune.hardware.probe import with_budget
+from autotune.machine import HardwareProfile
+from autotune.sharing.record import Record
+
+
+def profile_of_record(record: Record) -> HardwareProfile:
+    """The catalogue's profile of the record's GPU, with the rates and the budget that the record's machine had.
+
+    Raises:
+        InvalidInput: the catalogue does not know the device, so most facts would be missing.
+    """
+    machine = record.machine
+    gpu = matching(machine.device_name, machine.total_memory_bytes)
+    if gpu is None:
+        raise InvalidInput(
+            f"the record's device, {machine.device_name}, is not in the catalogue",
+            hint="plan on that machine, or save its probe there and pass the file",
+        )
+    profile = with_budget(profile_of_gpu(gpu), machine.budget_bytes)
+    fields = {name: getattr(profile, name) for name in HardwareProfile.model_fields}
+    notes = (*profile.notes, f"rates measured on such a machine, from record {record.name[:12]}")
+    return HardwareProfile(**(fields | {"rates": machine.rates, "noisy": machine.noisy, "notes": notes}))
