@@ -316,14 +316,26 @@ def demo(
 
     with err.status("writing a small pipeline and drawing images"):
         silence_progress_bars()
-        folder, images = make_demo(output, model)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    out.print(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {folder}, images in {images}", markup=False)
+        made = make_demo(output, model)
+    size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
+    out.print(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}", markup=False)
     plan_file, result = output / "plan.yaml", output / "result"
     _announce("autotune probe")
     probe()
-    _announce(f"autotune plan --model {folder} --data {images} --resolution 64 --steps 60 -o {plan_file}")
-    plan(model=str(folder), data=images, output=plan_file, resolution="64", steps=60, run_output=str(result))
+    extra = f" --control {made.control}" if made.control else ""
+    extra += f" --frames {made.num_frames}" if made.num_frames > 1 else ""
+    sizes = f"--resolution 64 --steps 60{extra}"
+    _announce(f"autotune plan --model {made.model} --data {made.images} {sizes} -o {plan_file}")
+    plan(
+        model=str(made.model),
+        data=made.images,
+        control=made.control,
+        frames=made.num_frames,
+        output=plan_file,
+        resolution="64",
+        steps=60,
+        run_output=str(result),
+    )
     _announce(f"autotune train {plan_file}")
     train(plan_file)
     out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png", markup=False)
