@@ -1,6 +1,4 @@
-"""Numbers and machines as people read them: short, with units."""
-
-from autotune.schema import HardwareProfile
+"""Numbers as people read them: short, with units."""
 
 
 def memory_text(num_bytes: float | None) -> str:
@@ -24,8 +22,3 @@ def seconds_text(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def device_text(hardware: HardwareProfile) -> str:
-    """The device and what a run may take of it, in one line."""
-    return f"{hardware.device.name}, {memory_text(hardware.device.budget_bytes)} for a run"

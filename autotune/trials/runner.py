@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Protocol
 
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, TrialResult, Workload
@@ -18,14 +17,6 @@ from autotune.trials.worker import TrialRequest, serve
 
 STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
-
-
-class TrialRunner(Protocol):
-    """Whatever can try a candidate: child processes here, recorded trials in tests and replays."""
-
-    def run(self, candidate: Candidate) -> TrialResult:
-        """Try the candidate. Never raises for what the candidate does: that is an outcome."""
-        ...
 
 
 @dataclass
