@@ -54,7 +54,8 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
 
 def batches(family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate) -> list[Batch]:
     """Micro-batches of one optimizer step, of the largest bucket."""
-    shapes = family.sample_shapes(config, workload.largest_bucket, workload.max_text_tokens)
+    bucket, tokens = workload.largest_bucket, workload.max_text_tokens
+    shapes = family.sample_shapes(config, bucket, tokens, workload.num_control_images)
     dtype = torch_dtype(candidate.precision)
     size = candidate.micro_batch_size
     sample = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
