@@ -113,8 +113,9 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     else:
         stood_on = _known(question, hardware, workload, space, events)
         trials = _search(question, hardware, workload, space, cost, stood_on, events)
-        scores = measured_scores((*trials, *_confirmed_trials(stood_on, trials)))
-    best = require_winner(scores, workload.objective, _relaxation(workload))
+        scores = measured_scores(trials)
+    best = require_winner(scores, workload.objective, _relaxation(workload))  # only what ran here may win
+    scores += measured_scores(_confirmed_trials(stood_on, trials))
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=__version__,
