@@ -121,8 +121,14 @@ class Candidate(Frozen):
 
     def label(self) -> str:
         """One short line for people."""
-        checkpointing = f"ckpt {self.checkpointed_blocks}"
-        return f"batch {self.micro_batch_size}, {checkpointing}, {self.quantization}, {self.attention}"
+        main = f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {self.quantization}, {self.attention}"
+        unusual = (
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in self
+            if not (field := type(self).model_fields[name]).is_required() and value != field.default
+            if name not in ("quantization", "attention")
+        )
+        return ", ".join((main, *unusual))
 
 
 class TrialResult(Frozen):

@@ -23,6 +23,7 @@ class Attention(Knob):
     """The backends that this machine's gates let through."""
 
     name = "attention"
+    title = "attention"
 
     def choices(self, setting: Setting) -> Choices:
         admitted: list[Choice] = []

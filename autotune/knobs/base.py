@@ -29,6 +29,9 @@ class Choices:
 
     admitted: tuple[Choice, ...]
     rejected: tuple[Rejected, ...] = ()
+    on_request: tuple[Rejected, ...] = ()
+    """Values that would work and may be pinned, but that no search tries, and why not: where a rule or a measurement
+    settles the knob, or where the value pays only in rare cases."""
 
 
 class Knob(ABC):
@@ -36,6 +39,8 @@ class Knob(ABC):
 
     name: ClassVar[str]
     """The field of `Candidate` it sets."""
+    title: ClassVar[str]
+    """What people call it, in at most 14 characters."""
     needs_reload: ClassVar[bool] = False
     """Whether another value needs the model loaded anew."""
 
@@ -46,6 +51,10 @@ class Knob(ABC):
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         """Why this knob's value cannot go with the candidate's other values; None when it can."""
         return None
+
+    def shown(self, choice: Choice, workload: Workload) -> str:
+        """The choice in words for people."""
+        return str(choice)
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         """Make `transformer` use `choice`; may be called again with another. Nothing for the rest."""

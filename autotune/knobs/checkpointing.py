@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Setting
-from autotune.schema import Choice, Rejected
+from autotune.schema import Choice, Rejected, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +18,7 @@ class Checkpointing(Knob):
     """k of n blocks; never the last one, whose activations are needed at once anyway."""
 
     name = "checkpointed_blocks"
+    title = "checkpointing"
 
     def choices(self, setting: Setting) -> Choices:
         blocks = setting.workload.model.num_blocks
@@ -29,6 +30,9 @@ class Checkpointing(Knob):
             "activations are used at once",
         )
         return Choices(admitted=tuple(steps), rejected=(dominated,))
+
+    def shown(self, choice: Choice, workload: Workload) -> str:
+        return f"{choice} of {workload.model.num_blocks} blocks"
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         from torch.utils.checkpoint import checkpoint

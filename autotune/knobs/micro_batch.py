@@ -1,13 +1,18 @@
 """Micro-batch size: images per forward pass. Accumulation fills the user's effective batch, so learning is the same."""
 
 from autotune.knobs.base import Choices, Knob, Setting
+from autotune.schema import Choice, Workload
 
 
 class MicroBatch(Knob):
     """Every divisor of the effective batch size."""
 
     name = "micro_batch_size"
+    title = "micro-batch"
 
     def choices(self, setting: Setting) -> Choices:
         effective = setting.workload.effective_batch_size
         return Choices(admitted=tuple(size for size in range(1, effective + 1) if effective % size == 0))
+
+    def shown(self, choice: Choice, workload: Workload) -> str:
+        return f"{choice} (x {workload.effective_batch_size // int(choice)} accumulated)"

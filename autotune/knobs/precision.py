@@ -13,6 +13,7 @@ class Precision(Knob):
     """bf16 where the device has it; on CPU fp32, unless bf16 matmuls were measured to be faster."""
 
     name = "precision"
+    title = "precision"
     needs_reload = True
 
     def choices(self, setting: Setting) -> Choices:

@@ -26,6 +26,7 @@ class Quantization(Knob):
     """Weight-only storage, dequantised for each matmul, so that gradients flow through the true operation."""
 
     name = "quantization"
+    title = "base weights"
     needs_reload = True
 
     def choices(self, setting: Setting) -> Choices:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
 from autotune.reporting.text import memory_text, seconds_text
 from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
@@ -88,14 +89,7 @@ def knob_lines(space: SearchSpace) -> list[str]:
 
 def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
     """The chosen settings, one per line."""
-    accumulation = workload.effective_batch_size // settings.micro_batch_size
-    return [
-        f"micro-batch    {settings.micro_batch_size} (x {accumulation} accumulated)",
-        f"checkpointing  {settings.checkpointed_blocks} of {workload.model.num_blocks} blocks",
-        f"base weights   {settings.quantization}",
-        f"attention      {settings.attention}",
-        f"precision      {settings.precision}",
-    ]
+    return [f"{knob.title:<14} {knob.shown(getattr(settings, knob.name), workload)}" for knob in KNOBS]
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:

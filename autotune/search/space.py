@@ -43,7 +43,7 @@ def search_space(setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequen
                 f"no value of {name} can be used here ({reasons})", hint="run `autotune probe` and see why"
             )
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
-    rejected = {name: list(choices.rejected) for name, choices in per_knob.items()}
+    rejected = {name: [*choices.rejected, *choices.on_request] for name, choices in per_knob.items()}
     candidates = []
     for values in itertools.product(*admitted.values()):
         candidate = Candidate.model_validate(dict(zip(admitted, values, strict=True)))
@@ -71,7 +71,8 @@ def _known(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
     if name not in per_knob:
         raise InvalidInput(f"there is no knob called {name!r}", hint=f"knobs: {', '.join(per_knob)}")
     choices = per_knob[name]
-    named = {str(choice) for choice in choices.admitted} | {str(rejected.choice) for rejected in choices.rejected}
+    refused = (*choices.rejected, *choices.on_request)
+    named = {str(choice) for choice in choices.admitted} | {str(rejected.choice) for rejected in refused}
     if value not in named:
         raise InvalidInput(f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(named))}")
     return choices
@@ -81,11 +82,10 @@ def _pinned(name: str, value: str, choices: Choices) -> Choices:
     refused = next((rejected for rejected in choices.rejected if str(rejected.choice) == value), None)
     if refused:
         raise InvalidInput(f"{name} cannot be {value} here: {refused.reason}", hint="see `autotune plan --list-knobs`")
-    kept = tuple(choice for choice in choices.admitted if str(choice) == value)
+    usable = (*choices.admitted, *(offered.choice for offered in choices.on_request))
+    kept = tuple(choice for choice in usable if str(choice) == value)
     others = tuple(
-        Rejected(choice=choice, reason=f"{name} is pinned to {value}")
-        for choice in choices.admitted
-        if str(choice) != value
+        Rejected(choice=choice, reason=f"{name} is pinned to {value}") for choice in usable if str(choice) != value
     )
     return Choices(kept, (*choices.rejected, *others))
 
@@ -95,4 +95,4 @@ def _excluding(value: str, choices: Choices) -> Choices:
     gone = tuple(
         Rejected(choice=choice, reason="excluded by the user") for choice in choices.admitted if str(choice) == value
     )
-    return Choices(kept, (*choices.rejected, *gone))
+    return Choices(kept, (*choices.rejected, *gone), choices.on_request)

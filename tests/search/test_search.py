@@ -8,7 +8,9 @@ import pytest
 
 from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
-from autotune.schema import Candidate, Outcome, TrialResult
+from autotune.knobs.attention import Attention
+from autotune.knobs.base import Choices
+from autotune.schema import Candidate, Outcome, Rejected, TrialResult
 from autotune.search.sampler import ResidualSampler, best_seconds
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.study import Limits, run_search
@@ -128,6 +130,17 @@ def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
     assert flash
     assert all(c.micro_batch_size == 1 for c in flash)
     assert any("refuses masks" in rejected.reason for rejected in space.rejected["attention"])
+
+
+def test_a_value_on_request_is_never_searched_but_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = Choices(("native",), on_request=(Rejected(choice="xformers", reason="rarely pays"),))
+    monkeypatch.setattr(Attention, "choices", lambda self, setting: offered)
+    setting = builders.setting(builders.hardware("precision.bf16"), builders.workload())
+    free = search_space(setting)
+    assert {c.attention for c in free.candidates} == {"native"}
+    assert free.rejected["attention"] == offered.on_request
+    pinned = search_space(setting, pins=[("attention", "xformers")])
+    assert {c.attention for c in pinned.candidates} == {"xformers"}
 
 
 def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: Predictor, space: SearchSpace) -> None:

@@ -1,0 +1,45 @@
+"""`autotune probe`: what this machine can do."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from autotune.commands.options import Json
+
+
+def probe(
+    quick: Annotated[bool, typer.Option("--quick", help="Facts only; measure nothing.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Show the catalogue of GPUs instead.")] = False,
+    device: Annotated[int, typer.Option(min=0, help="Which GPU, where there are several.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Find out what this machine can really do, and keep the answer."""
+    if listed:
+        _list_catalogue(as_json)
+        return
+    from autotune.hardware.probe import probe as read_machine
+    from autotune.hardware.store import cached_profile
+    from autotune.reporting.hardware import profile_view
+    from autotune.terminal import err, out
+
+    with err.status("probing") as status:
+        if quick:
+            profile = read_machine(quick=True, index=device, on_progress=status.update)
+        else:
+            profile = cached_profile(fresh=True, index=device, on_progress=status.update)
+    if as_json:
+        typer.echo(profile.model_dump_json(indent=1))
+    else:
+        out.print(profile_view(profile))
+
+
+def _list_catalogue(as_json: bool) -> None:
+    from autotune.hardware.catalogue import catalogue
+    from autotune.reporting.hardware import catalogue_view
+    from autotune.terminal import out
+
+    if as_json:
+        typer.echo(json.dumps([gpu.model_dump(mode="json") for gpu in catalogue()], indent=1))
+    else:
+        out.print(catalogue_view(catalogue()))

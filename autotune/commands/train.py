@@ -1,0 +1,103 @@
+"""`autotune train` runs a plan; `autotune sample` shows what came of it."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autotune.commands.options import Json, PlanFile
+
+
+def train(
+    plan_file: PlanFile,
+    model: Annotated[str | None, typer.Option(help="The same architecture from another folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="Another folder of captioned images.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs, instead of steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of initial weights, order and noise.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Write a torch.profiler trace of a few steps.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train exactly what a plan says; options override its job."""
+    import platformdirs
+
+    from autotune.plan_file import read_plan, with_job
+
+    chosen = with_job(
+        read_plan(plan_file),
+        model=model,
+        data=data,
+        output=output,
+        num_steps=steps,
+        num_train_epochs=epochs,
+        learning_rate=learning_rate,
+        seed=seed,
+    )
+    from autotune.hardware.probe import probe as read_machine
+    from autotune.quiet import silence_progress_bars
+    from autotune.reporting.run import report_lines
+    from autotune.terminal import out, training_display
+    from autotune.training.events import Events
+    from autotune.training.prepare import prepare
+    from autotune.training.processes import launch, started_by_launcher
+    from autotune.training.run import train as run
+
+    silence_progress_bars()
+    hardware = read_machine(quick=True)
+    if chosen.frozen.hardware.num_processes > 1 and not started_by_launcher():
+        prepare(chosen, hardware, resume=resume)  # so that what is wrong is said once
+        raise typer.Exit(launch(chosen.frozen.hardware.num_processes, sys.argv[1:]))
+    cache = platformdirs.user_cache_path("autotune") / "encoded"
+    with training_display() as display:
+        events = Events(
+            on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
+        )
+        report = run(chosen, hardware, cache, events, resume=resume, trace=trace)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        typer.echo(report.model_dump_json(indent=1))
+        return
+    out.print("\n".join(report_lines(report)), markup=False)
+    out.print(f"adapter: {Path(chosen.job.output) / report.adapter}", markup=False)
+
+
+def sample(
+    run_folder: Annotated[Path, typer.Argument(help="Output folder of a training run.", metavar="RUN")],
+    prompt: Annotated[str, typer.Option(help="What to show.")],
+    count: Annotated[int, typer.Option(min=1, help="Pictures, each from another seed.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; the plan's by default.")] = None,
+    control: Annotated[list[Path] | None, typer.Option(help="Control image of an edit model; repeat for more.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="PNG file; in RUN by default.")] = None,
+) -> None:
+    """Sample from a trained adapter, through the model's stock pipeline."""
+    from autotune.quiet import silence_libraries, silence_progress_bars
+
+    silence_libraries()
+    from autotune.hardware.probe import probe as read_machine
+    from autotune.terminal import err
+    from autotune.training.sample import sample_run
+
+    silence_progress_bars()
+    with err.status("sampling") as status:
+        written = sample_run(
+            run_folder,
+            read_machine(quick=True),
+            prompt,
+            count=count,
+            seed=seed,
+            num_steps=steps,
+            control_paths=tuple(control or ()),
+            output=output,
+            on_progress=status.update,
+        )
+    for path in written:
+        typer.echo(path)
