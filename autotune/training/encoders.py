@@ -64,9 +64,7 @@ class Encoders:
             parts = {name: self._text_encoder(name) for name in self.names}
             vae = self.vae(self.device)
             folder = weights_folder(self.model)
-            loaded = self.model.family.load_pipeline(
-                folder, torch_dtype=self.dtype, transformer=None, vae=vae, **parts
-            )
+            loaded = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, transformer=None, vae=vae, **parts)
             loaded.encode_prompt = running_on(self._text_device, self.device, loaded.encode_prompt)
             self._loaded = loaded
         return self._loaded

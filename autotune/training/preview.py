@@ -23,6 +23,7 @@ from autotune.training.encoders import Encoders, moved, weights_folder
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+
 @dataclass(frozen=True)
 class Shot:
     """One picture to sample, always from the same noise."""

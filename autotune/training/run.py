@@ -129,9 +129,7 @@ class _Run:
     def encoders(self) -> Encoders:
         """As the plan's caching settings say."""
         frozen = self.plan.frozen
-        return Encoders(
-            self.prepared.model, frozen.caching, self.dtype, self.processes.device, frozen.settings.loader
-        )
+        return Encoders(self.prepared.model, frozen.caching, self.dtype, self.processes.device, frozen.settings.loader)
 
     def encode(self, cache_folder: Path, encoders: Encoders) -> EncodedDataset:
         """Encode on the first process while the others wait; then they find all of it in the cache."""
