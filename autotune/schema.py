@@ -124,6 +124,8 @@ class Candidate(Frozen):
     """diffusers' name of the attention backend."""
     precision: str = "bf16"
     """Compute dtype of the transformer and the adapter."""
+    loader: str = "safetensors"
+    """How weights are read from disk: a name in `autotune.weights.loaders`."""
 
     def label(self) -> str:
         """One short line for people."""

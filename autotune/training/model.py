@@ -89,7 +89,14 @@ def load_transformer(
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
     else:
         source = open_source(weights_in(model.folder / "transformer"))
-        load_into(transformer, source, device=str(device), dtype_policy=policy, transform=transform)
+        load_into(
+            transformer,
+            source,
+            loader=settings.loader,
+            device=str(device),
+            dtype_policy=policy,
+            transform=transform,
+        )
     return transformer.eval()
 
 
