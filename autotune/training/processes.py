@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 
 from autotune.errors import AutotuneError
+from autotune.training.memory import make_current
 
 LONGEST_WAIT = timedelta(hours=12)
 """The others wait while the first encodes a data set or samples previews; if it dies, the launcher ends them."""
@@ -76,7 +77,9 @@ def join(num_processes: int, device: torch.device) -> Processes:
             hint="start it with `autotune train`, which starts them itself, not with accelerate or torchrun",
         )
     shared = num_processes > 1 and device.type != "cpu"
-    return Processes(state.process_index, num_processes, state.device if shared else device)
+    own = state.device if shared else device
+    make_current(own)
+    return Processes(state.process_index, num_processes, own)
 
 
 def started_by_launcher() -> bool:
