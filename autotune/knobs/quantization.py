@@ -74,7 +74,10 @@ def quantize_on_arrival(
             return _bitsandbytes_layer(module, choice)
         from torchao.quantization import quantize_
 
+        from autotune.knobs.frozen_linear import freeze
+
         quantize_(module, _torchao_config(choice))
+        freeze(module)
         return None
 
     return quantize

@@ -56,7 +56,7 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
-    processes = join(plan.frozen.hardware.num_processes, torch.device(_device_name(hardware)))
+    processes = join(plan.frozen.hardware, torch.device(_device_name(hardware)))
     events = (events or Events()) if processes.is_first else Events()
     run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
     with run.watch.phase("caching"):
@@ -64,8 +64,15 @@ def train(
         studio = run.studio()
     with run.watch.phase("loading"):
         events.on_phase("loading the transformer")
-        trained = load_model(prepared.model, prepared.workload, plan.frozen.settings, processes.device, plan.job.seed)
-        if run.shots and processes.is_first:
+        trained = load_model(
+            prepared.model,
+            prepared.workload,
+            plan.frozen.settings,
+            processes.device,
+            plan.job.seed,
+            shards=processes.world_size if processes.strategy == "fsdp2" else 1,
+        )
+        if run.shots and processes.samples:
             studio.attach(trained.transformer)
     key = run_key(plan, encoded)
     job, output = plan.job, prepared.output
@@ -158,7 +165,7 @@ class _Run:
     def studio(self) -> Studio:
         """Ready to sample the job's prompts."""
         studio = Studio(self.prepared.model, self.dtype, self.processes.device)
-        if self.shots and self.processes.is_first:
+        if self.shots and self.processes.samples:
             studio.learn(self.shots)
         return studio
 
@@ -173,7 +180,8 @@ class _Run:
         for number, shot in enumerate(self.shots):
             with self.watch.phase("previews"):
                 frames = studio.sample(shot)
-            _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
+            if self.processes.is_first:
+                _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
 
     def finish(self, loop: Loop, studio: Studio, metrics: Metrics | None, started: float) -> RunReport:
         """Save the adapter, look at it, and report."""
@@ -186,6 +194,8 @@ class _Run:
         if self.processes.is_first:
             with self.watch.phase("saving"):
                 save_trained(adapter, loop.model, loop.optimizer, self.plan, loop.num_steps)
+        self.processes.wait()
+        if self.processes.samples:
             self._sample(studio, adapter)
         verdict = judge(adapter, base_loss=base_loss, adapter_loss=adapter_loss) if self.processes.is_first else None
         report = self._report(loop, metrics, time.monotonic() - started).model_copy(update={"verdict": verdict})
@@ -199,6 +209,8 @@ class _Run:
         self.events.on_phase("sampling with and without the adapter")
         with self.watch.phase("previews"):
             pairs = studio.with_and_without(adapter, self.shots)
+        if not self.processes.is_first:
+            return
         for name, image in zip(("without", "with"), pairs[0], strict=True):
             _save_image(image, adapter.parent / f"sample_{name}_adapter.png")
         _save_image(grid(pairs), adapter.parent / "samples.png")
