@@ -18,6 +18,7 @@ from torch import nn
 
 from autotune.errors import AutotuneError
 from autotune.schema import HardwareProfile, PlannedHardware, Strategy
+from autotune.training.memory import make_current
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)
@@ -113,6 +114,7 @@ def join(planned: PlannedHardware, device: torch.device) -> Processes:
             hint="start it with `autotune train`, which starts them itself, not with accelerate or torchrun",
         )
     own = state.device if several and device.type != "cpu" else device
+    make_current(own)
     return Processes(state.process_index, planned.num_processes, own, planned.strategy)
 
 
