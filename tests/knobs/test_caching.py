@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.knobs.caching import EncoderSize, choose_caching, pinned, shown, size_of
 from autotune.knobs.base import Setting
+from autotune.knobs.caching import EncoderSize, choose_caching, pinned, shown, size_of
 from autotune.schema import CachingSettings, HardwareProfile
 from tests import builders
 
@@ -29,7 +29,9 @@ def on(
     hardware = HardwareProfile.model_validate(
         {
             **{name: getattr(plain, name) for name in HardwareProfile.model_fields},
-            "device": plain.device.model_copy(update={"memory_kind": kind, "count": count, "total_memory_bytes": 24 * GIB}),
+            "device": plain.device.model_copy(
+                update={"memory_kind": kind, "count": count, "total_memory_bytes": 24 * GIB}
+            ),
             "host": plain.host.model_copy(update={"available_memory_bytes": int(host_gib * GIB)}),
         }
     )
