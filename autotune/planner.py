@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune import __version__
+from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
 from autotune.families.resolve import ResolvedModel, resolve_model
+from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
 from autotune.plan_file import seal
 from autotune.prediction import Prediction
@@ -42,7 +44,8 @@ from autotune.search.winner import (
 )
 from autotune.sharing.query import Known, Survey, broken_promise, first_candidates, survey
 from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.describe import Wishes, describe_workload
+from autotune.training.describe import Wishes, describe_workload, require_even_shares
+from autotune.training.processes import device_misfits
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.weights.sources import open_source, weights_in
 
@@ -70,6 +73,8 @@ class Question:
     """(knob, value) pairs: this value may not be chosen."""
     here: bool = True
     """Whether the hardware asked about is this machine's: only then can trials run."""
+    num_processes: int = 1
+    """GPUs that train together, one process each."""
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
@@ -98,15 +103,17 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     model = resolve_model(question.model)
     _require_weights_and_room(model, hardware)
     dataset = _read(question, model)
-    workload = describe_workload(model, dataset, question.wishes)
+    whole = describe_workload(model, dataset, question.wishes)
+    require_even_shares(whole, question.num_processes)
+    workload, machine = whole.share(question.num_processes), hardware  # from here on: of one process and its device
+    hardware = _of_one_process(question, machine)
     space = search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
-    cost = Predictor(hardware, workload, model.family, model.config)
-    space = _without_too_heavy(space, cost, hardware.device.budget_bytes)
-    events.on_space(space, workload)
+    cost, space = _cost_and_space(question, hardware, workload, model, space)
+    events.on_space(space, whole)
     started = time.monotonic()
     trials: tuple[TrialResult, ...] = ()
     stood_on: tuple[Known, ...] = ()
-    if not question.here:
+    if not question.here or cost.parallel.strategy == "fsdp2":  # a trial has one device
         predictions = [cost.predict(candidate) for candidate in space.candidates]
         events.on_predictions(predictions)
         scores = predicted_scores(predictions, hardware.device.budget_bytes)
@@ -119,10 +126,10 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=__version__,
-        hardware=_planned_hardware(hardware),
-        workload=workload,
+        hardware=_planned_hardware(machine, cost.parallel),
+        workload=whole,
         settings=best.candidate,
-        expected=_expected(best, trials, cost, workload, hardware),
+        expected=_expected(best, trials, cost, whole, hardware),
         reasons=reasons_for(space, scores, best, workload.objective),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),
@@ -130,6 +137,38 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
         trials=trials,
     )
     return seal(_job(question, model, dataset), frozen)
+
+
+def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
+    """Each process has a device of its own, but on CPU they share the memory."""
+    if question.here and (misfits := device_misfits(question.num_processes, hardware)):
+        raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
+    if hardware.device.kind != "cpu" or question.num_processes == 1:
+        return hardware
+    return with_budget(hardware, hardware.device.budget_bytes // question.num_processes)
+
+
+def _cost_and_space(
+    question: Question, hardware: HardwareProfile, workload: Workload, model: ResolvedModel, space: SearchSpace
+) -> tuple[Predictor, SearchSpace]:
+    """The cost model and what it admits; the model is shared out over the processes only where none can hold it."""
+    budget, number = hardware.device.budget_bytes, question.num_processes
+    replicated = Parallel("ddp", number) if number > 1 else Parallel()
+    cost = Predictor(hardware, workload, model.family, model.config, parallel=replicated)
+    try:
+        lighter = _without_too_heavy(space, cost, budget)
+        if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
+            return cost, lighter
+    except NothingFits:
+        if number == 1:
+            raise
+    why = "the model is shared out over the processes, for which weights must be plain"
+    quantized = {choice: why for choice in space.choices["quantization"] if choice != "none"}
+    sharded = Predictor(hardware, workload, model.family, model.config, parallel=Parallel("fsdp2", number))
+    plain = without(space, "quantization", quantized)
+    if not plain.candidates:
+        raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=_relaxation(workload))
+    return sharded, _without_too_heavy(plain, sharded, budget)
 
 
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
@@ -254,7 +293,7 @@ def _relaxation(workload: Workload) -> str:
     return f"allow smaller weights with --quality {looser}, or try a smaller --resolution"
 
 
-def _planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
+def _planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHardware:
     return PlannedHardware(
         device_name=hardware.device.name,
         device_kind=hardware.device.kind,
@@ -263,6 +302,8 @@ def _planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
         total_memory_bytes=hardware.device.total_memory_bytes,
         budget_bytes=hardware.device.budget_bytes,
         versions=hardware.versions,
+        num_processes=parallel.num_processes,
+        strategy=parallel.strategy,
     )
 
 
