@@ -14,9 +14,10 @@ from autotune import __version__
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
-from autotune.families.resolve import ResolvedModel, resolve_model
+from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
+from autotune.knobs.caching import PIN
 from autotune.plan_file import seal
 from autotune.prediction import Prediction
 from autotune.schema import (
@@ -106,9 +107,8 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     whole = describe_workload(model, dataset, question.wishes)
     require_even_shares(whole, question.num_processes)
     workload, machine = whole.share(question.num_processes), hardware  # from here on: of one process and its device
-    hardware = _of_one_process(question, machine)
-    space = search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
-    cost, space = _cost_and_space(question, hardware, workload, model, space)
+    hardware, cost, space = _strategy(question, model, workload, _of_one_process(question, machine))
+    caching, why_caching = cost.caching
     events.on_space(space, whole)
     started = time.monotonic()
     trials: tuple[TrialResult, ...] = ()
@@ -129,8 +129,9 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
         hardware=_planned_hardware(machine, cost.parallel),
         workload=whole,
         settings=best.candidate,
+        caching=caching,
         expected=_expected(best, trials, cost, whole, hardware),
-        reasons=reasons_for(space, scores, best, workload.objective),
+        reasons=(*reasons_for(space, scores, best, workload.objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),
         search_seconds=time.monotonic() - started,
@@ -148,34 +149,57 @@ def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwarePr
     return with_budget(hardware, hardware.device.budget_bytes // question.num_processes)
 
 
-def _cost_and_space(
-    question: Question, hardware: HardwareProfile, workload: Workload, model: ResolvedModel, space: SearchSpace
-) -> tuple[Predictor, SearchSpace]:
-    """The cost model and what it admits; the model is shared out over the processes only where none can hold it."""
-    budget, number = hardware.device.budget_bytes, question.num_processes
+def _strategy(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
+) -> tuple[HardwareProfile, Predictor, SearchSpace]:
+    """One device's memory, the cost model and what it admits.
+
+    The weights are shared out over the processes only where no device is predicted to hold them all.
+    """
+    number = question.num_processes
     replicated = Parallel("ddp", number) if number > 1 else Parallel()
-    cost = Predictor(hardware, workload, model.family, model.config, parallel=replicated)
+    less, cost = _beside_kept(question, model, workload, hardware, replicated)
+    budget = less.device.budget_bytes
+    space = _space(question, Setting(less, model.family, workload))
     try:
         lighter = _without_too_heavy(space, cost, budget)
         if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
-            return cost, lighter
+            return less, cost, lighter
     except NothingFits:
         if number == 1:
             raise
     why = "the model is shared out over the processes, for which weights must be plain"
-    quantized = {choice: why for choice in space.choices["quantization"] if choice != "none"}
-    sharded = Predictor(hardware, workload, model.family, model.config, parallel=Parallel("fsdp2", number))
-    plain = without(space, "quantization", quantized)
+    plain = without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
     if not plain.candidates:
         raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=_relaxation(workload))
-    return sharded, _without_too_heavy(plain, sharded, budget)
+    less, cost = _beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
+    return less, cost, _without_too_heavy(plain, cost, less.device.budget_bytes)
 
 
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
     model = resolve_model(question.model)
     workload = describe_workload(model, _read(question, model), question.wishes)
-    return search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
+    return _space(question, Setting(hardware, model.family, workload))
+
+
+def _space(question: Question, setting: Setting) -> SearchSpace:
+    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
+    return search_space(setting, pins, question.exclusions)
+
+
+def _beside_kept(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
+) -> tuple[HardwareProfile, Predictor]:
+    """The cost model, and the machine without what stays on it beside training."""
+    pins = {name.removeprefix(PIN): value for name, value in question.pins if name.startswith(PIN)}
+    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins, parallel)
+    if not cost.kept_bytes:
+        return hardware, cost
+    less = with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes))
+    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins, parallel)
+    reduced.caching = cost.caching  # chosen with all of the memory
+    return less, reduced
 
 
 def _without_too_heavy(space: SearchSpace, cost: Predictor, budget_bytes: int) -> SearchSpace:
@@ -322,7 +346,7 @@ def _expected(
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=allocated,
-        process_memory_bytes=max(0, overhead),
+        process_memory_bytes=max(0, overhead) + cost.kept_bytes,
     )
 
 

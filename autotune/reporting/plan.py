@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from autotune.knobs.caching import shown
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
 from autotune.reporting.text import memory_text, seconds_text
@@ -98,6 +99,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     several = [f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"]
     return [
         *settings_lines(plan.frozen.settings, plan.frozen.workload.share(hardware.num_processes)),
+        f"text encoder   {shown(plan.frozen.caching)}",
         *(several if hardware.num_processes > 1 else ()),
         f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",
