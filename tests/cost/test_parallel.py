@@ -19,7 +19,11 @@ def alone(predictor: Callable[[str], Predictor]) -> Predictor:
 
 def _several(alone: Predictor, strategy: str, number: int) -> Predictor:
     made = Predictor(
-        alone.hardware, alone.workload, alone.family, alone.config, parallel=Parallel(strategy, number)  # type: ignore[arg-type]
+        alone.hardware,
+        alone.workload,
+        alone.family,
+        alone.config,
+        parallel=Parallel(strategy, number),  # type: ignore[arg-type]
     )
     made.__dict__["model"] = alone.model
     return made

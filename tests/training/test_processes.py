@@ -57,9 +57,7 @@ def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> No
 
 
 @pytest.mark.parametrize(("number", "strategy"), [(1, "ddp"), (2, "single")])
-def test_a_plan_whose_strategy_does_not_suit_its_processes_is_invalid(
-    bench: Bench, number: int, strategy: str
-) -> None:
+def test_a_plan_whose_strategy_does_not_suit_its_processes_is_invalid(bench: Bench, number: int, strategy: str) -> None:
     with pytest.raises(ValidationError, match="cannot train by the strategy"):
         bench.plan(num_processes=number, strategy=strategy)
 
