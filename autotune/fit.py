@@ -33,6 +33,9 @@ def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str
         for key, value in planned.hard_keys.items()
         if here.get(key) != value and (measured or key in PREDICTED_KEYS)
     ]
+    encoder = plan.frozen.caching.text_encoder_device
+    if encoder.startswith("cuda:") and int(encoder[5:]) >= hardware.device.count:
+        misfits.append(f"GPUs: the plan encodes captions on {encoder}, this machine has {hardware.device.count}")
     needed = plan.frozen.expected.peak_memory_bytes + plan.frozen.expected.process_memory_bytes
     if planned.device_kind == "cpu":
         needed *= planned.num_processes  # they share it

@@ -139,6 +139,19 @@ class Candidate(Frozen):
         return ", ".join((main, *unusual))
 
 
+class CachingSettings(Frozen):
+    """How captions and images are encoded before training. Fields can be pinned: `--pin caching.FIELD=VALUE`."""
+
+    text_encoder_device: str = "training"
+    """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
+    text_encoder_storage: str = "none"
+    """How the weights of their Linear layers are stored; names as for `Candidate.quantization`."""
+    text_encoder_streamed: bool = False
+    """Their weights wait on the host, and visit the device module by module."""
+    residency: Literal["release", "keep"] = "release"
+    """`release`: text encoders and VAE leave memory when all is encoded."""
+
+
 class TrialResult(Frozen):
     """What happened when a candidate ran for a few real steps. Failures teach as well."""
 
@@ -279,6 +292,7 @@ class FrozenPart(Frozen):
     hardware: PlannedHardware
     workload: Workload
     settings: Candidate
+    caching: CachingSettings = CachingSettings()
     expected: Expected
     reasons: tuple[Reason, ...]
     fallbacks: tuple[Candidate, ...] = ()

@@ -1,6 +1,6 @@
 """How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never quantised."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from autotune.families.base import Family
@@ -59,13 +59,23 @@ def quantize_on_arrival(
 ) -> "Callable[[str, nn.Module], nn.Module | None] | None":
     """What to do with each module as its weights arrive: quantise the Linears of the repeated blocks.
 
-    One Linear at a time, because quantising needs several times one layer's size for a moment. None for `none`.
+    None for `none`.
+    """
+    return quantize_inside(family.blocks(transformer), choice)
+
+
+def quantize_inside(
+    blocks: "Iterable[nn.Module]", choice: str
+) -> "Callable[[str, nn.Module], nn.Module | None] | None":
+    """The same for the Linears inside `blocks`, of any model.
+
+    One Linear at a time, because quantising needs several times one layer's size for a moment.
     """
     from torch import nn
 
     if choice == "none":
         return None
-    inside = {id(layer) for block in family.blocks(transformer) for layer in block.modules()}
+    inside = {id(layer) for block in blocks for layer in block.modules()}
 
     def quantize(name: str, module: nn.Module) -> nn.Module | None:
         if not isinstance(module, nn.Linear) or id(module) not in inside:

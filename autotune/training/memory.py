@@ -27,7 +27,8 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
         tensor = pending.pop()
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            pending.extend(getattr(tensor, name) for name in names)
+            inner = (getattr(tensor, name) for name in names)
+            pending.extend(part for part in inner if isinstance(part, torch.Tensor))  # a DTensor names its mesh, too
         else:
             storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()

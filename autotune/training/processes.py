@@ -51,7 +51,7 @@ class Processes:
         """Replace tensors by their mean over all processes, in place; the result is the same on all."""
         for tensor in tensors if self.world_size > 1 else ():
             torch.distributed.all_reduce(tensor)
-            tensor /= self.world_size
+            tensor.div_(self.world_size)
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` holds on any process."""

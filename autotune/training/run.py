@@ -15,6 +15,7 @@ from autotune.training.data.cache import Cache
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import read_identity
+from autotune.training.encoders import Encoders, weights_folder
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
@@ -22,7 +23,7 @@ from autotune.training.metrics import Metrics
 from autotune.training.model import load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
-from autotune.training.preview import Shot, Studio, grid, load_pipeline
+from autotune.training.preview import Shot, Studio, grid
 from autotune.training.processes import Processes, join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.verdict import judge
@@ -60,8 +61,10 @@ def train(
     events = (events or Events()) if processes.is_first else Events()
     run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
     with run.watch.phase("caching"):
-        encoded = run.encode(cache_folder)
-        studio = run.studio()
+        encoders = run.encoders()
+        studio = run.studio(encoders)
+        encoded = run.encode(cache_folder, encoders)
+        encoders.release()
     with run.watch.phase("loading"):
         events.on_phase("loading the transformer")
         trained = load_model(
@@ -123,21 +126,31 @@ class _Run:
     def dtype(self) -> torch.dtype:
         return torch_dtype(self.plan.frozen.settings.precision)
 
-    def encode(self, cache_folder: Path) -> EncodedDataset:
+    def encoders(self) -> Encoders:
+        """As the plan's caching settings say."""
+        frozen = self.plan.frozen
+        return Encoders(self.prepared.model, frozen.caching, self.dtype, self.processes.device, frozen.settings.loader)
+
+    def encode(self, cache_folder: Path, encoders: Encoders) -> EncodedDataset:
         """Encode on the first process while the others wait; then they find all of it in the cache."""
         if not self.processes.is_first:
             self.processes.wait()
-        model, precision = self.prepared.model, self.plan.frozen.settings.precision
-        assert model.folder is not None  # its weights were checked
+        model = self.prepared.model
         self.events.on_phase("encoding captions and images")
         encoded = encode_dataset(
             model.family,
-            lambda: load_pipeline(model, self.dtype, self.processes.device, transformer=None),
+            encoders.pipeline,
             self.prepared.dataset,
             self.prepared.workload.buckets,
             Cache(cache_folder),
-            identity=read_identity(model.folder, model.family, settings=precision),
+            identity=read_identity(
+                weights_folder(model),
+                model.family,
+                settings=self.plan.frozen.settings.precision,
+                text_settings=encoders.key,
+            ),
             caption_dropout=self.plan.job.caption_dropout,
+            release=encoders.caching.residency == "release",
             on_progress=self.events.on_encoded,
         )
         for problem in encoded.problems:
