@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune import __version__
+from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
-from autotune.families.resolve import ResolvedModel, resolve_model
+from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
+from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
+from autotune.knobs.caching import PIN
 from autotune.plan_file import seal
 from autotune.prediction import Prediction
 from autotune.schema import (
@@ -42,7 +45,8 @@ from autotune.search.winner import (
 )
 from autotune.sharing.query import Known, Survey, broken_promise, first_candidates, survey
 from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.describe import Wishes, describe_workload
+from autotune.training.describe import Wishes, describe_workload, require_even_shares
+from autotune.training.processes import device_misfits
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.weights.sources import open_source, weights_in
 
@@ -70,6 +74,8 @@ class Question:
     """(knob, value) pairs: this value may not be chosen."""
     here: bool = True
     """Whether the hardware asked about is this machine's: only then can trials run."""
+    num_processes: int = 1
+    """GPUs that train together, one process each."""
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
@@ -98,15 +104,16 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     model = resolve_model(question.model)
     _require_weights_and_room(model, hardware)
     dataset = _read(question, model)
-    workload = describe_workload(model, dataset, question.wishes)
-    space = search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
-    cost = Predictor(hardware, workload, model.family, model.config)
-    space = _without_too_heavy(space, cost, hardware.device.budget_bytes)
-    events.on_space(space, workload)
+    whole = describe_workload(model, dataset, question.wishes)
+    require_even_shares(whole, question.num_processes)
+    workload, machine = whole.share(question.num_processes), hardware  # from here on: of one process and its device
+    hardware, cost, space = _strategy(question, model, workload, _of_one_process(question, machine))
+    caching, why_caching = cost.caching
+    events.on_space(space, whole)
     started = time.monotonic()
     trials: tuple[TrialResult, ...] = ()
     stood_on: tuple[Known, ...] = ()
-    if not question.here:
+    if not question.here or cost.parallel.strategy == "fsdp2":  # a trial has one device
         predictions = [cost.predict(candidate) for candidate in space.candidates]
         events.on_predictions(predictions)
         scores = predicted_scores(predictions, hardware.device.budget_bytes)
@@ -119,11 +126,12 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=__version__,
-        hardware=_planned_hardware(hardware),
-        workload=workload,
+        hardware=_planned_hardware(machine, cost.parallel),
+        workload=whole,
         settings=best.candidate,
-        expected=_expected(best, trials, cost, workload, hardware),
-        reasons=reasons_for(space, scores, best, workload.objective),
+        caching=caching,
+        expected=_expected(best, trials, cost, whole, hardware),
+        reasons=(*reasons_for(space, scores, best, workload.objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),
         search_seconds=time.monotonic() - started,
@@ -132,11 +140,66 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     return seal(_job(question, model, dataset), frozen)
 
 
+def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
+    """Each process has a device of its own, but on CPU they share the memory."""
+    if question.here and (misfits := device_misfits(question.num_processes, hardware)):
+        raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
+    if hardware.device.kind != "cpu" or question.num_processes == 1:
+        return hardware
+    return with_budget(hardware, hardware.device.budget_bytes // question.num_processes)
+
+
+def _strategy(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
+) -> tuple[HardwareProfile, Predictor, SearchSpace]:
+    """One device's memory, the cost model and what it admits.
+
+    The weights are shared out over the processes only where no device is predicted to hold them all.
+    """
+    number = question.num_processes
+    replicated = Parallel("ddp", number) if number > 1 else Parallel()
+    less, cost = _beside_kept(question, model, workload, hardware, replicated)
+    budget = less.device.budget_bytes
+    space = _space(question, Setting(less, model.family, workload))
+    try:
+        lighter = _without_too_heavy(space, cost, budget)
+        if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
+            return less, cost, lighter
+    except NothingFits:
+        if number == 1:
+            raise
+    why = "the model is shared out over the processes, for which weights must be plain"
+    plain = without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
+    if not plain.candidates:
+        raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=_relaxation(workload))
+    less, cost = _beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
+    return less, cost, _without_too_heavy(plain, cost, less.device.budget_bytes)
+
+
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
     model = resolve_model(question.model)
     workload = describe_workload(model, _read(question, model), question.wishes)
-    return search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
+    return _space(question, Setting(hardware, model.family, workload))
+
+
+def _space(question: Question, setting: Setting) -> SearchSpace:
+    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
+    return search_space(setting, pins, question.exclusions)
+
+
+def _beside_kept(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
+) -> tuple[HardwareProfile, Predictor]:
+    """The cost model, and the machine without what stays on it beside training."""
+    pins = {name.removeprefix(PIN): value for name, value in question.pins if name.startswith(PIN)}
+    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins, parallel)
+    if not cost.kept_bytes:
+        return hardware, cost
+    less = with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes))
+    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins, parallel)
+    reduced.caching = cost.caching  # chosen with all of the memory
+    return less, reduced
 
 
 def _without_too_heavy(space: SearchSpace, cost: Predictor, budget_bytes: int) -> SearchSpace:
@@ -254,7 +317,7 @@ def _relaxation(workload: Workload) -> str:
     return f"allow smaller weights with --quality {looser}, or try a smaller --resolution"
 
 
-def _planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
+def _planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHardware:
     return PlannedHardware(
         device_name=hardware.device.name,
         device_kind=hardware.device.kind,
@@ -263,6 +326,8 @@ def _planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
         total_memory_bytes=hardware.device.total_memory_bytes,
         budget_bytes=hardware.device.budget_bytes,
         versions=hardware.versions,
+        num_processes=parallel.num_processes,
+        strategy=parallel.strategy,
     )
 
 
@@ -281,7 +346,7 @@ def _expected(
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=allocated,
-        process_memory_bytes=max(0, overhead),
+        process_memory_bytes=max(0, overhead) + cost.kept_bytes,
     )
 
 

@@ -45,7 +45,7 @@ class Resident:
     """fp32 copies of the gradients while the optimizer steps."""
     quantizing_bytes: int
     encoder_bytes: int
-    """Text encoders, as the cache phase holds them."""
+    """Text encoders and what they work with, as the cache phase holds them on the device."""
     vae_bytes: int
     vae_transient_bytes: int
     """Largest of encoding and decoding one item."""
@@ -56,16 +56,20 @@ class Resident:
     overhead_bytes: int
     waste_share: float
     host_memory_bytes: int
+    bucket_bytes: int = 0
+    """Where several processes average gradients."""
+    gathered_bytes: int = 0
+    """Weights of other processes that are here while a pass needs them."""
 
 
-def resident_of(hardware: HardwareProfile, model: "TracedModel", precision: str, quantization: str) -> Resident:
-    """From the traced storage of one precision and quantisation."""
+def resident_of(
+    hardware: HardwareProfile, model: "TracedModel", precision: str, quantization: str, *, encoder_bytes: int
+) -> Resident:
+    """From the traced storage of one precision and quantisation; `encoder_bytes` as the caching settings have it."""
     storage = model.storage(precision, quantization)
     half = precision != "fp32"
-    element = 2 if half else FP32_BYTES
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
     moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
-    encoder_bytes = sum(model.parts.text_encoder_parameters) * element
     vae = model.vae_cost(precision)
     shares_host = hardware.device.memory_kind in ("integrated", "host")
     on_device = storage.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
@@ -123,9 +127,9 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
 
     step = {
         "saved_activation_bytes": composed.saved_bytes,
-        "transient_bytes": composed.transient_bytes + r.library_bytes,
+        "transient_bytes": composed.transient_bytes + r.library_bytes + r.gathered_bytes,
         "attention_workspace_bytes": composed.workspace_bytes,
-        "gradient_bytes": composed.gradient_bytes,
+        "gradient_bytes": composed.gradient_bytes + r.bucket_bytes,
     }
     resting = weights + r.adapter_bytes + r.optimizer_bytes
     optimizing = r.adapter_bytes + r.optimizer_transient_bytes
@@ -133,9 +137,9 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
         step = {"gradient_bytes": r.adapter_bytes, "transient_bytes": r.optimizer_transient_bytes + r.library_bytes}
     correction = (factor - 1) * (resting + sum(step.values()))
     step["transient_bytes"] = max(0.0, step["transient_bytes"] + correction)
-    forward = max(r.preview_transient_bytes, r.vae_transient_bytes)
+    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.vae_transient_bytes)
     return (
-        phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes),
+        phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
         phase("cache", weight_bytes=r.encoder_bytes + r.vae_bytes, transient_bytes=r.vae_transient_bytes),
         phase("train", waste=waste, weight_bytes=weights, **kept, **step),
         phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),

@@ -8,19 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.plan_file import write_plan
 from autotune.training.metrics import read_metrics
+from autotune.training.prepare import prepare
 from autotune.training.processes import join
+from autotune.training.sharding import is_sharded
 from autotune.training.save import ADAPTER_FILE, save_trained
 from tests.training.conftest import CPU, Bench
 
 
-def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(
+    bench: Bench, tmp_path: Path, strategy: str
+) -> None:
     output = tmp_path / "two"
-    plan = bench.plan(num_steps=24, num_processes=2, output=str(output), checkpointing_steps=10)
+    plan = bench.plan(num_steps=24, num_processes=2, strategy=strategy, output=str(output), checkpointing_steps=10)
     write_plan(tmp_path / "plan.yaml", plan)
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
     stopped = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -45,6 +51,23 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(bench: Be
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
 
 
-def test_another_number_of_processes_than_planned_is_refused() -> None:
+def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> None:
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
-        join(2, CPU)
+        join(bench.plan(num_processes=2).frozen.hardware, CPU)
+
+
+@pytest.mark.parametrize(("number", "strategy"), [(1, "ddp"), (2, "single")])
+def test_a_plan_whose_strategy_does_not_suit_its_processes_is_invalid(bench: Bench, number: int, strategy: str) -> None:
+    with pytest.raises(ValidationError, match="cannot train by the strategy"):
+        bench.plan(num_processes=number, strategy=strategy)
+
+
+def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="an effective batch of 4 cannot be shared evenly by 3"):
+        prepare(bench.plan(num_processes=3, output=str(tmp_path)), bench.hardware, resume=False)
+    with pytest.raises(DoesNotFit, match="each gets 1 image"):
+        prepare(bench.plan(num_processes=4, output=str(tmp_path)), bench.hardware, resume=False)
+
+
+def test_weights_that_are_not_what_the_plan_says_are_noticed(bench: Bench) -> None:
+    assert not is_sharded(bench.trained.transformer, 2)
