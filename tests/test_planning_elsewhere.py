@@ -8,7 +8,8 @@ import pytest
 from autotune.errors import InvalidInput, NothingFits
 from autotune.hardware.store import hardware_named
 from autotune.plan_file import read_plan
-from autotune.planner import Question, list_choices, make_plan
+from autotune.planner import list_choices, make_plan
+from autotune.planning.question import Question
 from autotune.prediction import Estimate
 from autotune.schema import TrainingPlan
 from autotune.training.describe import Wishes
