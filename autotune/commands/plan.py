@@ -64,7 +64,8 @@ def plan(
     from autotune.commands.machine import machine_for
     from autotune.cost.arguments import parse_resolution
     from autotune.plan_file import read_plan, write_plan
-    from autotune.planner import Events, list_choices, make_plan
+    from autotune.planner import Events, make_plan
+    from autotune.planning.case import list_choices
     from autotune.planning.question import Question, question_of
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.surroundings import Surroundings

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from autotune.cost.predict import Predictor
-from autotune.schema import Expected, HardwareProfile, PlannedHardware, TrialResult, Workload
+from autotune.schema import Expected, HardwareProfile, PlannedHardware, TrialResult
 from autotune.search.winner import Score
 
 
 def planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
-    """The machine, as far as a plan depends on it."""
+    """The machine, as far as a plan for one process depends on it."""
     return PlannedHardware(
         device_name=hardware.device.name,
         device_kind=hardware.device.kind,
@@ -20,20 +20,18 @@ def planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
     )
 
 
-def expected(
-    best: Score, trials: Sequence[TrialResult], cost: Predictor, workload: Workload, hardware: HardwareProfile
-) -> Expected:
+def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor) -> Expected:
     """What the plan promises: measured by `trials`, or predicted where there are none."""
     cost.calibrate(trials)
     prediction = cost.predict(best.candidate)
     overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
-    if hardware.device.kind == "cpu":
+    if cost.hardware.device.kind == "cpu":
         host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
-        overhead = max(0, host - best.peak_memory_bytes)
+        overhead = host - best.peak_memory_bytes
     return Expected(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,
-        images_per_second=workload.effective_batch_size / best.step_seconds,
+        images_per_second=cost.workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=best.peak_memory_bytes if trials else prediction.allocated_memory_bytes,
-        process_memory_bytes=max(0, overhead),
+        process_memory_bytes=max(0, overhead) + cost.kept_bytes,
     )

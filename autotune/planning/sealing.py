@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autotune.cost.predict import Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
-from autotune.families.resolve import resolve_model
+from autotune.families.resolve import parts_of, resolve_model
 from autotune.plan_file import read_plan, seal, write_plan
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.surroundings import Run, Surroundings
@@ -55,9 +55,7 @@ def seal_on_arrival(
     return sealed
 
 
-def _until_one_runs(
-    plan: TrainingPlan, run: Run, on_trial: Callable[[TrialResult], None]
-) -> tuple[TrialResult, ...]:
+def _until_one_runs(plan: TrainingPlan, run: Run, on_trial: Callable[[TrialResult], None]) -> tuple[TrialResult, ...]:
     trials: list[TrialResult] = []
     for candidate in (plan.frozen.settings, *plan.frozen.fallbacks):
         trials.append(run(candidate))
@@ -75,13 +73,13 @@ def _measured(plan: TrainingPlan, hardware: HardwareProfile, trials: tuple[Trial
     frozen, model = plan.frozen, resolve_model(plan.job.model)
     best = winner_of(measured_scores(trials), frozen.workload.objective)
     assert best is not None  # the last trial ran
-    cost = Predictor(hardware, frozen.workload, model.family, model.config)
+    cost = Predictor(hardware, frozen.workload, model.family, model.config, parts_of(model))
     return FrozenPart.model_validate(
         {
             **dict(frozen),
             "hardware": planned_hardware(hardware),
             "settings": best.candidate,
-            "expected": expected(best, trials, cost, frozen.workload, hardware),
+            "expected": expected(best, trials, cost),
             "reasons": tuple(_reason(reason, best.candidate, trials) for reason in frozen.reasons),
             "fallbacks": frozen.fallbacks[len(trials) - 1 :],
             "search_seconds": search_cost_seconds(trials),
