@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from autotune.cost.predict import Predictor
-from autotune.schema import Expected, HardwareProfile, PlannedHardware, TrialResult
+from autotune.schema import Expected, HardwareProfile, PlannedHardware, TrialResult, Workload
 from autotune.search.winner import Score
 
 
@@ -20,8 +20,15 @@ def planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
     )
 
 
-def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor) -> Expected:
-    """What the plan promises: measured by `trials`, or predicted where there are none."""
+def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor, workload: Workload) -> Expected:
+    """What the plan promises: measured by `trials`, or predicted where there are none.
+
+    Args:
+        best: the settings.
+        trials: all of them.
+        cost: of the work of one process.
+        workload: of all processes.
+    """
     cost.calibrate(trials)
     prediction = cost.predict(best.candidate)
     overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
@@ -31,7 +38,7 @@ def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor) -> Exp
     return Expected(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,
-        images_per_second=cost.workload.effective_batch_size / best.step_seconds,
+        images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=best.peak_memory_bytes if trials else prediction.allocated_memory_bytes,
         process_memory_bytes=max(0, overhead) + cost.kept_bytes,
     )

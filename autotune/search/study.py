@@ -97,7 +97,7 @@ def run_search(
             raise optuna.TrialPruned("the search was over")
         values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.choices.items()}
         candidate = Candidate.model_validate(values)
-        result = _timed(run, candidate)
+        result = timed(run, candidate)
         trial.set_user_attr(RESULT, result.model_dump_json())
         trial.set_constraint("runs", 0.0 if result.outcome == "ok" else 1.0)
         on_trial(result)
@@ -124,7 +124,8 @@ def run_search(
             return standing.results
 
 
-def _timed(run: Callable[[Candidate], TrialResult], candidate: Candidate) -> TrialResult:
+def timed(run: Callable[[Candidate], TrialResult], candidate: Candidate) -> TrialResult:
+    """The candidate's trial, with what it cost."""
     started = time.monotonic()
     result = run(candidate)
     if result.wall_seconds is not None:
