@@ -124,7 +124,7 @@ def _plan(
         workload=case.workload,
         settings=best.candidate,
         caching=caching,
-        expected=expected(best, trials, case.cost, case.workload),
+        expected=expected(best, trials, case.cost, case.workload, case.job, case.question.price_per_hour),
         reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),

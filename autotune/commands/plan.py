@@ -57,6 +57,7 @@ def plan(
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None,
     replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, for the cost of the job.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the job; 0 by default.")] = None,
     run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
     as_json: Json = False,
@@ -108,6 +109,7 @@ def plan(
         num_processes=gpus,
         use_profiles=profiles,
         max_trials=max_trials,
+        price_per_hour=price,
         search_seconds=search_time,
         study=Place(study or "search", join) if study or join else None,
     )

@@ -67,6 +67,8 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         ("quantization", candidate.quantization, tuple(QUALITY_OF)),
         ("attention", candidate.attention, BACKENDS),
         ("precision", candidate.precision, PRECISIONS),
+        ("compile", candidate.compile, ("off", "block")),
+        ("allocator", candidate.allocator, ("default", "expandable")),
     ):
         if value not in known:
             raise InvalidInput(f"there is no {name} called {value!r}", hint=f"choose one of: {', '.join(known)}")
@@ -75,6 +77,12 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         raise InvalidInput(
             f"{candidate.checkpointed_blocks} checkpointed blocks are more than the model's {blocks}",
             hint=f"the nearest valid value is {blocks}, or `all`",
+        )
+    if candidate.swapped_blocks > candidate.checkpointed_blocks:
+        raise InvalidInput(
+            f"{candidate.swapped_blocks} swapped blocks are more than the {candidate.checkpointed_blocks} that"
+            " recompute, and autograd would keep the weights of the others on the device",
+            hint=f"the nearest valid value is {candidate.checkpointed_blocks}",
         )
     effective, size = workload.effective_batch_size, candidate.micro_batch_size
     if effective % size:

@@ -25,7 +25,9 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if key is None:
         return func(*args, **kwargs)
     if key in _known:
-        made = tuple(torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in _known[key])
+        made = tuple(
+            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in _known[key]
+        )
         return made if len(func._schema.returns) > 1 else made[0]
     out = func(*args, **kwargs)
     results = out if isinstance(out, tuple) else (out,)

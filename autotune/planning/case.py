@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
-from autotune.errors import NothingFits
+from autotune.errors import InvalidInput, NothingFits
 from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
@@ -121,6 +121,11 @@ def _strategy(
     replicated = Parallel("ddp", number) if number > 1 else Parallel()
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
     space = _space(question, Setting(cost.hardware, model.family, workload))
+    if number > 1:
+        why = "several processes share the weights out instead"
+        space = without(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
+        if not space.candidates:
+            raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
         lighter = _without_too_heavy(space, cost)
         needed = cost.predict(lighter.candidates[0]).required_memory_bytes if number > 1 else 0
@@ -155,7 +160,10 @@ def _cost_beside_kept(
 def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
     """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
     budget = cost.hardware.device.budget_bytes
-    sizes = {c.quantization: cost.weight_bytes(c) for c in space.candidates}
+    sizes: dict[str, int] = {}
+    for candidate in space.candidates:
+        size = cost.weight_bytes(candidate)
+        sizes[candidate.quantization] = min(size, sizes.get(candidate.quantization, size))
     dropped: dict[Choice, str] = {
         name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
         for name, size in sizes.items()

@@ -9,9 +9,11 @@ from torch import nn
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
+from autotune.knobs.block_swap import waits_on_host
 from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_on_arrival
 from autotune.knobs.registry import KNOBS
+from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate, Workload
 from autotune.training.sharding import shard_on_arrival
 from autotune.weights.building import build_empty, dtype_of_from_pretrained
@@ -57,6 +59,7 @@ def load_model(
         dtype=dtype,
         seed=seed,
     )
+    Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype)
     apply_settings(loaded, settings)
     return loaded
@@ -85,6 +88,8 @@ def load_transformer(
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
         transform = quantize_on_arrival(family, transformer, settings.quantization)
+    if settings.swapped_blocks:
+        transform = waits_on_host(family, transformer, settings.swapped_blocks, transform)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
     else:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.knobs.allocator import configure_allocator
 from autotune.schema import Candidate, Outcome, TrialResult, Workload
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class _Runner:
 
         device = torch.device(request.device)
         if self.loaded is None:
+            configure_allocator(request.candidate.allocator)
             _cap_memory(device, request.memory_cap_bytes)
             started = time.perf_counter()
             model = resolve_model(request.model)
