@@ -40,7 +40,7 @@ def estimate(
     from autotune.knobs.registry import KNOBS
     from autotune.reporting.estimate import render
     from autotune.schema import Candidate
-    from autotune.training.describe import Wishes, describe_workload
+    from autotune.training.describe import Wishes, describe_workload, given
 
     machine = machine_for(hardware)
     resolved = resolve_model(model)
@@ -50,7 +50,7 @@ def estimate(
         text_tokens=text_tokens,
         rank=rank,
         targets=targets,
-        effective_batch_size=batch or max(micro_batch_size, resolved.family.defaults.effective_batch_size),
+        effective_batch_size=given(batch, max(micro_batch_size, resolved.family.defaults.effective_batch_size)),
     )
     workload = describe_workload(resolved, None, wishes)
     setting = Setting(machine, resolved.family, workload)

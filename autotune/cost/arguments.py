@@ -1,6 +1,6 @@
 """Check what a user asks to estimate or plan, before anything is traced; each refusal names the nearest valid value."""
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.quantization import QUALITY_OF
@@ -71,7 +71,7 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         ("allocator", candidate.allocator, ("default", "expandable")),
     ):
         if value not in known:
-            raise InvalidInput(f"there is no {name} called {value!r}", hint=f"choose one of: {', '.join(known)}")
+            raise InvalidInput(f"there is no {name} called {value!r}", hint=nearest_of(value, known))
     blocks = workload.model.num_blocks
     if candidate.checkpointed_blocks > blocks:
         raise InvalidInput(

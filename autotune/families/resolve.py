@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
 from autotune.schema import ModelSpec, digest_of
@@ -40,9 +40,7 @@ def resolve_model(model: str) -> ResolvedModel:
         return _from_folder(folder)
     named = next((family for family in FAMILIES.values() if model in (family.name, family.hub_id)), None)
     if named is None:
-        raise InvalidInput(
-            f"{model!r} is neither a folder nor a known model", hint=f"known models: {', '.join(sorted(FAMILIES))}"
-        )
+        raise InvalidInput(f"{model!r} is neither a folder nor a known model", hint=nearest_of(model, FAMILIES))
     return ResolvedModel(named, named.transformer_config, _spec(named, named.transformer_config, named.hub_id), None)
 
 
