@@ -33,6 +33,9 @@ def plan(
     ] = False,
     max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
     reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
+    cap_memory: Annotated[
+        str | None, typer.Option(help="Rehearse a device with only so much memory, e.g. 12GiB.")
+    ] = None,
     profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True,
     max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8,
     search_time: Annotated[float, typer.Option(min=1, help="Most seconds to search.")] = 600.0,
@@ -46,6 +49,7 @@ def plan(
     from autotune.plan_file import write_plan
     from autotune.planner import Events, Question, list_choices, make_plan
     from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
+    from autotune.sharing.record import why_no_evidence
     from autotune.sharing.store import remember
     from autotune.terminal import err, out, trial_display
     from autotune.training.describe import Wishes
@@ -76,7 +80,7 @@ def plan(
         max_trials=max_trials,
         search_seconds=search_time,
     )
-    machine = machine_for(hardware, max_memory=max_memory, reserve=reserve)
+    machine = machine_for(hardware, max_memory=max_memory, reserve=reserve, cap_memory=cap_memory)
     if list_knobs:
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
@@ -90,8 +94,7 @@ def plan(
         )
         made = make_plan(question, machine, events)
     write_plan(output, made)
-    capped = max_memory is not None or reserve is not None  # a rehearsal of a smaller device is no evidence for it
-    if not capped and made.frozen.expected.evidence == "measured":
+    if why_no_evidence(made, machine) is None:
         remember(made, machine)
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
