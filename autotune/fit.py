@@ -33,7 +33,12 @@ def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str
         for key, value in planned.hard_keys.items()
         if here.get(key) != value and (measured or key in PREDICTED_KEYS)
     ]
+    encoder = plan.frozen.caching.text_encoder_device
+    if encoder.startswith("cuda:") and int(encoder[5:]) >= hardware.device.count:
+        misfits.append(f"GPUs: the plan encodes captions on {encoder}, this machine has {hardware.device.count}")
     needed = plan.frozen.expected.peak_memory_bytes + plan.frozen.expected.process_memory_bytes
+    if planned.device_kind == "cpu":
+        needed *= planned.num_processes  # they share it
     budget = hardware.device.budget_bytes
     if needed > budget:
         misfits.append(f"memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB here")
@@ -61,6 +66,9 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
         )
     conflicts = (knob.conflict(plan.frozen.settings, setting) for knob in KNOBS)
     misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
+    share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size
+    if plan.frozen.settings.micro_batch_size > share:
+        misfits.append(f"processes: each gets {share} image(s) per step, less than a micro-batch")
     return tuple(misfits)
 
 

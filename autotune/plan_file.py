@@ -104,7 +104,7 @@ def read_plan(path: Path) -> TrainingPlan:
             hint="update autotune: pip install --upgrade lora-autotune",
         )
     plan = _validated(path, data)
-    actual = digest_of(plan.frozen)
+    actual = digest_of(data["frozen"])  # as written: an older plan lacks fields that have come since
     if actual != plan.digest:
         raise InvalidPlan(
             f"the frozen part of {path} was edited: it has digest {actual[:15]}..., not {plan.digest[:15]}...",

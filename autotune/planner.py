@@ -13,8 +13,10 @@ from pathlib import Path
 from autotune import __version__
 from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
-from autotune.families.resolve import ResolvedModel, resolve_model
+from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
+from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
+from autotune.knobs.caching import PIN
 from autotune.plan_file import seal
 from autotune.prediction import Prediction
 from autotune.schema import (
@@ -99,8 +101,10 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     _require_weights_and_room(model, hardware)
     dataset = _read(question, model)
     workload = describe_workload(model, dataset, question.wishes)
-    space = search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
-    cost = Predictor(hardware, workload, model.family, model.config)
+    whole = hardware
+    hardware, cost = _beside_kept(question, model, workload, hardware)
+    caching, why_caching = cost.caching
+    space = _space(question, Setting(hardware, model.family, workload))
     space = _without_too_heavy(space, cost, hardware.device.budget_bytes)
     events.on_space(space, workload)
     started = time.monotonic()
@@ -119,11 +123,12 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=__version__,
-        hardware=_planned_hardware(hardware),
+        hardware=_planned_hardware(whole),
         workload=workload,
         settings=best.candidate,
+        caching=caching,
         expected=_expected(best, trials, cost, workload, hardware),
-        reasons=reasons_for(space, scores, best, workload.objective),
+        reasons=(*reasons_for(space, scores, best, workload.objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),
         search_seconds=time.monotonic() - started,
@@ -136,7 +141,26 @@ def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
     model = resolve_model(question.model)
     workload = describe_workload(model, _read(question, model), question.wishes)
-    return search_space(Setting(hardware, model.family, workload), question.pins, question.exclusions)
+    return _space(question, Setting(hardware, model.family, workload))
+
+
+def _space(question: Question, setting: Setting) -> SearchSpace:
+    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
+    return search_space(setting, pins, question.exclusions)
+
+
+def _beside_kept(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
+) -> tuple[HardwareProfile, Predictor]:
+    """The cost model, and the machine without what stays on it beside training."""
+    pins = {name.removeprefix(PIN): value for name, value in question.pins if name.startswith(PIN)}
+    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins)
+    if not cost.kept_bytes:
+        return hardware, cost
+    less = with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes))
+    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins)
+    reduced.caching = cost.caching  # chosen with all of the memory
+    return less, reduced
 
 
 def _without_too_heavy(space: SearchSpace, cost: Predictor, budget_bytes: int) -> SearchSpace:
@@ -281,7 +305,7 @@ def _expected(
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=allocated,
-        process_memory_bytes=max(0, overhead),
+        process_memory_bytes=max(0, overhead) + cost.kept_bytes,
     )
 
 

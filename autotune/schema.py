@@ -9,9 +9,9 @@ Equal questions give equal objects, so objects can be compared, hashed, stored a
 Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from autotune.frozen import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
 from autotune.machine import (
@@ -43,6 +43,7 @@ Objective = Literal["throughput", "memory"]
 Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "crash"]
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap"]
+Strategy = Literal["single", "ddp", "fsdp2"]
 Knob = str
 Choice = str | int
 
@@ -101,6 +102,11 @@ class Workload(Frozen):
         """The bucket with the most pixels: the one that decides the peak."""
         return max(self.buckets, key=lambda b: (b.num_frames * b.width_px * b.height_px, b.width_px))
 
+    def share(self, num_processes: int) -> "Workload":
+        """What each of several processes works on: its part of the effective batch, rounded down."""
+        batch = max(1, self.effective_batch_size // num_processes)
+        return self if num_processes == 1 else self.model_copy(update={"effective_batch_size": batch})
+
 
 # --- the answer --------------------------------------------------------------------------------------------------
 
@@ -118,6 +124,8 @@ class Candidate(Frozen):
     """diffusers' name of the attention backend."""
     precision: str = "bf16"
     """Compute dtype of the transformer and the adapter."""
+    loader: str = "safetensors"
+    """How weights are read from disk: a name in `autotune.weights.loaders`."""
 
     def label(self) -> str:
         """One short line for people."""
@@ -140,6 +148,19 @@ class PhasePeak(Frozen):
     """By the device's allocator; None on CPU, where the host's memory is the device's."""
     host_bytes: int | None
     """Largest resident memory of the process; None where the system does not tell."""
+
+
+class CachingSettings(Frozen):
+    """How captions and images are encoded before training. Fields can be pinned: `--pin caching.FIELD=VALUE`."""
+
+    text_encoder_device: str = "training"
+    """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
+    text_encoder_storage: str = "none"
+    """How the weights of their Linear layers are stored; names as for `Candidate.quantization`."""
+    text_encoder_streamed: bool = False
+    """Their weights wait on the host, and visit the device module by module."""
+    residency: Literal["release", "keep"] = "release"
+    """`release`: text encoders and VAE leave memory when all is encoded."""
 
 
 class TrialResult(Frozen):
@@ -219,6 +240,14 @@ class PlannedHardware(Frozen):
     versions: Versions
     num_processes: int = Field(default=1, ge=1)
     """Processes that train together, one per device of this kind; they share out the effective batch."""
+    strategy: Strategy = "single"
+    """How they do it: `ddp`, each with the whole model, or `fsdp2`, each with a part of the frozen weights."""
+
+    @model_validator(mode="after")
+    def _strategy_suits(self) -> Self:
+        if (self.num_processes == 1) != (self.strategy == "single"):
+            raise ValueError(f"{self.num_processes} process(es) cannot train by the strategy {self.strategy!r}")
+        return self
 
 
 class Job(Frozen):
@@ -282,6 +311,7 @@ class FrozenPart(Frozen):
     hardware: PlannedHardware
     workload: Workload
     settings: Candidate
+    caching: CachingSettings = CachingSettings()
     expected: Expected
     reasons: tuple[Reason, ...]
     fallbacks: tuple[Candidate, ...] = ()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidPlan
+from autotune.frozen import digest_of
 from autotune.plan_file import MAX_PLAN_BYTES, plan_text, read_plan, seal, with_job, write_plan
 from autotune.schema import (
     Expected,
@@ -212,3 +213,12 @@ def test_overrides_are_validated_like_the_file() -> None:
     assert with_job(plan, num_steps=7).digest == plan.digest
     with pytest.raises(InvalidPlan, match="--learning-rate"):
         with_job(plan, learning_rate=7.0)
+
+
+def test_a_plan_from_before_a_field_existed_is_still_whole(tmp_path: Path) -> None:
+    data = yaml.safe_load(plan_text(make_plan()))
+    del data["frozen"]["settings"]["loader"]
+    data["digest"] = digest_of(data["frozen"])
+    path = tmp_path / "older.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert read_plan(path).frozen.settings.loader == "safetensors"

@@ -50,7 +50,7 @@ def machine_for(
     if cap_memory is not None:
         machine = with_cap(machine, parse_bytes(cap_memory))
     if max_memory is not None:
-        machine = with_budget(machine, parse_bytes(max_memory))
+        machine = with_budget(machine, parse_bytes(max_memory), by_user=True)
     return machine
 
 

@@ -81,7 +81,7 @@ def job_time(
     rates = predictor.rates_of(candidate)
     storage = predictor.model.storage(candidate.precision, "none")
     encoders = predictor.model.parts.text_encoder_parameters
-    disk = max((r.value for r in predictor.hardware.rates if r.name.startswith("disk.")), default=DISK_BYTES_PER_SECOND)
+    disk = predictor.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
     element = 2 if candidate.precision != "fp32" else 4
     tokens = predictor.workload.max_text_tokens
     per_caption = 2 * sum(encoders) * tokens / (ENCODER_TOKENS_PER_SECOND_SHARE * rates.peak)

@@ -45,7 +45,7 @@ class Resident:
     """fp32 copies of the gradients while the optimizer steps."""
     quantizing_bytes: int
     encoder_bytes: int
-    """Text encoders, as the cache phase holds them."""
+    """Text encoders and what they work with, as the cache phase holds them on the device."""
     vae_bytes: int
     vae_transient_bytes: int
     """Largest of encoding and decoding one item."""
@@ -58,14 +58,15 @@ class Resident:
     host_memory_bytes: int
 
 
-def resident_of(hardware: HardwareProfile, model: "TracedModel", precision: str, quantization: str) -> Resident:
-    """From the traced storage of one precision and quantisation."""
+def resident_of(
+    hardware: HardwareProfile, model: "TracedModel", precision: str, quantization: str, *, encoder_bytes: int
+) -> Resident:
+    """From the traced storage of one precision and quantisation; `encoder_bytes` as the caching settings have it."""
     storage = model.storage(precision, quantization)
     half = precision != "fp32"
     element = 2 if half else FP32_BYTES
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
     moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
-    encoder_bytes = sum(model.parts.text_encoder_parameters) * element
     vae = model.vae_cost(precision)
     shares_host = hardware.device.memory_kind in ("integrated", "host")
     on_device = storage.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0

@@ -15,8 +15,11 @@ from autotune.cost.memory import PHASES, Resident, phases_of, resident_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
 from autotune.families.base import Family, Parts
+from autotune.knobs.base import Setting
+from autotune.knobs.caching import EncoderSize, choose_caching, size_of
+from autotune.knobs.precision import Precision
 from autotune.prediction import Prediction, StepTime
-from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, HardwareProfile, Reason, TrialResult, Workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,13 +46,18 @@ class Predictor:
         family: Family,
         config: Mapping[str, Any],
         parts: Parts | None = None,
+        caching_pins: Mapping[str, str] | None = None,
     ) -> None:
-        """`parts`: the models around the transformer; by default the published ones of the published transformer."""
+        """`parts`: the models around the transformer; by default the published ones of the published transformer.
+
+        `caching_pins`: fields of `CachingSettings` that are fixed, as text.
+        """
         self.hardware = hardware
         self.workload = workload
         self.family = family
         self.config = config
         self.parts = parts
+        self.caching_pins = caching_pins
         self.calibration: Calibration | None = None
         self.rules: DeviceRules = "cuda" if hardware.device.kind == "cuda" else "cpu"
         self._tables: dict[tuple[Any, ...], PassTable] = {}
@@ -64,6 +72,29 @@ class Predictor:
         published = dict(self.config) == dict(self.family.transformer_config)
         parts = self.parts or (self.family.parts if published else Parts())
         return TracedModel(self.family, self.config, self.workload, self.rules, parts)
+
+    @cached_property
+    def encoder_size(self) -> EncoderSize:
+        """What decides how captions can be encoded."""
+        precision = str(Precision().choices(self._setting).admitted[0])
+        return size_of(self.model.parts, precision, self.model.vae_cost(precision).weight_bytes)
+
+    @cached_property
+    def caching(self) -> tuple[CachingSettings, Reason]:
+        """How captions are to be encoded here, and why. Raises InvalidInput for pins that cannot be."""
+        return choose_caching(self._setting, self.encoder_size, self.caching_pins)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What stays on the device beside training, where the caching settings keep encoders and VAE."""
+        caching = self.caching[0]
+        if caching.residency == "release":
+            return 0
+        return self.encoder_size.device_bytes(caching) + self.encoder_size.vae_bytes
+
+    @property
+    def _setting(self) -> Setting:
+        return Setting(self.hardware, self.family, self.workload)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
@@ -190,7 +221,9 @@ class Predictor:
     def _resident(self, candidate: Candidate) -> Resident:
         key = (candidate.precision, candidate.quantization)
         if key not in self._residents:
-            self._residents[key] = resident_of(self.hardware, self.model, *key)
+            self._residents[key] = resident_of(
+                self.hardware, self.model, *key, encoder_bytes=self.encoder_size.device_bytes(self.caching[0])
+            )
         return self._residents[key]
 
     def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:

@@ -1,15 +1,18 @@
 """From what the user calls a model to what it is: its family, its configuration, its size. Reads no weights."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.families.base import Family
+from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
 from autotune.schema import ModelSpec, digest_of
+from autotune.weights.components import component_class
+from autotune.weights.sources import open_source
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -41,6 +44,24 @@ def resolve_model(model: str) -> ResolvedModel:
             f"{model!r} is neither a folder nor a known model", hint=f"known models: {', '.join(sorted(FAMILIES))}"
         )
     return ResolvedModel(named, named.transformer_config, _spec(named, named.transformer_config, named.hub_id), None)
+
+
+def parts_of(model: ResolvedModel) -> Parts | None:
+    """The models around the transformer, from headers and configurations in its folder; None without a folder."""
+    if model.folder is None:
+        return None
+    encoders = [name for name in model.family.components if name.startswith("text_encoder")]
+    vae_class = component_class(model.folder, "vae")[1]
+    config = _read_json(model.folder / "vae" / "config.json")
+    return Parts(
+        text_encoder_parameters=tuple(_num_parameters(model.folder / name) for name in encoders),
+        vae_class=vae_class,
+        vae_config={key: value for key, value in config.items() if not key.startswith("_")},
+    )
+
+
+def _num_parameters(folder: Path) -> int:
+    return sum(math.prod(entry.shape) for _, entry in open_source(folder))
 
 
 def _from_folder(folder: Path) -> ResolvedModel:

@@ -150,15 +150,18 @@ def with_cap(profile: HardwareProfile, cap_bytes: int) -> HardwareProfile:
     return _with_budget(profile, min(num_bytes, device.budget_bytes), f"rehearsed: {why}")
 
 
-def with_budget(profile: HardwareProfile, most_bytes: int) -> HardwareProfile:
+def with_budget(profile: HardwareProfile, most_bytes: int, *, by_user: bool = False) -> HardwareProfile:
     """The profile with a budget of at most `most_bytes`."""
     if most_bytes >= profile.device.budget_bytes:
         return profile
-    return _with_budget(profile, most_bytes, "limited by the user")
+    return _with_budget(profile, most_bytes, "limited by the user" if by_user else "limited", by_user=by_user)
 
 
-def _with_budget(profile: HardwareProfile, num_bytes: int, reason: str) -> HardwareProfile:
-    changes = {"budget_bytes": num_bytes, "budget_reason": reason, "budget_set_by_user": True}
+def _with_budget(
+    profile: HardwareProfile, num_bytes: int, reason: str, *, by_user: bool = True
+) -> HardwareProfile:
+    by_user = by_user or profile.device.budget_set_by_user
+    changes = {"budget_bytes": num_bytes, "budget_reason": reason, "budget_set_by_user": by_user}
     return _changed(profile, {"device": _changed(profile.device, changes)})
 
 

@@ -1,7 +1,8 @@
 """Measures what a device really does, in shapes that the model families use. Every measurement is limited in time.
 
 Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<tokens>` (forward and backward, FLOP/s),
-`memory.bandwidth`, `host_to_device.pinned`, `host_to_device.pageable`, `disk.<loader>` (B/s), `process.overhead` (B).
+`memory.bandwidth`, `host_to_device.pinned`, `host_to_device.pageable`, `disk.<loader>` and
+`page_cache.<loader>` (B/s), `process.overhead` (B).
 """
 
 from collections.abc import Callable, Iterator
@@ -156,10 +157,12 @@ class Meter:
         name = "host_to_device.pinned" if pinned else "host_to_device.pageable"
         return self.rate(name, num_bytes, self.time(lambda: target.copy_(source, non_blocking=pinned)), "B/s")
 
-    def disk(self, loader: str) -> Rate:
-        """A safetensors file read from disk, past the page cache, onto the device."""
-        timings = disk_timings(loader, self.effort.file_bytes, self.device, 2 * self.effort.limit_seconds)
-        return self.rate(f"disk.{loader}", self.effort.file_bytes, timings, "B/s")
+    def disk(self, loader: str, *, cold: bool) -> Rate:
+        """A safetensors file read onto the device: from disk, past the page cache, or warm from the page cache."""
+        limit = 2 * self.effort.limit_seconds
+        timings = disk_timings(loader, self.effort.file_bytes, self.device, limit, cold=cold)
+        name = f"disk.{loader}" if cold else f"page_cache.{loader}"
+        return self.rate(name, self.effort.file_bytes, timings, "B/s")
 
     # --- all of it -------------------------------------------------------------------------------------------
 
@@ -182,7 +185,9 @@ class Meter:
         for name in backends:
             yield f"attention {name} {short}", partial(self.attention, name, dtype, short)
         for loader in LOADERS:
-            yield f"disk {loader}", partial(self.disk, loader)
+            yield f"disk {loader}", partial(self.disk, loader, cold=True)
+        for loader in LOADERS:
+            yield f"page cache {loader}", partial(self.disk, loader, cold=False)
         for shape in more:
             yield f"matmul {dtype} {shape}", partial(self.matmul, dtype, *shape)
         for name in backends:
@@ -225,6 +230,6 @@ def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:
 
     Disks are left out: their readings differ on quiet machines too.
     """
-    wide = any(rate.spread > NOISY_ABOVE for rate in rates if not rate.name.startswith("disk."))
+    wide = any(rate.spread > NOISY_ABOVE for rate in rates if not rate.name.startswith(("disk.", "page_cache.")))
     first = next((rate for rate in rates if again is not None and rate.name == again.name), None)
     return wide or (first is not None and again is not None and disagreement((first.value, again.value)) > NOISY_ABOVE)

@@ -1,6 +1,6 @@
 """How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never quantised."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from autotune.families.base import Family
@@ -59,13 +59,23 @@ def quantize_on_arrival(
 ) -> "Callable[[str, nn.Module], nn.Module | None] | None":
     """What to do with each module as its weights arrive: quantise the Linears of the repeated blocks.
 
-    One Linear at a time, because quantising needs several times one layer's size for a moment. None for `none`.
+    None for `none`.
+    """
+    return quantize_inside(family.blocks(transformer), choice)
+
+
+def quantize_inside(
+    blocks: "Iterable[nn.Module]", choice: str
+) -> "Callable[[str, nn.Module], nn.Module | None] | None":
+    """The same for the Linears inside `blocks`, of any model.
+
+    One Linear at a time, because quantising needs several times one layer's size for a moment.
     """
     from torch import nn
 
     if choice == "none":
         return None
-    inside = {id(layer) for block in family.blocks(transformer) for layer in block.modules()}
+    inside = {id(layer) for block in blocks for layer in block.modules()}
 
     def quantize(name: str, module: nn.Module) -> nn.Module | None:
         if not isinstance(module, nn.Linear) or id(module) not in inside:
@@ -74,7 +84,10 @@ def quantize_on_arrival(
             return _bitsandbytes_layer(module, choice)
         from torchao.quantization import quantize_
 
+        from autotune.knobs.frozen_linear import freeze
+
         quantize_(module, _torchao_config(choice))
+        freeze(module)
         return None
 
     return quantize
@@ -87,17 +100,27 @@ def _torchao_config(choice: str) -> Any:
 
 
 def _bitsandbytes_layer(layer: "nn.Linear", choice: str) -> "nn.Module":
-    """The layer that takes the place of `layer`, with its weights, on its device."""
+    """The layer that takes the place of `layer`, with its weights, on its device.
+
+    Built on the meta device: its constructor would draw initial weights on the host, a minute for 20B of them.
+    """
+    import torch
+    from bitsandbytes import functional
     from bitsandbytes import nn as bnb
 
-    dtype, device, bias = layer.weight.dtype, layer.weight.device, layer.bias
+    weight, bias = layer.weight.data, layer.bias
     shape = (layer.in_features, layer.out_features, bias is not None)
+    replacement: Any
     if choice == "bnb-nf4":
-        replacement = bnb.Linear4bit(*shape, compute_dtype=dtype, compress_statistics=True, quant_type="nf4")
-        weight = bnb.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
-    else:
-        replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False)
-        weight = bnb.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
-    replacement.weight, replacement.bias = weight, bias
-    result: nn.Module = replacement.to(device)
-    return result
+        replacement = bnb.Linear4bit(
+            *shape, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta"
+        )
+        stored = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
+        replacement.weight, replacement.bias = stored, bias
+        return replacement.to(weight.device)  # quantises  # type: ignore[no-any-return]
+    replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False, device="meta")
+    # Int8Params quantise by themselves only on their way from the host; these weights are on the device already.
+    rows, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
+    replacement.weight = bnb.Int8Params(rows, requires_grad=False, has_fp16_weights=False, CB=rows, SCB=scales)
+    replacement.bias = bias
+    return replacement  # type: ignore[no-any-return]

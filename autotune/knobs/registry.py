@@ -3,8 +3,9 @@
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Knob
 from autotune.knobs.checkpointing import Checkpointing
+from autotune.knobs.loader import WeightLoader
 from autotune.knobs.micro_batch import MicroBatch
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
 
-KNOBS: tuple[Knob, ...] = (MicroBatch(), Checkpointing(), Quantization(), Attention(), Precision())
+KNOBS: tuple[Knob, ...] = (MicroBatch(), Checkpointing(), Quantization(), Attention(), Precision(), WeightLoader())

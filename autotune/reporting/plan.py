@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from autotune.knobs.caching import shown
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
 from autotune.reporting.text import memory_text, seconds_text
@@ -97,6 +98,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     expected, job = plan.frozen.expected, plan.job
     return [
         *settings_lines(plan.frozen.settings, plan.frozen.workload),
+        f"text encoder   {shown(plan.frozen.caching)}",
         f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",
         f"memory         {memory_text(expected.peak_memory_bytes)} at the peak of a step",

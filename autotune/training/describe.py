@@ -41,6 +41,17 @@ def wishes_of(workload: Workload) -> Wishes:
     )
 
 
+def require_even_shares(workload: Workload, num_processes: int) -> None:
+    """Raise InvalidInput where processes would get unequal parts of the effective batch."""
+    batch = workload.effective_batch_size
+    if batch % num_processes:
+        more = batch + num_processes - batch % num_processes
+        raise InvalidInput(
+            f"an effective batch of {batch} cannot be shared evenly by {num_processes} processes",
+            hint=f"make the plan with a multiple of --gpus, e.g. --batch {more}",
+        )
+
+
 def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wishes) -> Workload:
     """The workload of training `model` on `dataset`.
 

@@ -62,7 +62,7 @@ class Surroundings:
     """None on all processes but the first."""
     events: Events
     preview: Callable[[int], None]
-    """Called on the first process with the number of steps taken."""
+    """Called on processes that sample, with the number of steps taken."""
     budget_bytes: int
     trace: Path | None = None
 
@@ -90,6 +90,7 @@ class Loop:
             self.optimizer.load_state(checkpoint.tensors)
             self.rate.load_state(checkpoint.state["rate"])
             self.optimizer.scaler.load_state_dict(checkpoint.state["scaler"])
+        self.network = model.transformer
         self.peak_bytes = 0
         self.seconds: list[float] = []
         self.data_seconds: list[float] = []
@@ -104,6 +105,7 @@ class Loop:
             AutotuneError: the loss is no longer finite, or a checkpoint cannot be written.
         """
         loader = self._loader(around.processes)
+        self.network = around.processes.replicate(self.model.transformer)
         watch = MemoryWatch(around.budget_bytes)
         batches = cast("Generator[LoadedBatch]", iter(loader))
         single = around.processes.world_size == 1
@@ -138,7 +140,7 @@ class Loop:
         if stopping or last:
             around.checkpoints.finish()
             around.processes.wait()
-        elif job.preview_every and done % job.preview_every == 0 and around.processes.is_first:
+        elif job.preview_every and done % job.preview_every == 0 and around.processes.samples:
             around.preview(done)
 
     def _state(self) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class Loop:
         share = self.order.effective_batch_size // processes.world_size
         return optimizer_step(
             self.model.family,
-            self.model.transformer,
+            self.network,
             self.optimizer,
             self._one_step(batches),
             effective_batch_size=share,

@@ -13,9 +13,10 @@ from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_on_arrival
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Workload
+from autotune.training.sharding import shard_on_arrival
 from autotune.weights.building import build_empty, dtype_of_from_pretrained
 from autotune.weights.sources import open_source, weights_in
-from autotune.weights.streaming import fill_random, load_into
+from autotune.weights.streaming import Transform, fill_random, load_into
 
 
 @dataclass
@@ -30,15 +31,23 @@ class TrainingModel:
 
 
 def load_model(
-    model: ResolvedModel, workload: Workload, settings: Candidate, device: torch.device, seed: int
+    model: ResolvedModel,
+    workload: Workload,
+    settings: Candidate,
+    device: torch.device,
+    seed: int,
+    *,
+    shards: int = 1,
 ) -> TrainingModel:
     """Load the transformer, quantise it, add the adapter, and apply all other settings.
+
+    With `shards`, frozen weights are shared out over that many processes.
 
     Raises:
         BadWeights: files are missing, damaged or of another model.
     """
     dtype = torch_dtype(settings.precision)
-    transformer = load_transformer(model, settings, dtype, device)
+    transformer = load_transformer(model, settings, dtype, device, shards=shards)
     adapter = add_adapter(
         model.family,
         transformer,
@@ -60,7 +69,9 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
             knob.apply(model.transformer, model.family, getattr(settings, knob.name))
 
 
-def load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_transformer(
+    model: ResolvedModel, settings: Candidate, dtype: torch.dtype, device: torch.device, *, shards: int = 1
+) -> nn.Module:
     """Stream the weights in and quantise each layer as it arrives, so that loading never needs much more than the end.
 
     Without files the architecture gets random weights: enough for a trial, which measures memory and time.
@@ -70,12 +81,22 @@ def load_transformer(model: ResolvedModel, settings: Candidate, dtype: torch.dty
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32: trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
     policy = dtype_of_from_pretrained(transformer, dtype)
-    transform = quantize_on_arrival(family, transformer, settings.quantization)
+    if shards > 1:
+        transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
+    else:
+        transform = quantize_on_arrival(family, transformer, settings.quantization)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
     else:
         source = open_source(weights_in(model.folder / "transformer"))
-        load_into(transformer, source, device=str(device), dtype_policy=policy, transform=transform)
+        load_into(
+            transformer,
+            source,
+            loader=settings.loader,
+            device=str(device),
+            dtype_policy=policy,
+            transform=transform,
+        )
     return transformer.eval()
 
 

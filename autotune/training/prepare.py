@@ -12,8 +12,9 @@ from autotune.fit import data_misfits, hardware_misfits, model_misfits
 from autotune.knobs.base import Setting
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
 from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.describe import describe_workload, wishes_of
+from autotune.training.describe import describe_workload, require_even_shares, wishes_of
 from autotune.training.folder import claim_folder
+from autotune.training.processes import device_misfits
 from autotune.weights.sources import open_source
 
 
@@ -33,16 +34,12 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     Raises:
         DoesNotFit, InvalidInput, AutotuneError: as `train`.
     """
-    require_fit(hardware_misfits(plan, hardware))
+    processes = plan.frozen.hardware.num_processes
+    require_fit((*hardware_misfits(plan, hardware), *device_misfits(processes, hardware)))
     job, planned = plan.job, plan.frozen.workload
     if job.data is None:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
-    if planned.effective_batch_size % plan.frozen.hardware.num_processes:
-        raise InvalidInput(
-            f"an effective batch of {planned.effective_batch_size} cannot be shared evenly by "
-            f"{plan.frozen.hardware.num_processes} processes",
-            hint="make the plan again with --batch a multiple of --gpus",
-        )
+    require_even_shares(planned, processes)
     model = resolve_model(job.model)
     require_fit(model_misfits(plan, model.spec))
     _require_weights(model)

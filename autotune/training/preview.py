@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError
 from autotune.families.adapter import ADAPTER
 from autotune.families.resolve import ResolvedModel, build_on_meta
 from autotune.schema import Bucket
+from autotune.training.encoders import Encoders, moved, weights_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-TEXT_ENCODERS = "text_encoder"
-"""Components whose names begin so only serve `encode_prompt`."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,6 @@ class Shot:
     control_paths: tuple[Path, ...] = ()
 
 
-def load_pipeline(model: ResolvedModel, dtype: torch.dtype, device: torch.device, **parts: Any) -> Any:
-    """The stock pipeline from the model's folder; `parts` replaces components (None leaves one out)."""
-    if model.folder is None:
-        raise InvalidInput(
-            f"the weights of {model.spec.name} are not on this machine",
-            hint=f"download {model.family.hub_id} and pass its folder: --model FOLDER",
-        )
-    return model.family.load_pipeline(model.folder, torch_dtype=dtype, **parts).to(device)
-
-
 class _TransformerReached(Exception):
     """The pipeline has encoded all that it needs."""
 
@@ -54,24 +42,24 @@ class _TransformerReached(Exception):
 class Studio:
     """Samples shots: `learn` them first, then `attach` a transformer."""
 
-    def __init__(self, model: ResolvedModel, dtype: torch.dtype, device: torch.device) -> None:
-        self.model, self.dtype, self.device = model, dtype, device
+    def __init__(self, encoders: Encoders) -> None:
+        self.encoders = encoders
+        self.model, self.dtype, self.device = encoders.model, encoders.dtype, encoders.device
         self.answers: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
         self.pipeline: Any = None
         self.scale = 1
 
     def learn(self, shots: Sequence[Shot]) -> None:
-        """Encode the prompts of all shots; the text encoders leave memory again."""
-        pipeline = load_pipeline(self.model, self.dtype, self.device, transformer=None)
-        pipeline.set_progress_bar_config(disable=True)
+        """Encode the prompts of all shots."""
+        pipeline = self.encoders.pipeline()
         pipeline.transformer = self._shape_of_transformer()
         encode = pipeline.encode_prompt
         for shot in shots:
             answers: list[Any] = []
 
             def recording(*values: Any, _answers: list[Any] = answers, **named: Any) -> Any:
-                _answers.append(_moved(encode(*values, **named), torch.device("cpu")))
-                return _moved(_answers[-1], self.device)
+                _answers.append(moved(encode(*values, **named), torch.device("cpu")))
+                return moved(_answers[-1], self.device)
 
             pipeline.encode_prompt = recording
             try:
@@ -80,8 +68,7 @@ class Studio:
                 self.answers[shot.prompt, shot.control_paths] = answers
             finally:
                 pipeline.encode_prompt = encode
-        del pipeline
-        gc.collect()
+        pipeline.transformer = None
 
     def _shape_of_transformer(self) -> nn.Module:
         shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
@@ -91,12 +78,14 @@ class Studio:
         return shape  # type: ignore[no-any-return]
 
     def attach(self, transformer: nn.Module) -> None:
-        """Build the pipeline around `transformer`, as it is; the VAE waits on the host between shots."""
-        without = {name: None for name in self.model.family.components if name.startswith(TEXT_ENCODERS)}
+        """Build the pipeline around `transformer`, as it is; a VAE that is not kept waits on the host between shots."""
         self.pipeline = self.model.family.load_pipeline(
-            _folder(self.model), torch_dtype=self.dtype, transformer=transformer, **without
+            weights_folder(self.model),
+            torch_dtype=self.dtype,
+            transformer=transformer,
+            vae=self.encoders.vae(torch.device("cpu")),
+            **dict.fromkeys(self.encoders.names),
         )
-        self.pipeline.set_progress_bar_config(disable=True)
 
     def sample(self, shot: Shot) -> "list[Image]":
         """The frames of one shot. Where memory is short the VAE works in tiles, then the picture is halved."""
@@ -121,12 +110,13 @@ class Studio:
 
     def _sample(self, shot: Shot) -> "list[Image]":
         answers: Iterator[Any] = iter(self.answers[shot.prompt, shot.control_paths])
-        self.pipeline.encode_prompt = lambda *values, **named: _moved(next(answers), self.device)
+        self.pipeline.encode_prompt = lambda *values, **named: moved(next(answers), self.device)
         self.pipeline.vae.to(self.device)
         try:
             return self._run(self.pipeline, replace(shot, bucket=_scaled(self.model, shot.bucket, self.scale)))
         finally:
-            self.pipeline.vae.to("cpu")
+            if self.encoders.caching.residency == "release":
+                self.pipeline.vae.to("cpu")
 
     def _run(self, pipeline: Any, shot: Shot) -> "list[Image]":
         from PIL import Image
@@ -158,18 +148,6 @@ class Studio:
 
 def _stop(module: nn.Module, inputs: object) -> None:
     raise _TransformerReached
-
-
-def _folder(model: ResolvedModel) -> Path:
-    if model.folder is None:
-        raise InvalidInput(f"the weights of {model.spec.name} are not on this machine", hint="pass --model FOLDER")
-    return model.folder
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(one, device) for one in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _scaled(model: ResolvedModel, bucket: Bucket, divisor: int) -> Bucket:

@@ -1,9 +1,9 @@
 """Several processes that train together, one per device: started by torch.distributed.run's engine, kept in step here.
 
-accelerate's `PartialState` sets up the backend and the device. Its model wrapper (DDP) is not used: DDP hooks each
-gradient, needs `no_sync` for accumulation, keeps buckets, and fails on adapted layers that get no gradient (the last
-block's text stream). An adapter's gradients are small, so they are averaged at once, after the last micro-batch, in
-one flat tensor: nothing is sent that need not be, and the model stays what a single process has.
+accelerate sets up backend and device, and wraps the transformer in DDP, which averages the adapter's gradients. DDP
+sees the adapter alone: frozen weights, quantised or sharded ones too, are declared out of its sight, so it neither
+sends nor checks them. Layers that get no gradient (the last block's text stream) are looked for in every step, since
+a static graph does not go with accumulation without synchronisation (torch 2.13 fails in the second step).
 """
 
 import os
@@ -11,10 +11,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
+from torch import nn
 
 from autotune.errors import AutotuneError
+from autotune.schema import HardwareProfile, PlannedHardware, Strategy
+from autotune.training.memory import make_current
+from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)
 """The others wait while the first encodes a data set or samples previews; if it dies, the launcher ends them."""
@@ -30,22 +35,23 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
+    strategy: Strategy = "single"
 
     @property
     def is_first(self) -> bool:
         """Whether this one writes files and tells events."""
         return self.rank == 0
 
+    @property
+    def samples(self) -> bool:
+        """Whether this one runs previews: the first, or all where each holds but a part of the weights."""
+        return self.is_first or self.strategy == "fsdp2"
+
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their mean over all processes, in place; the result is the same on all."""
-        if self.world_size == 1 or not tensors:
-            return
-        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-        torch.distributed.all_reduce(flat)
-        flat /= self.world_size
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
+        for tensor in tensors if self.world_size > 1 else ():
+            torch.distributed.all_reduce(tensor)
+            tensor.div_(self.world_size)
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` holds on any process."""
@@ -59,24 +65,73 @@ class Processes:
         """Until all processes are here."""
         self.any(False)
 
+    def replicate(self, transformer: nn.Module) -> nn.Module:
+        """The transformer as the steps call it: with several processes, so that gradients are averaged.
 
-def join(num_processes: int, device: torch.device) -> Processes:
-    """Take this process's place among `num_processes`.
+        Raises:
+            AutotuneError: what came of it is not the strategy of the plan.
+        """
+        if self.world_size == 1:
+            return transformer
+        from torch.nn.parallel import DistributedDataParallel
+
+        frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
+        buffers = [name for name, _ in transformer.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen + buffers)  # type: ignore[no-untyped-call]
+        replica: nn.Module = _accelerator(self.device).prepare_model(transformer, device_placement=False)
+        actual = "fsdp2" if is_sharded(transformer, self.world_size) else "ddp"
+        if not isinstance(replica, DistributedDataParallel) or actual != self.strategy:
+            raise AutotuneError(
+                f"the plan's strategy is {self.strategy}, but {type(replica).__name__} of {actual} weights came of it",
+                hint="this is a bug in autotune: please report it",
+            )
+        return replica
+
+
+def _accelerator(device: torch.device) -> Any:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    # Buckets as gradients: nothing is held twice. Buffers are frozen, so they are not sent.
+    wrapping = DistributedDataParallelKwargs(
+        broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=True
+    )
+    return Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[wrapping])
+
+
+def join(planned: PlannedHardware, device: torch.device) -> Processes:
+    """Take this process's place among those that the plan names.
 
     Raises:
         AutotuneError: another number was started than the plan says.
     """
     from accelerate import PartialState
 
-    arguments = {"timeout": LONGEST_WAIT} if num_processes > 1 else {}
-    state = PartialState(cpu=device.type == "cpu", **arguments)
-    if state.num_processes != num_processes:
+    several = planned.num_processes > 1
+    state = PartialState(cpu=device.type == "cpu", **({"timeout": LONGEST_WAIT} if several else {}))
+    if state.num_processes != planned.num_processes:
         raise AutotuneError(
-            f"the plan is for {num_processes} processes, but {state.num_processes} run",
+            f"the plan is for {planned.num_processes} processes, but {state.num_processes} run",
             hint="start it with `autotune train`, which starts them itself, not with accelerate or torchrun",
         )
-    shared = num_processes > 1 and device.type != "cpu"
-    return Processes(state.process_index, num_processes, state.device if shared else device)
+    own = state.device if several and device.type != "cpu" else device
+    make_current(own)
+    return Processes(state.process_index, planned.num_processes, own, planned.strategy)
+
+
+def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why so many processes cannot have a device each; empty when they can. On CPU they share it."""
+    kind = hardware.device.kind
+    if num_processes == 1 or kind == "cpu":
+        return ()
+    if kind != "cuda":
+        return (f"processes: {num_processes} need a GPU each, {kind} has one",)
+    count = torch.cuda.device_count()
+    if count < num_processes:
+        return (f"processes: {num_processes} need a GPU each, {count} can be seen here",)
+    cards = [torch.cuda.get_device_properties(index) for index in range(num_processes)]
+    unlike = {(card.name, card.total_memory // 2**30) for card in cards}
+    names = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in unlike))
+    return (f"processes: they need equal GPUs, the first {num_processes} are {names}",) if len(unlike) > 1 else ()
 
 
 def started_by_launcher() -> bool:
@@ -97,6 +152,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_SECONDS)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns where every layer got a gradient
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     config = LaunchConfig(
         min_nodes=1,

@@ -15,6 +15,7 @@ from autotune.training.data.cache import Cache
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import read_identity
+from autotune.training.encoders import Encoders, weights_folder
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
@@ -22,7 +23,7 @@ from autotune.training.metrics import Metrics
 from autotune.training.model import load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
-from autotune.training.preview import Shot, Studio, grid, load_pipeline
+from autotune.training.preview import Shot, Studio, grid
 from autotune.training.processes import Processes, join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.verdict import judge
@@ -56,16 +57,25 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
-    processes = join(plan.frozen.hardware.num_processes, torch.device(_device_name(hardware)))
+    processes = join(plan.frozen.hardware, torch.device(_device_name(hardware)))
     events = (events or Events()) if processes.is_first else Events()
     run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
     with run.watch.phase("caching"):
-        encoded = run.encode(cache_folder)
-        studio = run.studio()
+        encoders = run.encoders()
+        studio = run.studio(encoders)
+        encoded = run.encode(cache_folder, encoders)
+        encoders.release()
     with run.watch.phase("loading"):
         events.on_phase("loading the transformer")
-        trained = load_model(prepared.model, prepared.workload, plan.frozen.settings, processes.device, plan.job.seed)
-        if run.shots and processes.is_first:
+        trained = load_model(
+            prepared.model,
+            prepared.workload,
+            plan.frozen.settings,
+            processes.device,
+            plan.job.seed,
+            shards=processes.world_size if processes.strategy == "fsdp2" else 1,
+        )
+        if run.shots and processes.samples:
             studio.attach(trained.transformer)
     key = run_key(plan, encoded)
     job, output = plan.job, prepared.output
@@ -116,21 +126,31 @@ class _Run:
     def dtype(self) -> torch.dtype:
         return torch_dtype(self.plan.frozen.settings.precision)
 
-    def encode(self, cache_folder: Path) -> EncodedDataset:
+    def encoders(self) -> Encoders:
+        """As the plan's caching settings say."""
+        frozen = self.plan.frozen
+        return Encoders(self.prepared.model, frozen.caching, self.dtype, self.processes.device, frozen.settings.loader)
+
+    def encode(self, cache_folder: Path, encoders: Encoders) -> EncodedDataset:
         """Encode on the first process while the others wait; then they find all of it in the cache."""
         if not self.processes.is_first:
             self.processes.wait()
-        model, precision = self.prepared.model, self.plan.frozen.settings.precision
-        assert model.folder is not None  # its weights were checked
+        model = self.prepared.model
         self.events.on_phase("encoding captions and images")
         encoded = encode_dataset(
             model.family,
-            lambda: load_pipeline(model, self.dtype, self.processes.device, transformer=None),
+            encoders.pipeline,
             self.prepared.dataset,
             self.prepared.workload.buckets,
             Cache(cache_folder),
-            identity=read_identity(model.folder, model.family, settings=precision),
+            identity=read_identity(
+                weights_folder(model),
+                model.family,
+                settings=self.plan.frozen.settings.precision,
+                text_settings=encoders.key,
+            ),
             caption_dropout=self.plan.job.caption_dropout,
+            release=encoders.caching.residency == "release",
             on_progress=self.events.on_encoded,
         )
         for problem in encoded.problems:
@@ -158,7 +178,7 @@ class _Run:
     def studio(self) -> Studio:
         """Ready to sample the job's prompts."""
         studio = Studio(self.prepared.model, self.dtype, self.processes.device)
-        if self.shots and self.processes.is_first:
+        if self.shots and self.processes.samples:
             studio.learn(self.shots)
         return studio
 
@@ -173,7 +193,8 @@ class _Run:
         for number, shot in enumerate(self.shots):
             with self.watch.phase("previews"):
                 frames = studio.sample(shot)
-            _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
+            if self.processes.is_first:
+                _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
 
     def finish(self, loop: Loop, studio: Studio, metrics: Metrics | None, started: float) -> RunReport:
         """Save the adapter, look at it, and report."""
@@ -186,6 +207,8 @@ class _Run:
         if self.processes.is_first:
             with self.watch.phase("saving"):
                 save_trained(adapter, loop.model, loop.optimizer, self.plan, loop.num_steps)
+        self.processes.wait()
+        if self.processes.samples:
             self._sample(studio, adapter)
         verdict = judge(adapter, base_loss=base_loss, adapter_loss=adapter_loss) if self.processes.is_first else None
         report = self._report(loop, metrics, time.monotonic() - started).model_copy(update={"verdict": verdict})
@@ -199,6 +222,8 @@ class _Run:
         self.events.on_phase("sampling with and without the adapter")
         with self.watch.phase("previews"):
             pairs = studio.with_and_without(adapter, self.shots)
+        if not self.processes.is_first:
+            return
         for name, image in zip(("without", "with"), pairs[0], strict=True):
             _save_image(image, adapter.parent / f"sample_{name}_adapter.png")
         _save_image(grid(pairs), adapter.parent / "samples.png")

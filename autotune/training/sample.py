@@ -11,6 +11,7 @@ from autotune.families.resolve import resolve_model
 from autotune.knobs.precision import torch_dtype
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
+from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
 from autotune.training.preview import Shot, Studio
@@ -48,13 +49,16 @@ def sample_run(
             hint="pass them with --control FILE",
         )
     device = torch.device("cuda", hardware.device.index) if hardware.device.kind == "cuda" else hardware.device.kind
-    studio = Studio(model, dtype, torch.device(device))
+    frozen = plan.frozen
+    encoders = Encoders(model, frozen.caching, dtype, torch.device(device), frozen.settings.loader)
+    studio = Studio(encoders)
     steps = num_steps or plan.job.preview_steps
     shots = [
         Shot(prompt, plan.frozen.workload.largest_bucket, steps, seed + number, control_paths)
         for number in range(count)
     ]
     studio.learn(shots[:1])
+    encoders.release()
     studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device))
     studio.load_adapter(folder / ADAPTER_FILE)
     written = []

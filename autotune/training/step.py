@@ -1,5 +1,6 @@
 """One optimizer step, shared by training and trials."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,14 +63,12 @@ class AdapterOptimizer:
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.parameters[0].dtype == torch.float16)
 
-    def step(self, average: Average | None = None) -> "Tensor":
-        """Average over processes, clip, update and clear the gradients; returns the gradient norm before clipping."""
+    def step(self) -> "Tensor":
+        """Clip, update and clear the gradients; returns the gradient norm before clipping."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
-        if average:
-            average([master.grad for master in self.masters if master.grad is not None])
         self.scaler.unscale_(self.adamw)
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
         self.scaler.step(self.adamw)
@@ -125,18 +124,21 @@ def optimizer_step(
 
     Each micro-batch weighs by its share of the effective batch, so an uneven split gives the same gradient. Of several
     processes each gets its own share: `effective_batch_size` counts the images of this one, `first_position` those
-    of the processes before it, and `average` is called once per step, after all micro-batches.
+    of the processes before it, and `average` is given the loss. A transformer wrapped for several processes averages
+    gradients by itself, once per step, in the backward pass of the last micro-batch.
     """
     total = torch.zeros((), dtype=torch.float32)
-    position = first_position
+    position, end = first_position, first_position + effective_batch_size
+    unsynchronised = getattr(transformer, "no_sync", contextlib.nullcontext)
     for batch in micro_batches:
-        clean = batch["latents"]
-        loss = drawn_loss(family, transformer, batch, (seed, step, position), timestep_shift, weighting)
-        loss = loss * (len(clean) / effective_batch_size)
-        position += len(clean)
-        optimizer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        size = len(batch["latents"])
+        with contextlib.nullcontext() if position + size == end else unsynchronised():
+            loss = drawn_loss(family, transformer, batch, (seed, step, position), timestep_shift, weighting)
+            loss = loss * (size / effective_batch_size)
+            optimizer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        position += size
         total = total.to(loss.device) + loss.detach()
-    norm = optimizer.step(average)
+    norm = optimizer.step()
     if average:
         average([total])
     loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # one wait for the device, not two

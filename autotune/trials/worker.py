@@ -99,8 +99,11 @@ def cap_memory(device_name: str, cap_bytes: int) -> None:
     """Let this process take `cap_bytes` and, of a card, no more than is free now: others may have come since."""
     import torch
 
+    from autotune.training.memory import make_current
+
     device = torch.device(device_name)
     if device.type == "cuda":
+        make_current(device)
         free, total = torch.cuda.mem_get_info(device)
         if torch.cuda.get_device_properties(device).is_integrated:
             free = total  # what is called free there leaves out what the kernel would give back; the parent looked

@@ -44,6 +44,12 @@ class Loader(Protocol):
     def unavailable(self, device: "torch.device") -> str | None:
         """Why it cannot read to `device` on this machine, or None."""
 
+    def held_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
+        """Most that it holds beside the tensors it has given, for files of `stored_bytes`.
+
+        `shares_memory`: whether the file's cached pages count against the device, as on integrated GPUs.
+        """
+
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
         """Every tensor of `source` once, by name, on `device`, as stored: same dtype, shape and bits.
 
@@ -58,6 +64,9 @@ class MappedLoader:
 
     def unavailable(self, device: "torch.device") -> str | None:
         return None
+
+    def held_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
+        return stored_bytes if shares_memory else 0  # elsewhere the system drops mapped pages when it needs memory
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
         from safetensors import safe_open
@@ -75,6 +84,9 @@ class PreadLoader:
 
     def unavailable(self, device: "torch.device") -> str | None:
         return None if hasattr(os, "preadv") else "this system has no preadv"
+
+    def held_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
+        return READ_AHEAD_BYTES
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
         return_freed_buffers_at_once()
@@ -161,6 +173,9 @@ class FastLoader:
         except (ImportError, OSError) as error:
             return f"fastsafetensors does not import: {error}"
         return None
+
+    def held_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
+        return CHUNK_BYTES
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
         from fastsafetensors import ParallelLoader

@@ -14,7 +14,7 @@ from autotune.hardware.probe import measured, profile_of
 from autotune.schema import Rate
 from tests.hardware.fleet import machine
 
-UNITS = {"matmul": "FLOP/s", "attention": "FLOP/s", "memory": "B/s", "disk": "B/s", "process": "B"}
+UNITS = {"matmul": "FLOP/s", "attention": "FLOP/s", "memory": "B/s", "disk": "B/s", "page_cache": "B/s", "process": "B"}
 
 
 @pytest.fixture
@@ -52,9 +52,7 @@ def test_a_processor_is_measured_whole(small_effort):
         "matmul.fp16.8x64x64",
         "matmul.bf16.8x64x128",
         *(f"attention.{b}.bf16.{n}" for b in ("native", "_native_flash", "_native_math") for n in (16, 32)),
-        "disk.safetensors",
-        "disk.pread",
-        "disk.fastsafetensors",
+        *(f"{place}.{loader}" for place in ("disk", "page_cache") for loader in rates.LOADERS),
     }
     for rate in found:
         assert rate.unit == UNITS[rate.name.split(".")[0]]
@@ -68,7 +66,7 @@ def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
     monkeypatch.setattr(rates.Meter, "bandwidth", broken)
     reports = reports_of()
     assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
-    assert sum(kind == "rate" for kind, _ in reports) == 14
+    assert sum(kind == "rate" for kind, _ in reports) == 17
 
 
 def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
@@ -76,7 +74,7 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     monkeypatch.setitem(rates.EFFORTS, "cpu", none_left)
     reports = reports_of()
     assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
-    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 14
+    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 17
 
 
 def child(code, **options):

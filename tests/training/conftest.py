@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.schema import HardwareProfile, TrainingPlan
+from autotune.schema import CachingSettings, HardwareProfile, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import read_dataset
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import read_identity
+from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
 from autotune.training.folder import run_key
 from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, load_model
-from autotune.training.preview import load_pipeline
 from autotune.training.processes import Processes
 from tests.training.small import machine, make_plan, write_model_and_images
 
@@ -104,7 +104,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     plan = make_plan(model_folder, images, hardware)
     encoded = encode_dataset(
         resolved.family,
-        lambda: load_pipeline(resolved, torch.float32, CPU, transformer=None),
+        Encoders(resolved, CachingSettings(), torch.float32, CPU).pipeline,
         read_dataset(images),
         plan.frozen.workload.buckets,
         Cache(folder / "cache"),

@@ -35,6 +35,7 @@ def make_plan(
     *,
     settings: Candidate = SETTINGS,
     num_processes: int = 1,
+    strategy: Any = None,
     resolution_px: int = RESOLUTION_PX,
     **job: Any,
 ) -> TrainingPlan:
@@ -52,6 +53,7 @@ def make_plan(
             budget_bytes=hardware.device.budget_bytes,
             versions=hardware.versions,
             num_processes=num_processes,
+            strategy=strategy or ("ddp" if num_processes > 1 else "single"),
         ),
         workload=workload,
         settings=settings,

@@ -18,9 +18,12 @@ from autotune.training.save import ADAPTER_FILE, save_trained
 from tests.training.conftest import CPU, Bench
 
 
-def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(
+    bench: Bench, tmp_path: Path, strategy: str
+) -> None:
     output = tmp_path / "two"
-    plan = bench.plan(num_steps=24, num_processes=2, output=str(output), checkpointing_steps=10)
+    plan = bench.plan(num_steps=24, num_processes=2, strategy=strategy, output=str(output), checkpointing_steps=10)
     write_plan(tmp_path / "plan.yaml", plan)
     command = [sys.executable, "-m", "autotune", "train", str(tmp_path / "plan.yaml")]
     stopped = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -45,6 +48,6 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(bench: Be
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
 
 
-def test_another_number_of_processes_than_planned_is_refused() -> None:
+def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> None:
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
-        join(2, CPU)
+        join(bench.plan(num_processes=2).frozen.hardware, CPU)

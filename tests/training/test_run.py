@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.reporting.run import report_lines
-from autotune.schema import RunReport
+from autotune.schema import CachingSettings, RunReport
+from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
 from autotune.training.prepare import prepare
-from autotune.training.preview import Shot, Studio, load_pipeline
+from autotune.training.preview import Shot, Studio
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
@@ -83,8 +84,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]
 ) -> None:
     shot = Shot(PROMPTS[0], bench.plan().frozen.workload.largest_bucket, 2, seed=5)
-    stock = load_pipeline(bench.resolved, torch.float32, CPU)
-    stock.set_progress_bar_config(disable=True)
+    stock = bench.resolved.family.load_pipeline(bench.model_folder)
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
     expected = bench.resolved.family.sample(stock, shot.prompt, shot.bucket, num_steps=2, seed=5)[0]
     (written,) = sample_run(run[0], bench.hardware, PROMPTS[0], seed=5)
@@ -93,7 +93,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
 
 def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
-    studio, tried = Studio(bench.resolved, torch.float32, CPU), []
+    studio, tried = Studio(Encoders(bench.resolved, CachingSettings(), torch.float32, CPU)), []
     studio.answers[PROMPTS[0], ()] = []
     vae = torch.nn.Module()
     vae.use_tiling = False

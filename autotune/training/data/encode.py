@@ -4,7 +4,6 @@ What is cached is found by its content, so a changed image is encoded again alon
 when something is missing.
 """
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +18,7 @@ from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import Identity
 from autotune.training.data.pixels import open_pixels
 from autotune.training.data.recipes import Latents, Prompt, Recipe, prompt_of, recipe_of
+from autotune.training.encoders import TEXT_ENCODERS, give_back_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +141,7 @@ def _complete(
         pipeline = load_pipeline()
         failed |= _encode_each(missing_prompts, lambda one: _encode_prompt(family, pipeline, one), store)
         if release:
-            _release(pipeline, "text_encoder")
+            _release(pipeline, TEXT_ENCODERS)
         failed |= _encode_each(missing_latents, lambda one: _encode_latents(family, pipeline, one), store)
         if release:
             _release(pipeline, "vae")
@@ -228,10 +228,6 @@ class _Store:
 
 def _release(pipeline: Any, prefix: str) -> None:
     """Let go of the components whose names begin with `prefix`, and give their device memory back."""
-    import torch
-
     for name in [name for name in pipeline.components if name.startswith(prefix)]:
         setattr(pipeline, name, None)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    give_back_memory()

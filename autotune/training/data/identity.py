@@ -20,18 +20,20 @@ WEIGHT_SAMPLE_BYTES = 1024**2
 """Read from each end of a large file to recognise it: hashing a 16 GB text encoder would cost half a minute."""
 
 
-def read_identity(model_folder: Path, family: Family, *, settings: str) -> Identity:
+def read_identity(model_folder: Path, family: Family, *, settings: str, text_settings: str = "") -> Identity:
     """What encodes, from the files of a pipeline in the diffusers layout.
 
     Args:
         model_folder: holds `model_index.json` and a folder per component.
         family: its way to encode is part of the identity.
-        settings: precision and quantisation of the encoders, e.g. `bf16`.
+        settings: precision of the encoders, e.g. `bf16`.
+        text_settings: what else decides the values of the text encoder's output, e.g. its quantisation.
     """
     base = f"{family.name} {settings} diffusers {version('diffusers')}"
     vae = _components_digest(model_folder, ("vae",))
     text = _components_digest(model_folder, ("text_encoder", "tokenizer", "processor"))
-    return Identity(text_encoder=f"{base} transformers {version('transformers')} {text}", vae=f"{base} {vae}")
+    encoder = f"{base} transformers {version('transformers')} {text} {text_settings}".rstrip()
+    return Identity(text_encoder=encoder, vae=f"{base} {vae}")
 
 
 def _components_digest(model_folder: Path, prefixes: tuple[str, ...]) -> str:

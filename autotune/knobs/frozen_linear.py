@@ -1,0 +1,48 @@
+"""A frozen Linear on torchao's quantised weights that keeps nothing but those weights for its backward pass.
+
+torchao's own layers leave the dequantised copy of each product to autograd, so without checkpointing an int8 model
+needs more memory than a bf16 one. Here the backward pass dequantises again: one more read of the stored weights, and
+bit for bit the same gradient of the input. The weights themselves get none: they are frozen.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FrozenProduct(torch.autograd.Function):
+    """`linear(x, weight, bias)` for a weight of torchao's Int8Tensor or Float8Tensor, with one scale per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: "Tensor", weight: Any, bias: "Tensor | None") -> "Tensor":
+        ctx.save_for_backward(weight.qdata, weight.scale)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: "Tensor") -> Any:
+        (gradient,) = gradients
+        stored, scale = ctx.saved_tensors
+        if stored.dtype == torch.int8:  # torchao multiplies by the stored integers and scales the outcome
+            weight = stored.to(gradient.dtype)
+            gradient = gradient * scale.to(gradient.dtype).flatten()
+        else:
+            weight = stored.to(torch.float32).mul_(scale).to(gradient.dtype)
+        return gradient.matmul(weight), None, None
+
+
+class FrozenLinear(nn.Linear):
+    """A Linear whose weight torchao has quantised; `freeze` makes one of a layer in place."""
+
+    def forward(self, input: "Tensor") -> "Tensor":
+        product: Tensor = FrozenProduct.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return product
+
+
+def freeze(layer: nn.Linear) -> None:
+    """Let `layer`, whose weight is quantised, keep less for its backward pass. It stays a Linear to everyone else."""
+    layer.__class__ = FrozenLinear

@@ -1,0 +1,138 @@
+"""The text encoders and the VAE of a run, loaded once, where and how the plan says, and let go when all is encoded."""
+
+import gc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.errors import InvalidInput
+from autotune.families.resolve import ResolvedModel
+from autotune.knobs.quantization import quantize_inside
+from autotune.schema import CachingSettings
+from autotune.weights.components import load_component
+from autotune.weights.streaming import Transform
+
+TEXT_ENCODERS = "text_encoder"
+"""Components whose names begin so only serve `encode_prompt`."""
+
+
+class Encoders:
+    """Loads on first use.
+
+    Args:
+        model: with its files.
+        caching: where text encoders run and how they are stored.
+        dtype: of what is not quantised.
+        device: that trains; the VAE runs there.
+        loader: a name in `autotune.weights.loaders`.
+    """
+
+    def __init__(
+        self,
+        model: ResolvedModel,
+        caching: CachingSettings,
+        dtype: torch.dtype,
+        device: torch.device,
+        loader: str = "safetensors",
+    ) -> None:
+        self.model, self.caching, self.dtype, self.device, self.loader = model, caching, dtype, device, loader
+        self._loaded: Any = None
+
+    @property
+    def key(self) -> str:
+        """What of these settings decides the values of an embedding, beside the dtype; streaming does not."""
+        storage = self.caching.text_encoder_storage
+        elsewhere = self._text_device.type != self.device.type
+        return ("" if storage == "none" else storage) + (f" on {self._text_device.type}" if elsewhere else "")
+
+    @property
+    def _text_device(self) -> torch.device:
+        place = self.caching.text_encoder_device
+        return self.device if place == "training" else torch.device(place)
+
+    @property
+    def names(self) -> list[str]:
+        """The text encoders' names in the pipeline."""
+        return [name for name in self.model.family.components if name.startswith(TEXT_ENCODERS)]
+
+    def pipeline(self) -> Any:
+        """The stock pipeline without a transformer; its `encode_prompt` runs where the encoders are."""
+        if self._loaded is None:
+            parts = {name: self._text_encoder(name) for name in self.names}
+            vae = self.vae(self.device)
+            folder = weights_folder(self.model)
+            loaded = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, transformer=None, vae=vae, **parts)
+            loaded.encode_prompt = running_on(self._text_device, self.device, loaded.encode_prompt)
+            self._loaded = loaded
+        return self._loaded
+
+    def vae(self, device: torch.device) -> nn.Module:
+        """The kept VAE, or a fresh one on `device`."""
+        kept = getattr(self._loaded, "vae", None)
+        if kept is not None:
+            return kept  # type: ignore[no-any-return]
+        folder = weights_folder(self.model)
+        return load_component(folder, "vae", dtype=self.dtype, device=str(device), loader=self.loader)  # type: ignore[no-any-return]
+
+    def _text_encoder(self, name: str) -> nn.Module:
+        folder, caching = weights_folder(self.model), self.caching
+        if caching.text_encoder_streamed:
+            from accelerate import cpu_offload
+
+            # Mapped, so that the host drops and reads again what it has no room for.
+            encoder = load_component(folder, name, dtype=self.dtype)
+            cpu_offload(encoder, self.device, offload_buffers=True)
+            return encoder  # type: ignore[no-any-return]
+
+        def quantised(model: nn.Module) -> Transform | None:
+            return quantize_inside(_repeated(model), caching.text_encoder_storage)
+
+        device = str(self._text_device)
+        return load_component(  # type: ignore[no-any-return]
+            folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantised
+        )
+
+    def release(self) -> None:
+        """Let go of everything, unless the plan keeps it."""
+        if self.caching.residency == "release":
+            self._loaded = None
+            give_back_memory()
+
+
+def weights_folder(model: ResolvedModel) -> Path:
+    """The model's folder. Raises InvalidInput where its weights are not on this machine."""
+    if model.folder is None:
+        raise InvalidInput(f"the weights of {model.spec.name} are not on this machine", hint="pass --model FOLDER")
+    return model.folder
+
+
+def running_on(there: torch.device, here: torch.device, encode: Callable[..., Any]) -> Callable[..., Any]:
+    """`encode_prompt` of a pipeline whose encoders are on `there`, with its answers on `here`."""
+
+    def encode_there(*values: Any, **named: Any) -> Any:
+        named = {name: moved(value, there) for name, value in named.items()}
+        return moved(encode(*(moved(value, there) for value in values), **{**named, "device": there}), here)
+
+    return encode_there
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on `device`, inside tuples and lists too."""
+    if isinstance(value, tuple | list):
+        return type(value)(moved(one, device) for one in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _repeated(model: nn.Module) -> Iterable[nn.Module]:
+    """The blocks of any encoder: what its lists of modules hold."""
+    return (block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module)
+
+
+def give_back_memory() -> None:
+    """Collect what nothing refers to any more, and give its device memory back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,53 @@
+"""Frozen weights shared out over processes (FSDP2), block by block while they arrive, so that no device holds them all.
+
+Each process keeps its part of every frozen weight; a block is gathered just before it runs and let go after it. The
+adapter is added later and stays whole on every process: it is small, and its gradients are DDP's to average.
+"""
+
+from torch import nn
+
+from autotune.families.base import Family
+from autotune.weights.streaming import Transform
+
+
+def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, world_size: int) -> Transform:
+    """What shards each block of an empty `transformer` as soon as all of it has arrived, and the rest at the end.
+
+    Needs torch's process group, and frozen weights of one dtype in each block.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    transformer.requires_grad_(False)
+    mesh = init_device_mesh(device_type, (world_size,))
+    waiting: dict[nn.Module, set[nn.Module]] = {}
+    owner: dict[nn.Module, nn.Module] = {}
+    for part in (*family.blocks(transformer), transformer):
+        own = [module for module in part.modules() if module not in owner and _has_tensors(module)]
+        owner |= dict.fromkeys(own, part)
+        waiting[part] = set(own)
+
+    def arrived(name: str, module: nn.Module) -> None:
+        part = owner[module]
+        waiting[part].discard(module)
+        if part is not transformer and not waiting[part]:
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+            del waiting[part]
+        if waiting.keys() == {transformer} and not waiting[transformer]:
+            fully_shard(transformer, mesh=mesh, reshard_after_forward=True)  # last: it takes what no block has
+
+    return arrived
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Whether anything of its own comes from the files."""
+    buffers = (value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set)
+    return any(value is not None for value in (*module._parameters.values(), *buffers))
+
+
+def is_sharded(transformer: nn.Module, world_size: int) -> bool:
+    """Whether every frozen weight is really shared out over that many processes."""
+    from torch.distributed.tensor import DTensor
+
+    frozen = [parameter for parameter in transformer.parameters() if not parameter.requires_grad]
+    return all(isinstance(weight, DTensor) and weight.device_mesh.size() == world_size for weight in frozen)

@@ -1,0 +1,118 @@
+"""How captions are encoded: the first way that fits, exact ones first; pins are checked."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.errors import InvalidInput
+from autotune.families.registry import FAMILIES
+from autotune.knobs.base import Setting
+from autotune.knobs.caching import EncoderSize, choose_caching, pinned, shown, size_of
+from autotune.schema import CachingSettings, HardwareProfile
+from tests import builders
+
+GIB = 2**30
+QWEN = size_of(FAMILIES["qwen-image"].parts, "bf16", 254 << 20)
+GATES = ("precision.bf16", "quantization.torchao-int8", "quantization.bnb-nf4")
+
+
+def on(
+    budget_gib: float,
+    *,
+    host_gib: float = 48,
+    count: int = 1,
+    kind: str = "discrete",
+    quality: str = "high",
+    gates=GATES,
+) -> Setting:
+    plain = builders.hardware(*gates, budget_bytes=int(budget_gib * GIB))
+    hardware = HardwareProfile.model_validate(
+        {
+            **{name: getattr(plain, name) for name in HardwareProfile.model_fields},
+            "device": plain.device.model_copy(
+                update={"memory_kind": kind, "count": count, "total_memory_bytes": 24 * GIB}
+            ),
+            "host": plain.host.model_copy(update={"available_memory_bytes": int(host_gib * GIB)}),
+        }
+    )
+    return builders.setting(hardware, builders.workload(quality=quality))
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (on(22), "training device, as they are"),
+        (on(11), "training device, torchao-int8"),
+        (on(11, count=2), "cuda:1, as they are"),
+        (on(11, quality="exact"), "cpu, as they are"),
+        (on(11, quality="exact", host_gib=12), "training device, streamed"),
+        (on(7), "cpu, as they are"),
+        (on(7, quality="compact"), "training device, bnb-nf4"),
+        (on(7, kind="integrated"), "training device, streamed"),
+        (on(11, gates=("precision.bf16",)), "cpu, as they are"),
+    ],
+)
+def test_the_encoder_of_qwen_image_goes_where_it_fits(setting: Setting, expected: str) -> None:
+    caching, reason = choose_caching(setting, QWEN)
+    assert shown(caching) == expected == reason.chosen
+    assert all(rejected.reason for rejected in reason.rejected)
+
+
+def test_a_7b_encoder_in_bf16_does_not_fit_12_gb_and_the_reason_says_so() -> None:
+    _, reason = choose_caching(on(11.2), QWEN)
+    assert [item.choice for item in reason.rejected if "16.6 GiB" in item.reason] == ["training device, as they are"]
+
+
+@given(
+    budget=st.floats(0.5, 200),
+    host=st.floats(1, 500),
+    count=st.integers(1, 8),
+    kind=st.sampled_from(["discrete", "integrated", "coherent", "host"]),
+    quality=st.sampled_from(["exact", "high", "compact"]),
+    parameters=st.integers(0, 10**11),
+)
+def test_some_way_is_always_found_and_never_below_the_quality_floor(budget, host, count, kind, quality, parameters):
+    setting = on(budget, host_gib=host, count=count, kind=kind, quality=quality)
+    size = EncoderSize(parameters, 2, 0)
+    caching, _ = choose_caching(setting, size)
+    assert quality != "exact" or caching.text_encoder_storage == "none"
+    assert caching.text_encoder_storage != "bnb-nf4" or quality == "compact"
+    roomy = caching.text_encoder_streamed or size.device_bytes(caching) <= budget * GIB
+    assert roomy
+    assert caching == choose_caching(setting, size)[0]
+
+
+def test_every_way_takes_less_of_the_device_than_the_plain_one() -> None:
+    plain = QWEN.device_bytes(CachingSettings())
+    for change in ({"text_encoder_storage": "torchao-int8"}, {"text_encoder_streamed": True},
+                   {"text_encoder_device": "cpu"}):  # fmt: skip
+        assert QWEN.device_bytes(CachingSettings.model_validate(change)) < plain
+
+
+def test_pins_are_taken_over_what_fits() -> None:
+    caching, reason = choose_caching(on(11), QWEN, {"text_encoder_device": "cpu"})
+    assert (shown(caching), reason.why) == ("cpu, as they are", "pinned by the user")
+    kept, _ = choose_caching(on(30), QWEN, {"residency": "keep"})
+    assert shown(kept) == "training device, as they are, kept"
+    streamed, _ = choose_caching(on(30), QWEN, {"text_encoder_streamed": "true"})
+    assert streamed.text_encoder_streamed
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        ({"text_encoder_device": "cuda:3"}, "no cuda:3"),
+        ({"text_encoder_device": "gpu"}, "no device"),
+        ({"text_encoder_storage": "int3"}, "unknown"),
+        ({"text_encoder_storage": "bnb-nf4"}, "--quality compact"),
+        ({"residency": "sometimes"}, "caching.residency"),
+        ({"no_such_field": "x"}, "caching.no_such_field"),
+        ({"text_encoder_streamed": "perhaps"}, "caching.text_encoder_streamed"),
+        ({"text_encoder_streamed": "true", "text_encoder_device": "cpu"}, "streamed"),
+    ],
+)
+def test_a_pin_that_cannot_be_is_refused_with_a_hint(pins: dict[str, str], words: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        pinned(pins, on(24))
+    assert words in caught.value.message
+    assert caught.value.hint
