@@ -177,8 +177,10 @@ class TrialResult(Frozen):
     """Device memory of the step, as the allocator counts it."""
     load_peak_memory_bytes: int | None = None
     """Device memory while the weights arrived; None on CPU."""
+    confirms: bool = False
+    """Whether this is the longer trial of a candidate that had won: its numbers are what a plan promises."""
     phases: tuple[PhasePeak, ...] = ()
-    """Of the trial that confirmed the winner: every phase of a run that could be tried."""
+    """Of a confirming trial: every phase of a run that could be rehearsed."""
     allocator_retries: int = Field(default=0, ge=0)
     """Times that the device's allocator ran out, freed what it kept, and went on."""
     memory_cap_bytes: int | None = None

@@ -34,9 +34,10 @@ def classify(error: BaseException) -> Outcome:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """The first line of an error's message, and the notes on where it happened."""
     lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else "no message"
+    where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return (lines[0][:200] if lines else "no message") + where
 
 
 @dataclass(frozen=True)

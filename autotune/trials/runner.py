@@ -21,9 +21,10 @@ from autotune.cost.memory import process_overhead_bytes
 from autotune.hardware.memory import shares_host_memory
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, TrialResult, Workload
 from autotune.trials.lock import DeviceLock, lock_path
 from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
+from autotune.trials.phases import RehearsalRequest
 from autotune.trials.steps import TrialRequest
 from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_floor_bytes
 from autotune.trials.worker import Failure, Request, serve
@@ -123,6 +124,30 @@ class ProcessTrialRunner:
         )
         key = tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)
         return self.judged(candidate, self.ask(request, key))
+
+    def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
+        """Run a candidate that has won through every phase of a run, and until its steps are steady.
+
+        Where that takes longer than a trial may, what is known after training stands, and the message says so.
+
+        Raises:
+            AutotuneError: another search has the device and does not end.
+        """
+        self.close_child()  # phases are measured from an empty device on
+        request = RehearsalRequest(
+            model=self.model,
+            workload=self.workload,
+            candidate=candidate,
+            caching=caching,
+            device=self.device,
+            memory_cap_bytes=self._cap_bytes(),
+            most_seconds=most_seconds,
+        )
+        answer = self.ask(request)
+        if isinstance(answer, Failure) and answer.outcome == "timeout" and answer.so_far is not None:
+            known = ", ".join(phase.name for phase in answer.so_far.phases)
+            answer = _changed(answer.so_far, message=f"confirmed as far as {known}: {answer.message}")
+        return _changed(self.judged(candidate, answer), confirms=True)
 
     def judged(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
         """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""

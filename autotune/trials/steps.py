@@ -114,7 +114,8 @@ def load(request: TrialRequest) -> Loaded:
     started = time.perf_counter()
     resolved = resolve_model(request.model)
     model = load_model(resolved, workload, request.candidate, device, seed=0)
-    samples = synthetic_samples(resolved, workload, workload.effective_batch_size, model.dtype)
+    count = workload.effective_batch_size
+    samples = synthetic_samples(resolved.family, resolved.config, workload, count, model.dtype)
     initial = [parameter.detach().clone() for parameter in model.adapter]
     seconds = time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
