@@ -84,6 +84,8 @@ class Record(Frozen):
                 raise ValueError("a number in it is too large")
         if self.expected.evidence != "measured":
             raise ValueError("predictions are no evidence")
+        if any(trial.memory_cap_bytes is not None for trial in self.trials):
+            raise ValueError("trials under a cap on memory are no evidence")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
         return self
@@ -144,7 +146,8 @@ def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: dat
         InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on memory.
     """
     frozen = plan.frozen
-    _require_evidence(plan, hardware)
+    if why := why_no_evidence(plan, hardware):
+        raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
     processes = frozen.hardware.num_processes
     return Record(
         schema_version=1,
@@ -195,16 +198,16 @@ def class_of(workload: Workload) -> str:
     return f"{parts}-b{workload.effective_batch_size}-{workload.text_padding}"
 
 
-def _require_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> None:
-    planned, why = plan.frozen.hardware, None
+def why_no_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> str | None:
+    """Why what the plan holds tells nothing about machines like this one; None when it does."""
+    planned = plan.frozen.hardware
     if plan.frozen.expected.evidence != "measured" or hardware.origin != "probe":
-        why = "it was predicted, not measured"
-    elif planned.fingerprint != hardware.fingerprint or planned.device_name != hardware.device.name:
-        why = "it was made on another machine or with other versions than these"
-    elif planned.budget_bytes < hardware.device.budget_bytes:
-        why = "it was measured under a cap on memory"
-    if why:
-        raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
+        return "it was predicted, not measured"
+    if planned.fingerprint != hardware.fingerprint or planned.device_name != hardware.device.name:
+        return "it was made on another machine or with other versions than these"
+    if any(trial.memory_cap_bytes is not None for trial in plan.frozen.trials):
+        return "it was measured under a cap on memory"
+    return None
 
 
 def _without_names(workload: Workload) -> Workload:
@@ -228,6 +231,7 @@ def _bare(trial: TrialResult) -> TrialResult:
         warmup_seconds=trial.warmup_seconds,
         load_seconds=trial.load_seconds,
         peak_memory_bytes=trial.peak_memory_bytes,
+        allocator_retries=trial.allocator_retries,
         load_peak_memory_bytes=trial.load_peak_memory_bytes,
         host_memory_bytes=trial.host_memory_bytes,
     )
