@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
-from autotune.knobs.base import Choices, Knob, Setting
+from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.schema import Candidate, Choice, Rejected
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ class Compile(Knob):
         if candidate.compile != "off" and candidate.quantization != "none":
             return "quantised layers run outside compiled code, which leaves nothing to gain"
         return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        because = "fused kernels keep intermediate results in fp32 where single ones round them"
+        return Parity(choice, 0.05, because) if choice == "block" else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         for block in family.blocks(transformer):

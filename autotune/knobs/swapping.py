@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
-from autotune.knobs.base import Choices, Knob, Setting
+from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.knobs.quantization import Quantization
 from autotune.schema import Candidate, Choice, Rejected, Workload
 
@@ -52,6 +52,9 @@ class Swapping(Knob):
         if candidate.swapped_blocks and candidate.compile != "off":
             return "compiled blocks hold on to their weights"
         return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return Parity(1, 1e-5, "the same operations on copies of the same weights") if choice else None
 
     def shown(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks" if choice else "none"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs.block_swap import BlockSwap, waits_on_host
-from autotune.knobs.quantization import Quantization
+from autotune.knobs.quantization import quantize_on_arrival
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,9 @@ def gradients(model: nn.Module, num_passes: int = 2) -> list[torch.Tensor]:
 def test_gradients_are_bit_equal(storage, num_swapped):
     plain, swapped = Model(), Model()
     for model in (plain, swapped):
-        Quantization().apply(model, Family(), storage)
+        quantize = quantize_on_arrival(Family(), model, storage)
+        for block in model.blocks if quantize else ():
+            quantize("base", block["base"])
     BlockSwap(swapped.blocks[:num_swapped], CPU)
     for expected, found in zip(gradients(plain), gradients(swapped), strict=True):
         assert torch.equal(expected, found)
