@@ -39,10 +39,15 @@ class BlockSwap:
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
         """Of the blocks on the device: when their weights have arrived; None where copies are immediate."""
         self.last = -1
+        self.adapters_came: set[int] = set()
         for number, block in enumerate(blocks):
+            _bring(block, device)  # an optimizer may look at them before anything runs
             block.register_forward_pre_hook(partial(self._before, number))
 
-    def _before(self, number: int, *_: Any) -> None:
+    def _before(self, number: int, block: nn.Module, *_: Any) -> None:
+        if number not in self.adapters_came:  # they are added where the weights are: perhaps on the host, and later
+            _bring(block, self.device)
+            self.adapters_came.add(number)
         following = self._following(number)
         for other in [other for other in self.arrivals if other not in (number, following)]:
             self._forget(other)
@@ -84,15 +89,19 @@ class BlockSwap:
             module._parameters[name] = home
 
 
+def _bring(block: nn.Module, device: torch.device) -> None:
+    """Move what is trained to the device, for good."""
+    for parameter in block.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(device)
+
+
 def _sent_home(block: nn.Module, device: torch.device) -> list[Place]:
-    """Move the block's frozen parameters to the host, pinned for CUDA, and all else to the device."""
+    """Move the block's frozen parameters to the host, pinned for CUDA, and buffers to the device."""
     places = []
     for module in block.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(device)
+            if parameter is None or parameter.requires_grad:
                 continue
             home = nn.Parameter(_each_part(parameter, partial(_at_home, device.type == "cuda")), requires_grad=False)
             module._parameters[name] = home
