@@ -187,6 +187,8 @@ class TrialResult(Frozen):
     """Set where the user, not the device, decided how much memory there was: no evidence for a device of that size."""
     host_memory_bytes: int | None = None
     """Largest resident memory of the child process."""
+    wall_seconds: float | None = Field(default=None, ge=0)
+    """What the trial cost, from the request to the answer."""
     final_loss: float | None = None
     message: str = ""
     """Why the outcome is not `ok`, in one line."""
@@ -227,6 +229,17 @@ class Expected(Frozen):
     """Of a training step, as the device's allocator counts it."""
     process_memory_bytes: int = NaturalInt
     """What the process takes besides: on CPU its libraries, on a GPU its context."""
+    phases: tuple[PhasePeak, ...] = ()
+    """What each phase of a run took when the winner was rehearsed; empty where none was."""
+
+    @property
+    def required_memory_bytes(self) -> int:
+        """Of the neediest phase that was rehearsed, and of a training step at least."""
+        measured = (
+            phase.host_bytes if phase.device_bytes is None else phase.device_bytes + self.process_memory_bytes
+            for phase in self.phases
+        )
+        return max(self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured))
 
 
 class PlannedHardware(Frozen):
@@ -321,8 +334,16 @@ class FrozenPart(Frozen):
     records: tuple[str, ...] = ()
     """Shared records that the search stood on, by name."""
     search_seconds: float = Field(ge=0)
-    """What the search cost."""
+    """What its trials cost, loading included; 0 for a prediction."""
     trials: tuple[TrialResult, ...]
+    pins: tuple[tuple[Knob, str], ...] = ()
+    """Values that the user asked for."""
+    exclusions: tuple[tuple[Knob, str], ...] = ()
+    """Values that the user ruled out."""
+    advice: tuple[str, ...] = ()
+    """What other wishes would bring, one sentence each."""
+    predicted_digest: str | None = None
+    """Digest of the predicted plan that this one was made of on arrival."""
 
 
 class TrainingPlan(Frozen):

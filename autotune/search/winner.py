@@ -1,6 +1,6 @@
 """Picks the winner among what was measured, or predicted where nothing can be measured, and says why: pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import NothingFits
@@ -23,7 +23,12 @@ class Score:
 
 
 def measured_scores(results: Sequence[TrialResult]) -> list[Score]:
-    """From trials."""
+    """From trials; of a candidate that was tried again the last one counts, unless it only took too long."""
+    last: dict[Candidate, TrialResult] = {}
+    for result in results:
+        known = last.get(result.candidate)
+        if known is None or known.outcome != "ok" or result.outcome != "timeout":
+            last[result.candidate] = result
     return [
         Score(
             result.candidate,
@@ -31,7 +36,7 @@ def measured_scores(results: Sequence[TrialResult]) -> list[Score]:
             result.peak_memory_bytes or 0,
             None if result.outcome == "ok" else f"{result.outcome}: {result.message}",
         )
-        for result in results
+        for result in last.values()
     ]
 
 
@@ -64,17 +69,17 @@ def winner_of(scores: Sequence[Score], objective: Objective) -> Score | None:
     return min((score for score in scores if score.failure is None), key=key, default=None)
 
 
-def require_winner(scores: Sequence[Score], objective: Objective, relaxation: str) -> Score:
+def require_winner(scores: Sequence[Score], objective: Objective, relaxation: Callable[[], str]) -> Score:
     """The winner.
 
     Raises:
-        NothingFits: nothing runs; `relaxation` says what would help.
+        NothingFits: nothing runs; `relaxation` finds out what would help.
     """
     best = winner_of(scores, objective)
     if best is None:
         nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
         why = nearest.failure if nearest else "every setting is predicted to need more than a run may take"
-        raise NothingFits(f"nothing runs here: {why}", hint=relaxation)
+        raise NothingFits(f"nothing runs here: {why}", hint=relaxation())
     return best
 
 

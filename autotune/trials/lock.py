@@ -4,6 +4,7 @@ Searches that ran at once would measure each other. A lock file holds the id of 
 """
 
 import fcntl
+import logging
 import os
 import re
 import tempfile
@@ -33,7 +34,7 @@ class DeviceLock:
     def __init__(
         self,
         path: Path,
-        on_wait: Callable[[str], None] = lambda message: None,
+        on_wait: Callable[[str], None] = logging.getLogger(__name__).warning,
         longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
     ) -> None:
         """`on_wait` is told once who is being waited for."""

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from autotune.atomic import write_whole
 from autotune.families.base import Family
+from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Parity, Setting, parity_gate
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
@@ -35,9 +36,7 @@ Ask = Callable[[GradientRequest], "float | Failure"]
 def proven(
     setting: Setting,
     choices: Mapping[str, Sequence[Choice]],
-    model: str,
-    config: Mapping[str, object],
-    on_wait: Callable[[str], None] = lambda message: None,
+    model: ResolvedModel,
 ) -> HardwareProfile:
     """The machine with a gate for each of `choices` that changes what is computed, from a run here or from an earlier one.
 
@@ -46,13 +45,13 @@ def proven(
     """
     hardware, family = setting.hardware, setting.family
     to_prove = _to_prove(choices)
-    tiny = {**config, **family.tiny_config}
+    tiny = {**model.config, **family.tiny_config}
     path = _path(setting, tiny)
     known = _kept(path)
     missing = [(name, parity) for name, parity in to_prove if parity_gate(name, parity.runs) not in known]
     if missing:
         precision = str(choices["precision"][0])
-        with ProcessTrialRunner.on(hardware, model, setting.workload, on_wait=on_wait) as runner:
+        with ProcessTrialRunner.on(hardware, model.spec.name, setting.workload) as runner:
 
             def ask(request: GradientRequest) -> "float | Failure":
                 answer: float | Failure = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)

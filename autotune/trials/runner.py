@@ -90,9 +90,8 @@ class ProcessTrialRunner:
         workload: Workload,
         *,
         predict: Callable[[Candidate], Prediction] | None = None,
-        on_wait: Callable[[str], None] = lambda message: None,
     ) -> "ProcessTrialRunner":
-        """For trials on this machine's device: within its budget, under its lock; `on_wait` hears of other searches."""
+        """For trials on this machine's device: within its budget, under its lock."""
         device = hardware.device
         overhead = 0 if shares_host_memory(device.memory_kind) else process_overhead_bytes(hardware)
         return cls(
@@ -101,7 +100,7 @@ class ProcessTrialRunner:
             device=f"cuda:{device.index}" if device.kind == "cuda" else device.kind,
             memory_cap_bytes=device.budget_bytes - overhead,
             predict=predict,
-            lock=DeviceLock(lock_path(device), on_wait),
+            lock=DeviceLock(lock_path(device)),
             mark_cap=device.budget_set_by_user,
             shares_memory=shares_host_memory(device.memory_kind),
         )

@@ -84,7 +84,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
 
 def prove(setting: Setting, **choices: tuple[Choice, ...]) -> HardwareProfile:
     asked = {"precision": ("fp32",), **choices}
-    return parity.proven(setting, asked, "qwen-image", setting.family.transformer_config)
+    return parity.proven(setting, asked, resolve_model("qwen-image"))
 
 
 def test_verdicts_come_from_a_child_once_and_are_then_kept(here: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,134 @@
+"""One question on one machine, with all that follows from it before anything is tried."""
+
+from dataclasses import dataclass
+
+from autotune.cost.predict import Predictor
+from autotune.errors import NothingFits
+from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
+from autotune.fit import KEY_NAMES
+from autotune.hardware.probe import with_budget, with_gates
+from autotune.knobs.base import Setting
+from autotune.knobs.caching import PIN
+from autotune.planning.outlook import relaxation
+from autotune.planning.question import Question, data_of, job_of
+from autotune.planning.surroundings import Surroundings
+from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
+from autotune.search.space import SearchSpace, search_space, without
+from autotune.training.describe import describe_workload
+from autotune.weights.sources import open_source, weights_in
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a search works on."""
+
+    question: Question
+    hardware: HardwareProfile
+    """The whole machine."""
+    budget_bytes: int
+    """What training may take: the machine's budget less what stays on the device beside it."""
+    workload: Workload
+    space: SearchSpace
+    cost: Predictor
+    job: Job
+
+    @property
+    def trained_on(self) -> HardwareProfile:
+        """The machine without what stays on it beside training."""
+        return self.cost.hardware
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """All that must be equal where trials count for the same search, by what people call it."""
+        model = {**dict(self.workload.model), "name": ""}  # folders may be called differently
+        work = {**self.workload.model_dump(mode="json"), "model": model}
+        choices: dict[str, object] = {name: list(values) for name, values in self.space.choices.items()}
+        keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.hard_keys.items()}
+        own = {
+            "device": self.hardware.device.name,
+            "work": digest_of(work),
+            "settings to choose from": digest_of(choices),
+        }
+        return {**keys, **own}
+
+    def relaxation(self) -> str:
+        """What to ask instead where nothing fits."""
+        return relaxation(self.trained_on, self.workload, self.space, self.cost)
+
+
+def case_of(question: Question, hardware: HardwareProfile, around: Surroundings) -> Case:
+    """Resolve model and data, enumerate what may be tried and learns the same, and build the cost model.
+
+    Raises:
+        InvalidInput: the model or the data cannot be used.
+        NothingFits: the weights alone are too large in every storage, or nothing can be tried here.
+    """
+    model = resolve_model(question.model)
+    if around.needs_weights:
+        _require_weights_and_room(model, hardware)
+    dataset = data_of(question, model)
+    workload = describe_workload(model, dataset, question.wishes)
+    cost = _cost_beside_kept(question, model, workload, hardware)
+    budget = cost.hardware.device.budget_bytes
+    setting = Setting(cost.hardware, model.family, workload)
+    space = _space(question, setting)
+    if question.here:
+        trained_on = around.prove(setting, space.choices, model)
+        hardware = with_gates(hardware, trained_on.gates)
+        space = _space(question, Setting(trained_on, model.family, workload))
+    space = _without_too_heavy(space, cost)
+    return Case(question, hardware, budget, workload, space, cost, job_of(question, model, dataset))
+
+
+def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
+    """What a search for the question could choose on this machine, and what it could not and why."""
+    model = resolve_model(question.model)
+    workload = describe_workload(model, data_of(question, model), question.wishes)
+    return _space(question, Setting(hardware, model.family, workload))
+
+
+def _space(question: Question, setting: Setting) -> SearchSpace:
+    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
+    return search_space(setting, pins, question.exclusions)
+
+
+def _cost_beside_kept(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
+) -> Predictor:
+    """The cost model, of the machine without what stays on it beside training."""
+    pins = {name.removeprefix(PIN): value for name, value in question.pins if name.startswith(PIN)}
+    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins)
+    if not cost.kept_bytes:
+        return cost
+    less = with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes))
+    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins)
+    reduced.caching = cost.caching  # chosen with all of the memory
+    return reduced
+
+
+def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
+    """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
+    budget = cost.hardware.device.budget_bytes
+    sizes = {c.quantization: cost.weight_bytes(c) for c in space.candidates}
+    dropped: dict[Choice, str] = {
+        name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
+        for name, size in sizes.items()
+        if size > budget
+    }
+    if len(dropped) == len(sizes):
+        least = min(dropped, key=lambda name: sizes[str(name)])
+        hint = relaxation(cost.hardware, cost.workload, space, cost)
+        raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
+    return without(space, "quantization", dropped)
+
+
+def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:
+    if model.folder is not None:
+        open_source(weights_in(model.folder / "transformer"))  # headers only: damage shows now, not in a trial
+    elif hardware.device.kind == "cpu":
+        spec = model.spec
+        raise NothingFits(
+            f"{spec.name} ({spec.num_parameters / 1e9:.1f}B parameters) cannot be tried here: this machine has no GPU",
+            hint=f"plan for a GPU by name: autotune plan --model {model.family.name} --hardware nvidia-rtx-4090 "
+            "(all: autotune probe --list)",
+        )
