@@ -16,7 +16,7 @@ from autotune.demo import draw_images
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.quiet import silence_libraries
+from autotune.quiet import silence_libraries, silence_progress_bars
 from autotune.schema import Bucket, Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
 
@@ -27,6 +27,7 @@ def main() -> None:
     arguments.add_argument("--side-px", type=int, default=64)
     options = arguments.parse_args()
     silence_libraries()
+    silence_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
         family_named("qwen-image").write_small_pipeline(Path(folder) / "model", draw_images(Path(folder) / "i"), seed=0)
         model = str(Path(folder) / "model")

@@ -162,9 +162,7 @@ def with_budget(profile: HardwareProfile, most_bytes: int, *, by_user: bool = Fa
     return _with_budget(profile, most_bytes, "limited by the user" if by_user else "limited", by_user=by_user)
 
 
-def _with_budget(
-    profile: HardwareProfile, num_bytes: int, reason: str, *, by_user: bool = True
-) -> HardwareProfile:
+def _with_budget(profile: HardwareProfile, num_bytes: int, reason: str, *, by_user: bool = True) -> HardwareProfile:
     by_user = by_user or profile.device.budget_set_by_user
     changes = {"budget_bytes": num_bytes, "budget_reason": reason, "budget_set_by_user": by_user}
     return _changed(profile, {"device": _changed(profile.device, changes)})

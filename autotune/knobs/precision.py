@@ -36,7 +36,6 @@ class Precision(Knob):
             return Choices(admitted=("bf16", "fp32"))
         return Choices(admitted=("fp32",), rejected=(slower,))
 
-
     def parity(self, choice: Choice) -> Parity | None:
         return Parity(choice, *TOLERANCES[str(choice)]) if choice in TOLERANCES else None
 

@@ -1,8 +1,8 @@
 """The winner is tried for longer before a plan promises anything, and so is the first rung of its fallback ladder.
 
-Neither counts among `--max-trials`, which limits how many candidates are chosen from: the longer trial repeats one of
-them, and the rung is tried only where the search itself ran nothing smaller than the winner. Both count in what the plan
-says that the search cost; of `--search-time` the longer trial's steps take at most a tenth on top.
+Neither counts among `--max-trials`, the candidates that are chosen from: the longer trial repeats one of them, and the
+rung is tried only where nothing smaller than the winner has run. Both count in what the plan says that the search cost;
+the longer trial's steps take at most a tenth of `--search-time` on top of it.
 """
 
 from collections.abc import Callable

@@ -24,8 +24,10 @@ WORTHWHILE_GAIN = 0.03
 """The search stops when the best remaining candidate is not expected to save more than this share."""
 
 GROWTH = 1.5
-"""Times the largest that has run, that the next may be predicted to need on shared memory. Found once, a model that is
-wrong about memory is corrected by every trial; 1.5 leaves a third of a budget to be wrong by."""
+"""Times the largest that has run, that the next may be predicted to need on shared memory: predictions are corrected by
+every trial, and stay right that near to it."""
+SAFE_SHARE = 0.5
+"""Of the budget: what is predicted to need less may be wrong by a factor of two and still fits."""
 
 BROKEN = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
@@ -141,7 +143,8 @@ class ResidualSearch:
 
     def _on_the_way(self, best: Outlook, outlooks: Sequence[Outlook], results: Sequence[TrialResult]) -> Outlook:
         """`best` where it is within reach of what has run, else the largest that is: predictions err by factors."""
-        reach = GROWTH * max(self._required(result) for result in results if result.outcome == "ok")
+        largest = max(self._required(result) for result in results if result.outcome == "ok")
+        reach = max(GROWTH * largest, SAFE_SHARE * self.budget_bytes)
         if best.required_bytes <= reach:
             return best
         nearer = [outlook for outlook in outlooks if outlook.required_bytes <= reach]

@@ -155,7 +155,7 @@ def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: dat
         machine=machine_of(hardware),
         workload=_without_names(frozen.workload),
         settings=frozen.settings,
-        expected=frozen.expected,
+        expected=frozen.expected.model_copy(update={"phases": ()}),
         trials=tuple(_bare(trial) for trial in frozen.trials),
         search_seconds=frozen.search_seconds,
     )
@@ -229,6 +229,7 @@ def _bare(trial: TrialResult) -> TrialResult:
         load_seconds=trial.load_seconds,
         peak_memory_bytes=trial.peak_memory_bytes,
         allocator_retries=trial.allocator_retries,
+        confirms=trial.confirms,
         load_peak_memory_bytes=trial.load_peak_memory_bytes,
         host_memory_bytes=trial.host_memory_bytes,
     )

@@ -28,13 +28,16 @@ def lock_path(device: Device) -> Path:
     return folder / f"autotune-{device.kind}-{device.index}-{name}.lock"
 
 
+_logger = logging.getLogger(__name__)
+
+
 class DeviceLock:
     """The right to run trials on one device; taken and given back any number of times."""
 
     def __init__(
         self,
         path: Path,
-        on_wait: Callable[[str], None] = logging.getLogger(__name__).warning,
+        on_wait: Callable[[str], None] = _logger.warning,
         longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
     ) -> None:
         """`on_wait` is told once who is being waited for."""

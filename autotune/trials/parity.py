@@ -38,7 +38,7 @@ def proven(
     choices: Mapping[str, Sequence[Choice]],
     model: ResolvedModel,
 ) -> HardwareProfile:
-    """The machine with a gate for each of `choices` that changes what is computed, from a run here or from an earlier one.
+    """The machine with a gate for each of `choices` that changes what is computed, from now or from an earlier plan.
 
     Raises:
         AutotuneError: another search has the device and does not end.

@@ -14,10 +14,11 @@ from autotune.trials.steps import Steps, TrialRequest, load
 
 if TYPE_CHECKING:
     from autotune.families.resolve import ResolvedModel
-    from autotune.training.monitor import PhaseWatch
     from autotune.training.preview import Shot, Studio
 
 LEAST_STEPS, MOST_STEPS = 10, 40
+STEADY_STEPS = 3
+"""Taken however long they are."""
 STEADY = 0.03
 """Difference between the medians of both halves of the steps, up to which they are steady."""
 PREVIEW_STEPS = 2
@@ -58,7 +59,7 @@ class _Rehearsal:
         self.request, self.folder, self.tell = request, folder, tell
         self.device = torch.device(request.device)
         self.model: ResolvedModel = resolve_model(request.model)
-        self.watch: PhaseWatch = PhaseWatch(self.device)
+        self.watch = PhaseWatch(self.device)
         self.result: TrialResult | None = None
 
     def run(self) -> TrialResult:
@@ -143,7 +144,7 @@ class _Rehearsal:
         _, first = steps.timed()
         peak, second = steps.measured()
         times: list[float] = []
-        while not _steady(times) and len(times) < MOST_STEPS and sum(times) < self.request.most_seconds:
+        while len(times) < STEADY_STEPS or self._goes_on(times):
             outcome, seconds = steps.timed()
             times.append(seconds)
         reason = steps.broken(outcome)
@@ -158,6 +159,9 @@ class _Rehearsal:
             final_loss=outcome.loss if math.isfinite(outcome.loss) else None,
             message=reason or "",
         )
+
+    def _goes_on(self, times: list[float]) -> bool:
+        return not _steady(times) and len(times) < MOST_STEPS and sum(times) < self.request.most_seconds
 
     def _save(self, steps: Steps) -> None:
         from autotune.training.save import ADAPTER_FILE, save_masters

@@ -21,6 +21,7 @@ from autotune.schema import Candidate, HardwareProfile
 from autotune.sharing.record import Record, machine_of
 from autotune.training.describe import Wishes
 from tests import builders
+from tests.planning.machines import surroundings
 
 FOLDER = Path(__file__).parent / "golden"
 MODEL = "MODEL"

@@ -19,7 +19,7 @@ from autotune.plan_file import plan_text
 from autotune.planner import make_plan
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Run, Surroundings
-from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
+from autotune.schema import Candidate, HardwareProfile, TrialResult
 from autotune.search import sampler
 from autotune.search.storage import Place
 from autotune.sharing.query import Survey

@@ -84,7 +84,7 @@ def test_a_new_field_is_judged_before_it_leaves() -> None:
 _LEAVES = """
     autotune_version measured_on schema_version search_seconds
     expected.evidence expected.images_per_second expected.peak_memory_bytes expected.process_memory_bytes
-    expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
+    expected.phases expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
     machine.hard_keys.cuda machine.hard_keys.device_kind machine.hard_keys.memory_kind
     machine.hard_keys.memory_model machine.hard_keys.torch machine.hard_keys.trial_protocol
     machine.logical_cores machine.noisy
@@ -98,7 +98,7 @@ _LEAVES = """
     settings.attention settings.checkpointed_blocks settings.micro_batch_size settings.precision
     settings.quantization trials.candidate.attention trials.candidate.checkpointed_blocks
     trials.candidate.micro_batch_size trials.candidate.precision trials.candidate.quantization
-    trials.allocator_retries trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
+    trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
     trials.load_seconds trials.memory_cap_bytes trials.message trials.outcome trials.peak_memory_bytes trials.phases
     trials.step_seconds trials.warmup_seconds
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
@@ -151,7 +151,11 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
         (made, profile_of_gpu(catalogue()[0]), "predicted"),
         (made, machine(torch="2.14.0"), "another machine"),
         (made, machine(name="NVIDIA L4"), "another machine"),
-        (made.model_copy(update={"frozen": made.frozen.model_copy(update={"trials": (capped,)})}), here, "cap on memory"),
+        (
+            made.model_copy(update={"frozen": made.frozen.model_copy(update={"trials": (capped,)})}),
+            here,
+            "cap on memory",
+        ),
     ]
     for planned, hardware, why in cases:
         with pytest.raises(InvalidInput, match=why):

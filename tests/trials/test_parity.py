@@ -1,6 +1,6 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,11 +75,11 @@ def test_a_missing_gradient_is_wrong_by_all_of_itself() -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = resolve_model("qwen-image").spec
-    yield Setting(probe(quick=True), family_named("qwen-image"), workload(model=spec))
+    return Setting(probe(quick=True), family_named("qwen-image"), workload(model=spec))
 
 
 def prove(setting: Setting, **choices: tuple[Choice, ...]) -> HardwareProfile:

@@ -13,6 +13,7 @@ from autotune.schema import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from tests.trials.conftest import FIRST, GIB, workload
 
+
 def child(runner: ProcessTrialRunner) -> psutil.Process:
     assert runner._child is not None
     return psutil.Process(runner._child.process.pid)
