@@ -60,7 +60,7 @@ def make_plan(
     case = case_of(question, hardware, around)
     events.on_machine(case.hardware)
     events.on_space(case.space, case.workload)
-    if not question.here:
+    if not case.can_be_tried:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
         events.on_predictions(predictions)
         return _plan(case, around.autotune_version, predictions)
@@ -79,7 +79,7 @@ def make_plan(
 def _stood_on(case: Case, around: Surroundings, events: Events) -> tuple[Known, ...]:
     if not case.question.use_profiles:
         return ()
-    found = around.survey(case.trained_on, case.workload)
+    found = around.survey(case.trained_on, case.share)
     events.on_survey(found)
     return records_to_stand_on(found, case.space)
 
@@ -92,13 +92,13 @@ def _search(
         case.space,
         case.cost,
         case.budget_bytes,
-        elsewhere=trials_of_same_work(stood_on, case.workload),
+        elsewhere=trials_of_same_work(stood_on, case.share),
         first=first_candidates(stood_on, case.space.candidates, case.budget_bytes),
         objective=case.workload.objective,
         ascending=shares_host_memory(case.hardware.device.memory_kind),
     )
     limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
-    with around.trials(question.model, case.trained_on, case.workload) as run:
+    with around.trials(question.model, case.cost) as run:
 
         def tell_and_run(candidate: Candidate) -> TrialResult:
             events.on_start(candidate)
@@ -142,14 +142,14 @@ def _plan(
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
-    scores = measured_scores(trials) if case.question.here else predicted_scores(predictions, case.budget_bytes)
+    scores = measured_scores(trials) if case.can_be_tried else predicted_scores(predictions, case.budget_bytes)
     best = require_winner(scores, objective, case.relaxation)
     scores += measured_scores(confirmed_trials(stood_on, trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=autotune_version,
-        hardware=planned_hardware(case.hardware),
+        hardware=planned_hardware(case.hardware, case.cost.parallel),
         workload=case.workload,
         settings=best.candidate,
         caching=caching,

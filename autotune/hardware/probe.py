@@ -16,7 +16,7 @@ from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
-from autotune.schema import Device, Frozen, Gate, HardwareProfile, Rate, Versions
+from autotune.schema import Device, Frozen, HardwareProfile, Rate, Versions
 
 T = TypeVar("T", bound=Frozen)
 Progress = Callable[[str], None]
@@ -129,11 +129,6 @@ def with_rates(
 ) -> HardwareProfile:
     """The profile with these rates."""
     return _changed(profile, {"rates": rates, "notes": notes, "noisy": noisy})
-
-
-def with_gates(profile: HardwareProfile, gates: tuple[Gate, ...]) -> HardwareProfile:
-    """The profile with these gates."""
-    return _changed(profile, {"gates": gates})
 
 
 def with_reserve(profile: HardwareProfile, reserve_bytes: int) -> HardwareProfile:
