@@ -112,15 +112,7 @@ class ProcessTrialRunner:
             AutotuneError: another search has the device and does not end.
         """
         best = min((result for result, _ in self._ran), key=_seconds, default=None)
-        request = TrialRequest(
-            model=self.model,
-            workload=self.workload,
-            candidate=candidate,
-            device=self.device,
-            memory_cap_bytes=self._cap_bytes(),
-            num_steps=self.num_steps,
-            hopeless_seconds=hopeless_seconds(best),
-        )
+        request = self._request(candidate, TrialRequest, hopeless_seconds=hopeless_seconds(best))
         key = tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)
         return self.judged(candidate, self.ask(request, key))
 
@@ -133,20 +125,23 @@ class ProcessTrialRunner:
             AutotuneError: another search has the device and does not end.
         """
         self.close_child()  # phases are measured from an empty device on
-        request = RehearsalRequest(
-            model=self.model,
-            workload=self.workload,
-            candidate=candidate,
-            caching=caching,
-            device=self.device,
-            memory_cap_bytes=self._cap_bytes(),
-            most_seconds=most_seconds,
-        )
+        request = self._request(candidate, RehearsalRequest, caching=caching, most_seconds=most_seconds)
         answer = self.ask(request)
         if isinstance(answer, Failure) and answer.outcome == "timeout" and answer.so_far is not None:
             known = ", ".join(phase.name for phase in answer.so_far.phases)
             answer = _changed(answer.so_far, message=f"confirmed as far as {known}: {answer.message}")
         return _changed(self.judged(candidate, answer), confirms=True)
+
+    def _request(self, candidate: Candidate, kind: type[TrialRequest], **more: Any) -> TrialRequest:
+        return kind(
+            model=self.model,
+            workload=self.workload,
+            candidate=candidate,
+            device=self.device,
+            memory_cap_bytes=self._cap_bytes(),
+            num_steps=self.num_steps,
+            **more,
+        )
 
     def judged(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
         """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""
