@@ -53,7 +53,7 @@ class ProcessTrialRunner:
         timeout_seconds: limit of one trial, loading included.
         predict: what is expected of a candidate; without it no spill is told by its step time.
         watchdog: ends a child before the host suffers.
-        lock: held from the first trial to the end, so that no other search measures this one.
+        lock: held from the first trial to the end, or until another search wants a turn between two trials.
         mark_cap: whether results say that the user, not the device, decided the cap.
         shares_memory: whether what the device takes is the host's; None for what the device's name suggests.
     """
@@ -187,7 +187,10 @@ class ProcessTrialRunner:
             answer = self._death(child, log_start)
         if isinstance(answer, Failure):
             self.close_child()
-            return dataclasses.replace(answer, so_far=so_far)
+            answer = dataclasses.replace(answer, so_far=so_far)
+        if self.lock and self.lock.is_wanted():
+            self.close_child()  # the other must find the device empty
+            self.lock.give_back()
         return answer
 
     def _answers(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
