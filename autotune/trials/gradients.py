@@ -32,7 +32,6 @@ class GradientRequest:
     """Shapes to run, small ones."""
     candidate: Candidate
     device: str
-    memory_cap_bytes: int
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> float:
         """Relative error against fp32 with native attention, nothing quantised, nothing recomputed."""

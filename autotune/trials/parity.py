@@ -111,7 +111,6 @@ def _requests(
             workload=Workload.model_validate(fields),
             candidate=candidate,
             device=runner.device,
-            memory_cap_bytes=runner.memory_cap_bytes,
         )
 
     return make

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from autotune.cost.memory import process_overhead_bytes
-from autotune.hardware.memory import shares_host_memory
+from autotune.hardware.memory import LEAST_MARGIN_BYTES, shares_host_memory, usual_reserve
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
 from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, TrialResult, Workload
@@ -27,7 +27,7 @@ from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
 from autotune.trials.phases import RehearsalRequest
 from autotune.trials.steps import TrialRequest
 from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_floor_bytes
-from autotune.trials.worker import Failure, Request, serve
+from autotune.trials.worker import Allowance, Failure, Request, serve
 
 STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
@@ -54,6 +54,7 @@ class ProcessTrialRunner:
         predict: what is expected of a candidate; without it no spill is told by its step time.
         watchdog: ends a child before the host suffers.
         lock: held from the first trial to the end, or until another search wants a turn between two trials.
+        reserve_bytes: left of what a card has free when a child starts.
         mark_cap: whether results say that the user, not the device, decided the cap.
         shares_memory: whether what the device takes is the host's; None for what the device's name suggests.
     """
@@ -67,6 +68,7 @@ class ProcessTrialRunner:
     predict: Callable[[Candidate], Prediction] | None = None
     watchdog: Watchdog | None = None
     lock: DeviceLock | None = None
+    reserve_bytes: int = LEAST_MARGIN_BYTES
     mark_cap: bool = False
     shares_memory: bool | None = None
     _child: _Child | None = field(default=None, init=False)
@@ -101,6 +103,8 @@ class ProcessTrialRunner:
             memory_cap_bytes=device.budget_bytes - overhead,
             predict=predict,
             lock=DeviceLock(lock_path(device)),
+            reserve_bytes=LEAST_MARGIN_BYTES
+            + usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display),
             mark_cap=device.budget_set_by_user,
             shares_memory=shares_host_memory(device.memory_kind),
         )
@@ -138,7 +142,6 @@ class ProcessTrialRunner:
             workload=self.workload,
             candidate=candidate,
             device=self.device,
-            memory_cap_bytes=self._cap_bytes(),
             num_steps=self.num_steps,
             **more,
         )
@@ -232,10 +235,11 @@ class ProcessTrialRunner:
                 self.lock.take()
             assert self.watchdog is not None
             available = self.watchdog.available()
+            allowance = Allowance(self.device, self._cap_bytes(), self.reserve_bytes)
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["autotune.trials.preload"])
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, str(self._log)), name="autotune-trial")
+            process = context.Process(target=serve, args=(theirs, str(self._log), allowance), name="autotune-trial")
             with _imports_kept_quiet(self._log):
                 process.start()
             theirs.close()

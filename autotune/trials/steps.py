@@ -34,7 +34,6 @@ class TrialRequest:
     workload: Workload
     candidate: Candidate
     device: str
-    memory_cap_bytes: int
     num_steps: int
     """Steady optimizer steps to time."""
     hopeless_seconds: float | None = None

@@ -37,7 +37,6 @@ def request_of(family_name: str, **settings: object) -> GradientRequest:
         workload=parity.small_work(family, work),
         candidate=Candidate.model_validate({"micro_batch_size": 2, "checkpointed_blocks": 0, **settings}),
         device="cpu",
-        memory_cap_bytes=0,
     )
 
 

@@ -30,9 +30,6 @@ print(Counting.count, torch.cuda.is_initialized())
 class LookAround:
     """Tells about the fork server that the child came from."""
 
-    device: str = "cpu"
-    memory_cap_bytes: int = 2**40
-
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> tuple[int, bool, bool]:
         """Its threads, whether CUDA runs here, and whether the libraries came with the fork."""
         import torch
