@@ -13,6 +13,7 @@ from pathlib import Path
 import platformdirs
 from pydantic import ValidationError
 
+from autotune import __version__
 from autotune.atomic import write_whole
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
@@ -23,8 +24,6 @@ from autotune.trials.gradients import GradientRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 
-VERSION = 1
-"""Of the check: a change of it forgets earlier verdicts."""
 MOST_TEXT_TOKENS = 77
 TIMEOUT_SECONDS = 120.0
 PASSING = ("timeout", "oom")
@@ -46,11 +45,11 @@ def proven(
     hardware, family = setting.hardware, setting.family
     to_prove = _to_prove(choices)
     tiny = {**model.config, **family.tiny_config}
-    path = _path(setting, tiny)
+    precision = str(choices["precision"][0])
+    path = _path(setting, tiny, precision)
     known = _kept(path)
     missing = [(name, parity) for name, parity in to_prove if parity_gate(name, parity.runs) not in known]
     if missing:
-        precision = str(choices["precision"][0])
         with ProcessTrialRunner.on(hardware, model.spec.name, setting.workload) as runner:
 
             def ask(request: GradientRequest) -> "float | Failure":
@@ -131,11 +130,12 @@ def small_work(family: Family, workload: Workload) -> Workload:
     return Workload.model_validate({**dict(workload), **changes})
 
 
-def _path(setting: Setting, tiny: Mapping[str, object]) -> Path:
+def _path(setting: Setting, tiny: Mapping[str, object], precision: str) -> Path:
     """Where verdicts on this machine, with these libraries, for this kind of work are kept."""
     work = small_work(setting.family, setting.workload).model_dump(mode="json", exclude={"model"})
     key = {
-        "version": VERSION,
+        "autotune": __version__,
+        "precision": precision,
         "machine": setting.hardware.fingerprint,
         "device": setting.hardware.device.name,
         "libraries": setting.hardware.versions.model_dump(mode="json"),
