@@ -117,11 +117,8 @@ def plan(
     )
     recording = read_recording(replay) if replay else None
     around = replayed(recording) if recording else Surroundings()
-    machine = (
-        recording.hardware
-        if recording
-        else machine_for(hardware, max_memory=max_memory, reserve=reserve, cap_memory=cap_memory)
-    )
+    limits = {"max_memory": max_memory, "reserve": reserve, "cap_memory": cap_memory}
+    machine = recording.hardware if recording else machine_for(hardware, **limits)
     if list_knobs:
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return

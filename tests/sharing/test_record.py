@@ -134,7 +134,7 @@ def test_the_same_measurement_has_the_same_name_and_a_place_in_the_layout() -> N
     assert record(search_seconds=61.0).name != one.name
 
 
-@pytest.mark.parametrize("family", ["../../etc", "", "ÄÖ/..", "x" * 150, "a\\b"])
+@pytest.mark.parametrize("family", ["../../etc", "", "ÄÖ/..", "x" * 150])
 def test_no_name_in_a_record_can_lead_out_of_the_layout(family: str) -> None:
     model = ModelSpec.model_validate({**dict(workload().model), "family": family, "architecture": "../.."})
     made = record(work=workload(model=model, targets="../" + family[:100]))
@@ -199,7 +199,7 @@ def _changed(**changes: object) -> bytes:
         _changed(schema_version=2), _changed(command="rm -rf /"), _changed(search_seconds="60"),
         _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")), _changed(search_seconds=-1.0),
         _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
-        _changed(machine__device_name="x" * 1000), _changed(machine__hard_keys={}), _changed(trials=[]),
+        _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"), _changed(machine__hard_keys={}), _changed(trials=[]),
         _changed(machine__total_memory_bytes=10**400), _changed(machine__hard_keys={"k" * 200: "v"}),
         _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS), _changed(expected__evidence="predicted"),
         _changed(settings__micro_batch_size=3), _changed(trials__0__outcome="splendid"),
