@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 from autotune.planning.case import Case
 from autotune.schema import Candidate, TrialResult
-from autotune.search.winner import fallbacks_of, measured_scores, winner_of
+from autotune.search.winner import fallbacks_of, measured_scores, promised_scores, winner_of
 
 MOST_CONFIRMATIONS = 3
 """Winners that are tried for longer, should the first fail or turn out slower than the next."""
 SHARE_OF_SEARCH = 0.1
 """Of the time that the search may take, for the steps of the longer trial."""
 LEAST_SECONDS = 5.0
+WORTH_A_LOOK = 0.95
+"""Of the confirmed step time: another candidate whose short trial was not even that fast is not confirmed as well."""
 SMALLER = 0.9
 """Memory of a fallback, as a share of the winner's, at most."""
 
@@ -24,9 +26,12 @@ Trials = tuple[TrialResult, ...]
 
 def confirmed_winner(trials: Trials, case: Case, rehearse: Callable[[Candidate], TrialResult | None]) -> Trials:
     """`trials` and the longer ones: the winner's, and where it loses by that, those of who wins instead."""
+    objective = case.workload.objective
     for _ in range(MOST_CONFIRMATIONS):
-        best = winner_of(measured_scores(trials), case.workload.objective)
-        if best is None or any(trial.confirms and trial.candidate == best.candidate for trial in trials):
+        best = winner_of(measured_scores(trials), objective)
+        tried = {trial.candidate for trial in trials if trial.confirms}
+        sure = winner_of([score for score in promised_scores(trials) if score.candidate in tried], objective)
+        if best is None or best.candidate in tried or (sure and best.step_seconds > WORTH_A_LOOK * sure.step_seconds):
             break
         longer = rehearse(best.candidate)
         if longer is None:

@@ -40,6 +40,13 @@ def measured_scores(results: Sequence[TrialResult]) -> list[Score]:
     ]
 
 
+def promised_scores(results: Sequence[TrialResult]) -> list[Score]:
+    """What a winner is chosen from: candidates that longer trials confirmed, where there are any, else all."""
+    confirmed = {result.candidate for result in results if result.confirms and result.outcome == "ok"}
+    scores = measured_scores(results)
+    return [score for score in scores if score.candidate in confirmed] or scores
+
+
 def predicted_scores(predictions: Sequence[Prediction], budget_bytes: int) -> list[Score]:
     """From predictions: what needs more than the budget in any phase cannot run."""
     return [
