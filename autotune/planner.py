@@ -25,7 +25,14 @@ from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
 from autotune.search.storage import opened_study, safe_words
 from autotune.search.study import Limits, freeze, frozen_plan, run_search, search_cost_seconds, timed
-from autotune.search.winner import fallbacks_of, measured_scores, predicted_scores, reasons_for, require_winner
+from autotune.search.winner import (
+    fallbacks_of,
+    measured_scores,
+    predicted_scores,
+    promised_scores,
+    reasons_for,
+    require_winner,
+)
 from autotune.sharing.query import Known, Survey, first_candidates
 
 
@@ -143,7 +150,7 @@ def _plan(
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
     scores = measured_scores(trials) if case.can_be_tried else predicted_scores(predictions, case.budget_bytes)
-    best = require_winner(scores, objective, case.relaxation)
+    best = require_winner(promised_scores(trials) if trials else scores, objective, case.relaxation)
     scores += measured_scores(confirmed_trials(stood_on, trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
     frozen = FrozenPart(

@@ -8,14 +8,14 @@ from autotune.planner import make_plan
 from autotune.planning.case import Case, case_of
 from autotune.planning.confirming import confirmed_winner, unverified_rung
 from autotune.schema import Candidate, PhasePeak, TrialResult
-from tests.builders import GIB, hardware, trial
+from tests.builders import GIB, trial
 from tests.conftest import Journey
-from tests.planning.machines import question, surroundings
+from tests.planning.machines import HARDWARE, question, surroundings
 
 
 @pytest.fixture(scope="module")
 def case() -> Case:
-    return case_of(question(), hardware(), surroundings())
+    return case_of(question(), HARDWARE, surroundings())
 
 
 def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResult:
@@ -70,11 +70,12 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
     phase = PhasePeak(name="previews", seconds=1.0, device_bytes=22 * GIB, host_bytes=GIB)
 
     def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
-        return longer(candidate, 1.5, memory=GIB, phases=(phase,))
+        return longer(candidate, 5.0, memory=GIB, phases=(phase,))
 
-    plan = make_plan(question(), hardware(), around=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    plan = make_plan(question(), HARDWARE, around=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
     expected = plan.frozen.expected
     assert plan.frozen.trials[-1].confirms
+    assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster
     assert expected.phases == (phase,)
     assert expected.required_memory_bytes == 22 * GIB + expected.process_memory_bytes
     smaller = [t for t in plan.frozen.trials if t.candidate in plan.frozen.fallbacks[:1] and t.outcome == "ok"]
