@@ -55,8 +55,8 @@ def make_plan(
     """
     events, around = events or Events(), around or Surroundings()
     case = case_of(question, hardware, needs_weights=around.needs_weights)
-    events.on_space(case.space, case.workload)
-    if not question.here:
+    events.on_space(case.space, case.work_of_all)
+    if not case.can_try:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
         events.on_predictions(predictions)
         return _plan(case, around.autotune_version, predictions)
@@ -113,18 +113,18 @@ def _plan(
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
-    scores = measured_scores(trials) if case.question.here else predicted_scores(predictions, case.budget_bytes)
+    scores = measured_scores(trials) if case.can_try else predicted_scores(predictions, case.budget_bytes)
     best = require_winner(scores, objective, case.relaxation)
     scores += measured_scores(confirmed_trials(stood_on, trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=autotune_version,
-        hardware=planned_hardware(case.hardware),
-        workload=case.workload,
+        hardware=planned_hardware(case.hardware, case.cost.parallel),
+        workload=case.work_of_all,
         settings=best.candidate,
         caching=caching,
-        expected=expected(best, trials, case.cost, case.workload),
+        expected=expected(best, trials, case.cost, case.work_of_all),
         reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),

@@ -40,6 +40,7 @@ def plan(
     list_knobs: Annotated[
         bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")
     ] = False,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
     reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
     profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True,
@@ -104,6 +105,7 @@ def plan(
         pins=_pairs("--pin", pin),
         exclusions=_pairs("--exclude", exclude),
         here=hardware is None,
+        num_processes=gpus,
         use_profiles=profiles,
         max_trials=max_trials,
         search_seconds=search_time,
@@ -148,8 +150,10 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
     from autotune.fit import hardware_misfits
     from autotune.hardware.probe import probe as read_machine
     from autotune.plan_file import read_plan
+    from autotune.training.processes import device_misfits
 
-    misfits = hardware_misfits(read_plan(plan_file), read_machine(quick=True))
+    chosen, machine = read_plan(plan_file), read_machine(quick=True)
+    misfits = hardware_misfits(chosen, machine) + device_misfits(chosen.frozen.hardware.num_processes, machine)
     if as_json:
         typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
     else:
