@@ -97,7 +97,8 @@ def larger_batch_advice(cost: Predictor, best: Candidate, step_seconds: float, b
                 best_gain, best_batch = gain, batch
     if not best_batch:
         return ()
+    whole = best_batch * cost.parallel.num_processes
     return (
-        f"an effective batch of {best_batch * cost.parallel.num_processes} is predicted to train {best_gain:.2f}x as many images per second; it is "
-        "not chosen for you, because it changes what is learned",
+        f"an effective batch of {whole} is predicted to train {best_gain:.2f}x as many images per second; it is not "
+        "chosen for you, because it changes what is learned",
     )
