@@ -66,8 +66,8 @@ def make_plan(
     events, around = events or Events(), around or Surroundings()
     case = case_of(question, hardware, around)
     events.on_machine(case.hardware)
-    events.on_space(case.space, case.workload)
-    if not case.can_be_tried:
+    events.on_space(case.space, case.work_of_all)
+    if not case.can_try:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
         events.on_predictions(predictions)
         return _plan(case, around.autotune_version, predictions)
@@ -86,7 +86,7 @@ def make_plan(
 def _stood_on(case: Case, around: Surroundings, events: Events) -> tuple[Known, ...]:
     if not case.question.use_profiles:
         return ()
-    found = around.survey(case.trained_on, case.share)
+    found = around.survey(case.trained_on, case.workload)
     events.on_survey(found)
     return records_to_stand_on(found, case.space)
 
@@ -99,7 +99,7 @@ def _search(
         case.space,
         case.cost,
         case.budget_bytes,
-        elsewhere=trials_of_same_work(stood_on, case.share),
+        elsewhere=trials_of_same_work(stood_on, case.workload),
         first=first_candidates(stood_on, case.space.candidates, case.budget_bytes),
         objective=case.workload.objective,
         ascending=shares_host_memory(case.hardware.device.memory_kind),
@@ -149,7 +149,7 @@ def _plan(
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
-    scores = measured_scores(trials) if case.can_be_tried else predicted_scores(predictions, case.budget_bytes)
+    scores = measured_scores(trials) if case.can_try else predicted_scores(predictions, case.budget_bytes)
     best = require_winner(promised_scores(trials) if trials else scores, objective, case.relaxation)
     scores += measured_scores(confirmed_trials(stood_on, trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
@@ -157,10 +157,10 @@ def _plan(
         schema_version=1,
         autotune_version=autotune_version,
         hardware=planned_hardware(case.hardware, case.cost.parallel),
-        workload=case.workload,
+        workload=case.work_of_all,
         settings=best.candidate,
         caching=caching,
-        expected=expected(best, trials, case.cost, case.workload),
+        expected=expected(best, trials, case.cost, case.work_of_all),
         reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),

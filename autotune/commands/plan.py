@@ -40,7 +40,7 @@ def plan(
     list_knobs: Annotated[
         bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")
     ] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together, one process each.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
     reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
     cap_memory: Annotated[

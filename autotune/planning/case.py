@@ -27,29 +27,28 @@ class Case:
     question: Question
     hardware: HardwareProfile
     """The whole machine."""
-    budget_bytes: int
-    """What training may take: the machine's budget less what stays on the device beside it."""
+    work_of_all: Workload
+    """Of all processes that train together."""
     workload: Workload
-    """Of all processes."""
+    """Of one process and its device."""
     space: SearchSpace
     cost: Predictor
-    """Of one process and its device."""
     job: Job
 
     @property
-    def share(self) -> Workload:
-        """What one process works on: the whole, where there is but one."""
-        return self.cost.workload
-
-    @property
-    def can_be_tried(self) -> bool:
-        """Whether trials can answer: on this machine, for a model that one device holds."""
-        return self.question.here and self.cost.parallel.strategy != "fsdp2"
-
-    @property
     def trained_on(self) -> HardwareProfile:
-        """The machine without what stays on it beside training."""
+        """One process's device, without what stays on it beside training."""
         return self.cost.hardware
+
+    @property
+    def budget_bytes(self) -> int:
+        """What training may take there."""
+        return self.trained_on.device.budget_bytes
+
+    @property
+    def can_try(self) -> bool:
+        """Whether trials run: the machine must be this one, and a trial has one device."""
+        return self.question.here and self.cost.parallel.strategy != "fsdp2"
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -58,16 +57,13 @@ class Case:
         work = {**self.workload.model_dump(mode="json"), "model": model}
         choices: dict[str, object] = {name: list(values) for name, values in self.space.choices.items()}
         keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.hard_keys.items()}
-        own = {
-            "device": self.hardware.device.name,
-            "work": digest_of(work),
-            "settings to choose from": digest_of(choices),
-        }
-        return {**keys, **own}
+        device, processes = self.hardware.device.name, str(self.question.num_processes)
+        own = {"device": device, "work": digest_of(work), "settings to choose from": digest_of(choices)}
+        return {**keys, **own, "processes": processes}
 
     def relaxation(self) -> str:
         """What to ask instead where nothing fits."""
-        return relaxation(self.trained_on, self.share, self.space, self.cost)
+        return relaxation(self.workload, self.space, self.cost)
 
 
 def case_of(question: Question, hardware: HardwareProfile, around: Surroundings) -> Case:
@@ -81,28 +77,14 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
     if around.needs_weights:
         _require_weights_and_room(model, hardware)
     dataset = data_of(question, model)
-    workload = describe_workload(model, dataset, question.wishes)
-    require_even_shares(workload, question.num_processes)
-    share = workload.share(question.num_processes)
+    whole = describe_workload(model, dataset, question.wishes)
+    require_even_shares(whole, question.num_processes)
+    workload = whole.share(question.num_processes)
     if question.here:
-        setting = Setting(hardware, model.family, share)
+        setting = Setting(hardware, model.family, workload)
         hardware = around.prove(setting, _space(question, setting).choices, model)
-    cost, space = _strategy(question, model, share, _of_one_process(question, hardware))
-    return Case(
-        question, hardware, cost.hardware.device.budget_bytes, workload, space, cost, job_of(question, model, dataset)
-    )
-
-
-def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
-    """What a search for the question could choose on this machine, and what it could not and why."""
-    model = resolve_model(question.model)
-    workload = describe_workload(model, data_of(question, model), question.wishes)
-    return _space(question, Setting(hardware, model.family, workload))
-
-
-def _space(question: Question, setting: Setting) -> SearchSpace:
-    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
-    return search_space(setting, pins, question.exclusions)
+    cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
+    return Case(question, hardware, whole, workload, space, cost, job_of(question, model, dataset))
 
 
 def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
@@ -124,11 +106,11 @@ def _strategy(
     number = question.num_processes
     replicated = Parallel("ddp", number) if number > 1 else Parallel()
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
+    budget = cost.hardware.device.budget_bytes
     space = _space(question, Setting(cost.hardware, model.family, workload))
     try:
         lighter = _without_too_heavy(space, cost)
-        needed = cost.predict(lighter.candidates[0]).required_memory_bytes if number > 1 else 0
-        if needed <= cost.hardware.device.budget_bytes:
+        if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
             return cost, lighter
     except NothingFits:
         if number == 1:
@@ -136,10 +118,22 @@ def _strategy(
     why = "the model is shared out over the processes, for which weights must be plain"
     plain = without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
     if not plain.candidates:
-        hint = relaxation(cost.hardware, workload, space, cost)
+        hint = relaxation(workload, space, cost)
         raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=hint)
     cost = _cost_beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
     return cost, _without_too_heavy(plain, cost)
+
+
+def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
+    """What a search for the question could choose on this machine, and what it could not and why."""
+    model = resolve_model(question.model)
+    workload = describe_workload(model, data_of(question, model), question.wishes)
+    return _space(question, Setting(hardware, model.family, workload))
+
+
+def _space(question: Question, setting: Setting) -> SearchSpace:
+    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
+    return search_space(setting, pins, question.exclusions)
 
 
 def _cost_beside_kept(
@@ -167,7 +161,7 @@ def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
     }
     if len(dropped) == len(sizes):
         least = min(dropped, key=lambda name: sizes[str(name)])
-        hint = relaxation(cost.hardware, cost.workload, space, cost)
+        hint = relaxation(cost.workload, space, cost)
         raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
     return without(space, "quantization", dropped)
 

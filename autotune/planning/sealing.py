@@ -56,8 +56,9 @@ def seal_on_arrival(
     require_fit((*key_misfits(plan, hardware), *device_misfits(plan.frozen.hardware.num_processes, hardware)))
     around, model = around or Surroundings(), resolve_model(plan.job.model)
     require_fit(model_misfits(plan, model.spec))
-    work = plan.frozen.workload.share(plan.frozen.hardware.num_processes)
-    parallel = Parallel(plan.frozen.hardware.strategy, plan.frozen.hardware.num_processes)
+    planned = plan.frozen.hardware
+    work = plan.frozen.workload.share(planned.num_processes)
+    parallel = Parallel(planned.strategy, planned.num_processes)
     cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
     candidates = _predicted_to_fit(plan, cost)
     with around.trials(plan.job.model, cost) as run:
