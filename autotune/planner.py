@@ -7,13 +7,13 @@ Where the machine is not at hand (a GPU of the catalogue), predictions take the 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
-from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
+from autotune.families.resolve import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, resolve_model
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import PIN
@@ -46,6 +46,7 @@ from autotune.sharing.query import Known, Survey, broken_promise, first_candidat
 from autotune.training.data.dataset import Dataset, read_dataset
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.weights.errors import BadWeights
 from autotune.weights.sources import open_source, weights_in
 
 MOST_RECORDS = 3
@@ -83,6 +84,7 @@ class Events:
     """Where progress is told."""
 
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
+    on_note: Callable[[str], None] = lambda note: None
     on_survey: Callable[[Survey], None] = lambda survey: None
     on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
@@ -97,7 +99,7 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
         NothingFits: no settings run here.
     """
     events = events or Events()
-    model = resolve_model(question.model)
+    model = _resolved(question, events)
     _require_weights_and_room(model, hardware)
     dataset = _read(question, model)
     workload = describe_workload(model, dataset, question.wishes)
@@ -116,7 +118,8 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
         scores = predicted_scores(predictions, hardware.device.budget_bytes)
     else:
         stood_on = _known(question, hardware, workload, space, events)
-        trials = _search(question, hardware, workload, space, cost, stood_on, events)
+        asked = question if model.revision is None else replace(question, model=f"{model.spec.name}@{model.revision}")
+        trials = _search(asked, hardware, workload, space, cost, stood_on, events)
         scores = measured_scores(trials)
     best = require_winner(scores, workload.objective, _relaxation(workload))  # only what ran here may win
     scores += measured_scores(_confirmed_trials(stood_on, trials))
@@ -139,9 +142,23 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
 
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
-    model = resolve_model(question.model)
+    model = _resolved(question, Events())
     workload = describe_workload(model, _read(question, model), question.wishes)
     return _space(question, Setting(hardware, model.family, workload))
+
+
+def _resolved(question: Question, events: Events) -> ResolvedModel:
+    """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
+    known = is_family(question.model)
+    if not is_on_hub(question.model) or (known and not (question.here and question.data)):
+        return resolve_model(question.model)
+    try:
+        return fetch_model(question.model, weights=False)
+    except BadWeights as error:
+        if not known:
+            raise
+        events.on_note(f"captions are assumed to have the usual length: {error.message}")
+        return resolve_model(question.model)
 
 
 def _space(question: Question, setting: Setting) -> SearchSpace:
@@ -313,7 +330,8 @@ def _job(question: Question, model: ResolvedModel, dataset: Dataset | None) -> J
     defaults = model.family.defaults
     captions = [item.caption for item in dataset.items] if dataset else []
     return Job(
-        model=question.model,
+        model=question.model.partition("@")[0] if model.revision else question.model,
+        revision=model.revision,
         data=str(question.data) if question.data else None,
         control=str(question.control) if question.control else None,
         caption=question.caption,

@@ -238,7 +238,9 @@ class Job(Frozen):
     """
 
     model: str
-    """Folder in the diffusers layout, or a hub id."""
+    """Folder in the diffusers layout, a family's name, or a hub id."""
+    revision: str | None = None
+    """Commit on the hub that `model` is taken at; None for a folder, or until it is first fetched."""
     data: str | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
     control: str | None = None
@@ -282,6 +284,11 @@ class Job(Frozen):
     """Training steps between previews; 0 samples only at the end."""
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """Where curves go besides `metrics.jsonl`."""
+
+    @property
+    def pinned_model(self) -> str:
+        """The model at its revision, as `resolve_model` takes it."""
+        return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
 
 class FrozenPart(Frozen):

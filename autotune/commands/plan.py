@@ -83,6 +83,7 @@ def plan(
     with trial_display(max_trials) as display:
         events = Events(
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
+            on_note=lambda note: err.print(f"note      {note}", markup=False),
             on_survey=lambda survey: err.print("\n".join(survey_lines(survey)), end="", markup=False),
             on_start=display.start,
             on_trial=display.show,
