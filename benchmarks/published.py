@@ -3,7 +3,8 @@
     python benchmarks/published.py [--csv ../shared/data/published_numbers.csv]
 
 Rows are chosen by these rules; the first that a row breaks is the reason printed. Rules 1 to 8 were fixed before any
-error was looked at. Rule 9, and reading "fp8-torchao" by its source in rule 5, came after: `benchmarks/LOG.md` tells why.
+error was looked at. Rule 9, and reading "fp8-torchao" by its source in rule 5, came after: `benchmarks/LOG.md` tells
+why.
 
 1. The model is one of our families.
 2. It is a measurement (`evidence` measured_*), with status ok and a number, or an OOM.

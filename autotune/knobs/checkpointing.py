@@ -42,7 +42,8 @@ class Checkpointing(Knob):
         def run(block: Any, *inputs: Any) -> Any:
             if id(block) not in chosen:
                 return block(*inputs)
-            return checkpoint(block, *inputs, use_reentrant=False)
+            # No block draws random numbers (the model is in evaluation mode): their state need not be kept.
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
         if chosen:
             transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]

@@ -100,17 +100,28 @@ def _torchao_config(choice: str) -> Any:
 
 
 def _bitsandbytes_layer(layer: "nn.Linear", choice: str) -> "nn.Module":
-    """The layer that takes the place of `layer`, with its weights, on its device."""
+    """The layer that takes the place of `layer`, with its weights, on its device.
+
+    Built on the meta device: its constructor would draw initial weights on the host, a minute for 20B of them.
+    """
+    import torch
+    from bitsandbytes import functional
     from bitsandbytes import nn as bnb
 
-    dtype, device, bias = layer.weight.dtype, layer.weight.device, layer.bias
+    weight, bias = layer.weight.data, layer.bias
     shape = (layer.in_features, layer.out_features, bias is not None)
+    replacement: Any
     if choice == "bnb-nf4":
-        replacement = bnb.Linear4bit(*shape, compute_dtype=dtype, compress_statistics=True, quant_type="nf4")
-        weight = bnb.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
-    else:
-        replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False)
-        weight = bnb.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
-    replacement.weight, replacement.bias = weight, bias
-    result: nn.Module = replacement.to(device)
-    return result
+        replacement = bnb.Linear4bit(
+            *shape, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta"
+        )
+        stored = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
+        replacement.weight, replacement.bias = stored, bias
+        quantised: nn.Module = replacement.to(weight.device)  # the move quantises
+        return quantised
+    replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False, device="meta")
+    # Int8Params quantise by themselves only on their way from the host; these weights are on the device already.
+    rows, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
+    replacement.weight = bnb.Int8Params(rows, requires_grad=False, has_fp16_weights=False, CB=rows, SCB=scales)
+    replacement.bias = bias
+    return replacement  # type: ignore[no-any-return]

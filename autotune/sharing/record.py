@@ -145,14 +145,17 @@ def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: dat
     """
     frozen = plan.frozen
     _require_evidence(plan, hardware)
+    processes = frozen.hardware.num_processes
     return Record(
         schema_version=1,
         autotune_version=frozen.autotune_version,
         measured_on=measured_on or datetime.now(UTC).date(),
         machine=machine_of(hardware),
-        workload=_without_names(frozen.workload),
+        workload=_without_names(frozen.workload.share(processes)),  # what its trials ran
         settings=frozen.settings,
-        expected=frozen.expected,
+        expected=frozen.expected.model_copy(
+            update={"images_per_second": frozen.expected.images_per_second / processes}
+        ),
         trials=tuple(_bare(trial) for trial in frozen.trials),
         search_seconds=frozen.search_seconds,
     )

@@ -12,6 +12,13 @@ from torch import nn
 from autotune.training.step import AdapterOptimizer
 
 
+def make_current(device: torch.device) -> None:
+    """Start CUDA on `device`: its memory counters exist only then, and libraries launch on the current device."""
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(device)
+
+
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`, looking inside quantised ones."""
     seen: dict[int, int] = {}
@@ -20,7 +27,8 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
         tensor = pending.pop()
         if hasattr(tensor, "__tensor_flatten__"):
             names, _ = tensor.__tensor_flatten__()
-            pending.extend(getattr(tensor, name) for name in names)
+            inner = (getattr(tensor, name) for name in names)
+            pending.extend(part for part in inner if isinstance(part, torch.Tensor))  # a DTensor names its mesh, too
         else:
             storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()

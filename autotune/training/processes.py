@@ -18,6 +18,7 @@ from torch import nn
 
 from autotune.errors import AutotuneError
 from autotune.schema import HardwareProfile, PlannedHardware, Strategy
+from autotune.training.memory import make_current
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)
@@ -50,7 +51,7 @@ class Processes:
         """Replace tensors by their mean over all processes, in place; the result is the same on all."""
         for tensor in tensors if self.world_size > 1 else ():
             torch.distributed.all_reduce(tensor)
-            tensor /= self.world_size
+            tensor.div_(self.world_size)
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` holds on any process."""
@@ -113,6 +114,7 @@ def join(planned: PlannedHardware, device: torch.device) -> Processes:
             hint="start it with `autotune train`, which starts them itself, not with accelerate or torchrun",
         )
     own = state.device if several and device.type != "cpu" else device
+    make_current(own)
     return Processes(state.process_index, planned.num_processes, own, planned.strategy)
 
 
@@ -123,9 +125,8 @@ def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, 
         return ()
     if kind != "cuda":
         return (f"processes: {num_processes} need a GPU each, {kind} has one",)
-    count = torch.cuda.device_count()
-    if count < num_processes:
-        return (f"processes: {num_processes} need a GPU each, {count} can be seen here",)
+    if hardware.device.count < num_processes:
+        return (f"processes: {num_processes} need a GPU each, {hardware.device.count} can be seen here",)
     cards = [torch.cuda.get_device_properties(index) for index in range(num_processes)]
     unlike = {(card.name, card.total_memory // 2**30) for card in cards}
     names = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in unlike))

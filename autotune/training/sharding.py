@@ -41,7 +41,8 @@ def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, w
 
 def _has_tensors(module: nn.Module) -> bool:
     """Whether anything of its own comes from the files."""
-    return bool(module._parameters) or bool(module._buffers.keys() - module._non_persistent_buffers_set)
+    buffers = (value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set)
+    return any(value is not None for value in (*module._parameters.values(), *buffers))
 
 
 def is_sharded(transformer: nn.Module, world_size: int) -> bool:

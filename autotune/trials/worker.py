@@ -90,7 +90,10 @@ def _require_preload() -> None:
 def _cap_memory(device: "torch.device", cap_bytes: int) -> None:
     import torch
 
+    from autotune.training.memory import make_current
+
     if device.type == "cuda":
+        make_current(device)
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
     elif device.type == "cpu" and sys.platform == "linux":

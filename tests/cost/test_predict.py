@@ -73,13 +73,13 @@ def test_quantised_weights_take_what_their_formats_say(card):
     assert nf4_bytes(64 * 256) == 64 * 256 // 2 + 256 + 4 + 64 + 1024 + 4
 
 
-def test_uncheckpointed_torchao_int8_keeps_dequantised_weights(card):
-    """Autograd saves the bf16 copy that the matmul used: storage shrinks, the step does not."""
+def test_uncheckpointed_torchao_int8_keeps_no_dequantised_weights(card):
+    """Frozen layers dequantise again for the backward pass: what is saved does not grow when storage shrinks."""
     plain, small = (
         card.composed(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False)
         for q in ("none", "torchao-int8")
     )
-    assert small.saved_bytes > plain.saved_bytes
+    assert small.saved_bytes <= plain.saved_bytes
 
 
 def test_a_thousand_candidates_take_well_under_two_seconds(card):

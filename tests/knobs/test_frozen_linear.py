@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torchao.quantization import quantize_
 
 from autotune.knobs.frozen_linear import freeze
 from autotune.knobs.quantization import _torchao_config
-from torchao.quantization import quantize_
 
 STORAGES = ("torchao-int8", "torchao-fp8")
 

@@ -68,7 +68,7 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
                 self.send_file(hub.repos[name], path.split(f"/resolve/{COMMIT}/")[-1])
 
         def describe(self, name: str, path: str) -> None:
-            revision = path.split("/revision/")[-1] if "/revision/" in path else "main"
+            revision = path.rsplit("/revision/", maxsplit=1)[-1] if "/revision/" in path else "main"
             if revision not in ("main", COMMIT):
                 self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
                 return

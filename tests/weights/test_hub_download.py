@@ -78,8 +78,8 @@ def test_an_absent_revision_says_so(repo: str) -> None:
 
 def test_offline_the_missing_file_of_a_model_is_named(
     hub: FakeHub,
-    small_pipelines,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    small_pipelines,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from huggingface_hub import constants
 

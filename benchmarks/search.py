@@ -1,0 +1,126 @@
+"""Our search against Optuna's samplers, on tasks whose every answer is known.
+
+    python benchmarks/search.py [--development] [--output FILE]
+
+Regret: how much slower the best found so far is than the best there is, after 4, 8 and 12 different trials. Trials that
+fail count as trials; repeats of a configuration, which Optuna's samplers make, are free.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from autotune.quiet import silence_libraries
+
+silence_libraries()
+
+import optuna
+from search_tasks import Task, simulated_tasks, table_tasks
+
+from autotune.schema import Candidate, TrialResult
+from autotune.search.residual import ResidualSearch
+
+AFTER = (4, 8, 12)
+NEAR = 0.05
+CAP = 2.0
+"""Regret of a search that has found nothing that runs."""
+SEEDS = 3
+"""Runs of a sampler that draws at random; ours does not."""
+
+
+def ours(task: Task, seed: int) -> list[TrialResult]:
+    sampler = ResidualSearch(task.space, task.cost, task.budget_bytes)
+    results: list[TrialResult] = []
+    while len(results) < max(AFTER) and (candidate := sampler.next_candidate(results)):
+        results.append(task.truth[candidate])
+    return results
+
+
+def by_optuna(make: Callable[[int], optuna.samplers.BaseSampler]) -> Callable[[Task, int], list[TrialResult]]:
+    def search(task: Task, seed: int) -> list[TrialResult]:
+        study = optuna.create_study(sampler=make(seed))
+        seen: dict[Candidate, TrialResult] = {}
+        for _ in range(8 * max(AFTER)):
+            trial = study.ask()
+            values = {name: trial.suggest_categorical(name, list(c)) for name, c in task.space.choices.items()}
+            result = task.truth[Candidate.model_validate(values)]
+            trial.set_constraint("runs", 0.0 if result.outcome == "ok" else 1.0)
+            study.tell(trial, result.median_step_seconds or 1e9)
+            seen.setdefault(result.candidate, result)
+            if len(seen) == max(AFTER):
+                break
+        return list(seen.values())
+
+    return search
+
+
+SEARCHES = {
+    "ours": (ours, 1),
+    "gp": (by_optuna(lambda seed: optuna.samplers.GPSampler(seed=seed, n_startup_trials=3)), SEEDS),
+    "tpe": (by_optuna(lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=3)), SEEDS),
+    "random": (by_optuna(lambda seed: optuna.samplers.RandomSampler(seed=seed)), SEEDS),
+}
+
+
+def regrets(task: Task, results: list[TrialResult]) -> list[float]:
+    found = []
+    for count in AFTER:
+        best = min((r.median_step_seconds or math.inf for r in results[:count] if r.outcome == "ok"), default=math.inf)
+        found.append(min(CAP, best / task.best_seconds - 1))
+    return found
+
+
+def group_of(task: Task) -> str:
+    return "measured" if task.measured else f"simulated, {task.prior} prior"
+
+
+def table(rows: list[dict[str, Any]]) -> Iterable[str]:
+    yield "| tasks | search | n | mean regret after 4 | 8 | 12 | within 5% after 4 | 8 | 12 | failed of 8 |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for group in dict.fromkeys(row["group"] for row in rows):
+        for name in SEARCHES:
+            mine = [row for row in rows if (row["group"], row["search"]) == (group, name)]
+            if not mine:
+                continue
+            means = [f"{statistics.mean(row['regrets'][i] for row in mine):.1%}" for i in range(len(AFTER))]
+            near = [f"{statistics.mean(row['regrets'][i] <= NEAR for row in mine):.0%}" for i in range(len(AFTER))]
+            failed = statistics.mean(row["failed"] for row in mine)
+            yield f"| {group} | {name} | {len(mine)} | {' | '.join((*means, *near))} | {failed:.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--development", action="store_true", help="the tasks that constants may be chosen on")
+    parser.add_argument("--only", nargs="*", default=list(SEARCHES), choices=list(SEARCHES))
+    parser.add_argument("--seeds", type=int, default=2, help="simulated machines per model, GPU and prior")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("-v", "--verbose", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    tasks = table_tasks(development=options.development)
+    for prior in ("good", "bad"):
+        tasks += simulated_tasks(prior, development=options.development, seeds=range(options.seeds))
+    rows = []
+    for task in tasks:
+        for name in options.only:
+            search, seeds = SEARCHES[name]
+            for seed in range(seeds):
+                results = search(task, seed)
+                failed = sum(result.outcome != "ok" for result in results[:8])
+                row = {"task": task.name, "group": group_of(task), "search": name, "seed": seed, "failed": failed}
+                rows.append({**row, "regrets": regrets(task, results), "trials": len(results)})
+                if options.verbose:
+                    print(rows[-1], flush=True)
+    print("\n".join(table(rows)))
+    if options.output:
+        options.output.write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

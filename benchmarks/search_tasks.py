@@ -1,0 +1,156 @@
+"""Tasks for `search.py`: complete truths to search in. Measured tables, and machines simulated in another form.
+
+A simulated machine starts from the cost model's own predictions for a published model on a GPU of the catalogue, and
+bends them in ways that the search's model cannot express: factors of pairs of choices, micro-batches that saturate,
+recomputation that costs more than its share, a slow stretch before the memory wall, and 3% noise.
+"""
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from autotune.cost.predict import Predictor
+from autotune.families.registry import FAMILIES
+from autotune.families.resolve import resolve_model
+from autotune.hardware.store import hardware_named
+from autotune.knobs.base import Setting
+from autotune.schema import Bucket, Candidate, Choice, HardwareProfile, TrialResult, Workload
+from autotune.search.residual import CostModel
+from autotune.search.space import SearchSpace, search_space
+
+TABLES = Path(__file__).parent / "results" / "tables"
+DEVELOPMENT_TABLES = ("flux1-dev-80",)
+"""Constants of the search may be chosen on these and on simulated machines of DEVELOPMENT_BASES, never on the rest."""
+
+Prior = Literal["good", "bad"]
+BIAS: Mapping[Prior, tuple[float, float]] = {"good": (0.10, 0.03), "bad": (0.35, 0.25)}
+"""One sigma of the logarithm by which the prior is wrong about speed and about memory."""
+
+DEVELOPMENT_BASES = (("flux1-dev", "nvidia-rtx-3090"), ("qwen-image", "nvidia-l40s"))
+BASES = (
+    ("qwen-image", "nvidia-h100-sxm"),
+    ("flux1-dev", "nvidia-rtx-4090"),
+    ("kandinsky5-image-lite", "nvidia-rtx-4090"),
+    ("flux1-dev", "nvidia-a100-80gb"),
+    ("qwen-image", "nvidia-a100-80gb"),
+    ("kandinsky5-image-lite", "nvidia-l40s"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A space, what is believed about it, and all that is true of it."""
+
+    name: str
+    measured: bool
+    prior: Prior | None
+    space: SearchSpace
+    cost: CostModel
+    budget_bytes: int
+    truth: Mapping[Candidate, TrialResult]
+
+    @property
+    def best_seconds(self) -> float:
+        return min(r.median_step_seconds or math.inf for r in self.truth.values() if r.outcome == "ok")
+
+
+def table_tasks(*, development: bool) -> list[Task]:
+    paths = sorted(path for path in TABLES.glob("*.jsonl") if (path.stem in DEVELOPMENT_TABLES) == development)
+    return [_table_task(path) for path in paths]
+
+
+def _table_task(path: Path) -> Task:
+    first, *lines = path.read_text().splitlines()
+    head = json.loads(first)
+    hardware = HardwareProfile.model_validate_json(json.dumps(head["hardware"]))
+    workload = Workload.model_validate_json(json.dumps(head["workload"]))
+    trials = [TrialResult.model_validate_json(line) for line in lines]
+    candidates = tuple(trial.candidate for trial in trials)
+    cost = Predictor(hardware, workload, FAMILIES[head["family"]], head["config"])
+    choices = {name: _values(candidates, name) for name in Candidate.model_fields}
+    space = SearchSpace(candidates, choices, {})
+    return Task(path.stem, True, None, space, cost, hardware.device.budget_bytes, {t.candidate: t for t in trials})
+
+
+def _values(candidates: tuple[Candidate, ...], knob: str) -> tuple[Choice, ...]:
+    return tuple(dict.fromkeys(getattr(candidate, knob) for candidate in candidates))
+
+
+def simulated_tasks(prior: Prior, *, development: bool, seeds: range) -> list[Task]:
+    bases = DEVELOPMENT_BASES if development else BASES
+    return [_simulated(family, gpu, prior, seed) for family, gpu in bases for seed in seeds]
+
+
+@cache
+def _base(family: str, gpu: str) -> tuple[SearchSpace, Predictor, HardwareProfile]:
+    hardware, model = hardware_named(gpu), resolve_model(family)
+    workload = Workload(
+        model=model.spec,
+        resolution_px=512,
+        buckets=(Bucket(width_px=512, height_px=512, num_frames=1, num_items=20),),
+        max_text_tokens=128,
+        text_padding="exact",
+        rank=16,
+        lora_alpha=16.0,
+        targets="attention",
+        effective_batch_size=8,
+        quality="high",
+    )
+    space = search_space(Setting(hardware, model.family, workload))
+    return space, Predictor(hardware, workload, model.family, model.config), hardware
+
+
+def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
+    space, cost, hardware = _base(family, gpu)
+    rng = random.Random(f"{family} {gpu} {prior} {seed}")
+    speed, memory = BIAS[prior]
+    cost.calibrate(())
+    bend = _Bend(rng, speed, memory, wall_bytes=hardware.device.budget_bytes)
+    truth = {}
+    for candidate in space.candidates:
+        predicted = cost.predict(candidate)
+        seconds, peak = predicted.step_seconds, predicted.allocated_memory_bytes
+        truth[candidate] = bend.result(candidate, seconds, peak, predicted.required_memory_bytes - peak)
+    name = f"{family} {gpu} {prior} {seed}"
+    if all(result.outcome != "ok" for result in truth.values()):
+        return _simulated(family, gpu, prior, seed + 1000)
+    return Task(name, False, prior, space, cost, hardware.device.budget_bytes, truth)
+
+
+class _Bend:
+    """How a hidden machine differs from what the cost model says of it."""
+
+    def __init__(self, rng: random.Random, speed: float, memory: float, wall_bytes: int) -> None:
+        self.rng, self.speed, self.wall_bytes = rng, speed, wall_bytes
+        self.factors: dict[tuple[object, ...], float] = {}
+        self.offset = rng.gauss(0, speed)
+        self.memory_offset = rng.gauss(0, memory)
+        self.saturation = rng.uniform(0.0, 0.25)
+        self.recompute = rng.uniform(-0.2, 0.4) * speed
+        self.cliff = rng.uniform(1.0, 6.0)
+
+    def factor(self, sigma: float, *key: object) -> float:
+        """The same for the same key."""
+        return self.factors.setdefault(key, self.rng.gauss(0, sigma))
+
+    def result(self, candidate: Candidate, seconds: float, peak: int, besides: int) -> TrialResult:
+        c, blocks = candidate, candidate.checkpointed_blocks
+        pairs = self.factor(self.speed / 3, c.quantization, c.attention)
+        pairs += self.factor(self.speed / 4, c.quantization, c.micro_batch_size > 1)
+        pairs += self.factor(self.speed / 6, c.attention, c.micro_batch_size)
+        alone = self.factor(self.speed / 2, c.quantization) + self.factor(self.speed / 2, c.attention)
+        log = self.offset + alone + pairs + self.recompute * math.sqrt(blocks / 60)
+        log += self.saturation * (1 - c.micro_batch_size**-0.5)
+        used = peak * math.exp(self.memory_offset + self.factor(0.01, "memory", c.quantization)) + besides
+        full = used / self.wall_bytes
+        log += max(0.0, full - 0.93) * self.cliff  # the allocator frees and asks again
+        log += self.rng.gauss(0, 0.03)
+        if full > 1:
+            return TrialResult(candidate=c, outcome="oom", message="simulated")
+        took = seconds * math.exp(log)
+        return TrialResult(candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(used - besides))
