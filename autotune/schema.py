@@ -139,6 +139,16 @@ class Candidate(Frozen):
         return ", ".join((main, *unusual))
 
 
+class QuantizationError(Frozen):
+    """How far quantised layers are from the real weights: relative error of their outputs on random inputs."""
+
+    overall: float = Field(ge=0)
+    """Of all quantised layers together."""
+    worst: float = Field(ge=0)
+    """Of the block that is furthest off."""
+    worst_block: int = NaturalInt
+
+
 class CachingSettings(Frozen):
     """How captions and images are encoded before training. Fields can be pinned: `--pin caching.FIELD=VALUE`."""
 
@@ -169,6 +179,8 @@ class TrialResult(Frozen):
     wall_seconds: float | None = Field(default=None, ge=0)
     """What the trial cost, from the request to the answer."""
     final_loss: float | None = None
+    quantization_error: QuantizationError | None = None
+    """None without quantisation, and where the weights were random."""
     message: str = ""
     """Why the outcome is not `ok`, in one line."""
 
@@ -380,6 +392,7 @@ class RunReport(Frozen):
     final_loss: float
     warnings: tuple[str, ...] = ()
     settings: Candidate
+    quantization_error: QuantizationError | None = None
     verdict: AdapterVerdict | None = None
     adapter: str
     """File name of the adapter inside the output folder."""

@@ -59,7 +59,7 @@ def sample_run(
     ]
     studio.learn(shots[:1])
     encoders.release()
-    studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device))
+    studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device)[0])
     studio.load_adapter(folder / ADAPTER_FILE)
     written = []
     for number, shot in enumerate(shots, start=1):

@@ -161,6 +161,7 @@ class _Runner:
             peak_memory_bytes=peak,
             host_memory_bytes=_peak_host_bytes(),
             final_loss=final_loss if math.isfinite(final_loss) else None,
+            quantization_error=self.loaded.quantization_error,
             message=reason or "",
         )
 
@@ -238,6 +239,10 @@ def classify(error: BaseException) -> Outcome:
     """The outcome that an exception amounts to."""
     import torch
 
+    from autotune.training.quality import QualityMissed
+
+    if isinstance(error, QualityMissed):
+        return "numerics"
     text = str(error).lower()
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return "oom"
