@@ -1,7 +1,7 @@
 """How far quantised layers are from the real weights: measured on each layer as it arrives, judged by the floor.
 
 Each Linear gets the same random inputs before and after; the error is |after - before| / |before| of its outputs
-without bias, over all Linears of a block together. The whole model's may be larger or smaller: layers follow each other.
+without bias, over all Linears of a block together. The whole model's may differ: layers follow each other.
 """
 
 from collections.abc import Mapping, Sequence

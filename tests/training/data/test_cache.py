@@ -68,7 +68,7 @@ def test_any_damage_is_noticed_and_the_entry_removed(
 def test_pickled_caches_of_others_are_refused_with_the_way_to_rebuild(tmp_path: Path) -> None:
     Cache(tmp_path).refuse_pickles()
     (tmp_path / "latents.pt").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(InvalidInput, match="latents.pt") as caught:
+    with pytest.raises(InvalidInput, match=r"latents\.pt") as caught:
         Cache(tmp_path).refuse_pickles()
     assert "encoded anew" in caught.value.hint
 
