@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from autotune.families.base import Family
-from autotune.knobs.base import Choices, Knob, Setting
+from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.schema import Choice, Quality, Rejected
 
 if TYPE_CHECKING:
@@ -22,6 +22,14 @@ QUALITY_OF: dict[str, Quality] = {
 
 SLICE_BYTES = 4 << 20
 """Of a weight, quantised at a time."""
+
+TOLERANCES = {
+    "torchao-int8": (0.05, "8 bits per row: weights are wrong by about 1%"),
+    "torchao-fp8": (0.12, "3 bits of mantissa: weights are wrong by about 3%"),
+    "bnb-int8": (0.08, "8 bits for weights and, in the forward pass, for activations"),
+    "bnb-nf4": (0.35, "4 bits: weights are wrong by about 10%"),
+}
+"""Of gradients with random weights, relative to unquantised ones', and why."""
 
 STRICTNESS: tuple[Quality, ...] = ("compact", "high", "exact")
 
@@ -47,6 +55,9 @@ class Quantization(Knob):
                 admitted.append(name)
         admitted.sort(key=lambda name: name == "none")  # the one that needs least memory first
         return Choices(admitted=tuple(admitted), rejected=tuple(rejected))
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return Parity(choice, *TOLERANCES[str(choice)]) if choice in TOLERANCES else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         quantize = quantize_on_arrival(family, transformer, str(choice))
