@@ -165,7 +165,10 @@ def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     Raises:
         InvalidPlan: a value is out of range.
     """
-    changed = {**plan.job.model_dump(), **{key: value for key, value in changes.items() if value is not None}}
+    given = {key: value for key, value in changes.items() if value is not None}
+    if "model" in given:
+        given = {"revision": None, **given}  # a commit of another repository
+    changed = {**plan.job.model_dump(), **given}
     try:
         job = Job.model_validate(changed)
     except ValidationError as error:

@@ -42,6 +42,7 @@ class Events:
 
     on_machine: Callable[[HardwareProfile], None] = lambda hardware: None
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
+    on_note: Callable[[str], None] = lambda note: None
     on_survey: Callable[[Survey], None] = lambda survey: None
     on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
@@ -66,6 +67,8 @@ def make_plan(
     events, around = events or Events(), around or Surroundings()
     case = case_of(question, hardware, around)
     events.on_machine(case.hardware)
+    for note in case.notes:
+        events.on_note(note)
     events.on_space(case.space, case.work_of_all)
     if not case.can_try:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]

@@ -139,6 +139,16 @@ class Candidate(Frozen):
         return ", ".join((main, *unusual))
 
 
+class QuantizationError(Frozen):
+    """How far quantised layers are from the real weights: relative error of their outputs on random inputs."""
+
+    overall: float = Field(ge=0)
+    """Of all quantised layers together."""
+    worst: float = Field(ge=0)
+    """Of the block that is furthest off."""
+    worst_block: int = NaturalInt
+
+
 class PhasePeak(Frozen):
     """How long a phase of a run took and the most memory it had."""
 
@@ -190,6 +200,8 @@ class TrialResult(Frozen):
     wall_seconds: float | None = Field(default=None, ge=0)
     """What the trial cost, from the request to the answer."""
     final_loss: float | None = None
+    quantization_error: QuantizationError | None = None
+    """None without quantisation, and where the weights were random."""
     message: str = ""
     """Why the outcome is not `ok`, in one line."""
 
@@ -272,7 +284,9 @@ class Job(Frozen):
     """
 
     model: str
-    """Folder in the diffusers layout, or a hub id."""
+    """Folder in the diffusers layout, a family's name, or a hub id."""
+    revision: str | None = None
+    """Commit on the hub that `model` is taken at; None for a folder, or until it is first fetched."""
     data: str | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
     control: str | None = None
@@ -316,6 +330,11 @@ class Job(Frozen):
     """Training steps between previews; 0 samples only at the end."""
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """Where curves go besides `metrics.jsonl`."""
+
+    @property
+    def pinned_model(self) -> str:
+        """The model at its revision, as `resolve_model` takes it."""
+        return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
 
 class FrozenPart(Frozen):
@@ -394,6 +413,7 @@ class RunReport(Frozen):
     final_loss: float
     warnings: tuple[str, ...] = ()
     settings: Candidate
+    quantization_error: QuantizationError | None = None
     verdict: AdapterVerdict | None = None
     adapter: str
     """File name of the adapter inside the output folder."""

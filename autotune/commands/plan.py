@@ -133,6 +133,7 @@ def plan(
         events = Events(
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
             on_machine=proven.append,
+            on_note=lambda note: err.print(f"note      {note}", markup=False),
             on_survey=tell_survey,
             on_start=display.start,
             on_trial=display.show,

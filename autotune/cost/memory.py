@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
+from autotune.knobs.quantization import SLICE_BYTES
 from autotune.prediction import MemoryBreakdown, PhaseMemory
 from autotune.schema import HardwareProfile
 
@@ -18,8 +19,8 @@ HOPPER_WORKSPACE_BYTES = 32 << 20
 """cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes from its allocator."""
 HOST_PROCESS_BYTES = 3 << 29
 """Resident memory of Python with torch, diffusers and transformers imported, with CUDA's libraries loaded."""
-QUANTIZING_LAYERS = 7
-"""torchao needs about seven times one layer's size for a moment."""
+QUANTIZING_BYTES = 12 * SLICE_BYTES
+"""Layers are quantised in slices, and torchao needs up to twelve times a slice's size for a moment."""
 PHASES = ("load", "cache", "train", "preview", "save")
 MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
 EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
@@ -79,7 +80,7 @@ def resident_of(
         adapter_bytes=storage.adapter_bytes,
         optimizer_bytes=masters + moments,
         optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
-        quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes * QUANTIZING_LAYERS,
+        quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes + QUANTIZING_BYTES,
         encoder_bytes=encoder_bytes,
         vae_bytes=vae.weight_bytes,
         vae_transient_bytes=vae.transient_bytes,

@@ -1,11 +1,11 @@
 """One question on one machine, with all that follows from it before anything is tried."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
-from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
+from autotune.families.resolve import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, resolve_model
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
@@ -17,6 +17,7 @@ from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search.space import SearchSpace, search_space, without
 from autotune.training.describe import describe_workload, require_even_shares
 from autotune.training.processes import device_misfits
+from autotune.weights.errors import BadWeights
 from autotune.weights.sources import open_source, weights_in
 
 
@@ -34,6 +35,8 @@ class Case:
     space: SearchSpace
     cost: Predictor
     job: Job
+    notes: tuple[str, ...] = ()
+    """What the user should know of how the question was understood."""
 
     @property
     def trained_on(self) -> HardwareProfile:
@@ -73,7 +76,7 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
         InvalidInput: the model or the data cannot be used.
         NothingFits: the weights alone are too large in every storage, or nothing can be tried here.
     """
-    model = resolve_model(question.model)
+    model, notes = _resolved(question)
     if around.needs_weights:
         _require_weights_and_room(model, hardware)
     dataset = data_of(question, model)
@@ -84,7 +87,23 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
         setting = Setting(hardware, model.family, workload)
         hardware = around.prove(setting, _space(question, setting).choices, model)
     cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
-    return Case(question, hardware, whole, workload, space, cost, job_of(question, model, dataset))
+    job = job_of(question, model, dataset)
+    pinned = replace(question, model=job.pinned_model)
+    return Case(pinned, hardware, whole, workload, space, cost, job, notes)
+
+
+def _resolved(question: Question) -> tuple[ResolvedModel, tuple[str, ...]]:
+    """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
+    known = is_family(question.model)
+    if not is_on_hub(question.model) or (known and not (question.here and question.data)):
+        return resolve_model(question.model), ()
+    try:
+        return fetch_model(question.model, weights=False), ()
+    except BadWeights as error:
+        if not known:
+            raise
+        note = f"captions are assumed to have the usual length: {error.message}"
+        return resolve_model(question.model), (note,)
 
 
 def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
@@ -126,7 +145,7 @@ def _strategy(
 
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
-    model = resolve_model(question.model)
+    model, _ = _resolved(question)
     workload = describe_workload(model, data_of(question, model), question.wishes)
     return _space(question, Setting(hardware, model.family, workload))
 

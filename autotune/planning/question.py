@@ -47,7 +47,7 @@ def question_of(plan: TrainingPlan) -> Question:
     """The question that `plan` answered."""
     frozen, job = plan.frozen, plan.job
     return Question(
-        model=job.model,
+        model=job.pinned_model,
         data=Path(job.data) if job.data else None,
         control=Path(job.control) if job.control else None,
         caption=job.caption,
@@ -97,7 +97,8 @@ def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None) ->
     defaults = model.family.defaults
     captions = [item.caption for item in dataset.items] if dataset else []
     asked = {
-        "model": question.model,
+        "model": question.model.partition("@")[0] if model.revision else question.model,
+        "revision": model.revision,
         "data": str(question.data) if question.data else None,
         "control": str(question.control) if question.control else None,
         "caption": question.caption,

@@ -99,7 +99,7 @@ def _text_lengths(
     model: ResolvedModel, dataset: Dataset | None, buckets: tuple[Bucket, ...], text_tokens: int | None
 ) -> list[int]:
     usual = positive("text tokens", text_tokens or model.family.defaults.text_tokens)
-    if model.folder is None or dataset is None:
+    if model.texts is None or dataset is None:
         return [usual, max(1, usual - 1)]  # captions differ in length unless data shows otherwise
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]
     controls = [
@@ -107,9 +107,9 @@ def _text_lengths(
         for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
     ]
     try:
-        return model.family.count_text_tokens(model.folder, [item.caption for item in dataset.items], controls)
+        return model.family.count_text_tokens(model.texts, [item.caption for item in dataset.items], controls)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidInput(
-            f"the tokenizer in {model.folder} cannot be read: {str(error).splitlines()[0]}",
+            f"the tokenizer in {model.texts} cannot be read: {str(error).splitlines()[0]}",
             hint="download the model again; a file is missing or damaged",
         ) from error

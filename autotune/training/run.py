@@ -255,6 +255,7 @@ class _Run:
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=tuple(loop.warnings),
             settings=self.plan.frozen.settings,
+            quantization_error=loop.model.quantization_error,
             adapter=ADAPTER_FILE,
         )
 

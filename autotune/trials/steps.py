@@ -142,6 +142,7 @@ class Steps:
             peak_memory_bytes=peak,
             allocator_retries=_allocator_retries(self.model.device) - self.retries_before,
             host_memory_bytes=peak_host_bytes(),
+            quantization_error=self.model.quantization_error,
             final_loss=final_loss if math.isfinite(final_loss) else None,
             message=reason or "",
         )
