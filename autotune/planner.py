@@ -163,7 +163,7 @@ def _plan(
         workload=case.work_of_all,
         settings=best.candidate,
         caching=caching,
-        expected=expected(best, trials, case.cost, case.work_of_all),
+        expected=expected(best, trials, case.cost, case.work_of_all, case.job, case.question.price_per_hour),
         reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),

@@ -126,6 +126,13 @@ class Candidate(Frozen):
     """Compute dtype of the transformer and the adapter."""
     loader: str = "safetensors"
     """How weights are read from disk: a name in `autotune.weights.loaders`."""
+    swapped_blocks: int = Field(default=0, ge=0)
+    """The frozen weights of the first k blocks wait on the host until they are needed."""
+    compile: str = "off"
+    """`block`: each repeated block goes through torch.compile."""
+    optimizer: str = "adamw"
+    allocator: str = "default"
+    """How the device's allocator grows: `default` or `expandable` segments."""
 
     def label(self) -> str:
         """One short line for people."""
@@ -134,7 +141,7 @@ class Candidate(Frozen):
             f"{name.replace('_', ' ')} {value}"
             for name, value in self
             if not (field := type(self).model_fields[name]).is_required() and value != field.default
-            if name not in ("quantization", "attention")
+            if name not in ("quantization", "attention", "allocator")
         )
         return ", ".join((main, *unusual))
 
@@ -252,6 +259,11 @@ class Expected(Frozen):
             for phase in self.phases
         )
         return max(self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured))
+
+    other_seconds: float = Field(default=0.0, ge=0)
+    """What the job takes beside its steps, always predicted: loading, caches, compiling, previews, checkpoints."""
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """Of the machine, in whatever currency the user thinks in."""
 
 
 class PlannedHardware(Frozen):
@@ -372,6 +384,18 @@ class TrainingPlan(Frozen):
     frozen: FrozenPart
     digest: str
     """Digest of `frozen`."""
+
+    @property
+    def job_seconds(self) -> float:
+        """Expected wall time of the whole job as it stands."""
+        expected = self.frozen.expected
+        return self.job.num_steps * expected.step_seconds + expected.other_seconds
+
+    @property
+    def job_cost(self) -> float | None:
+        """Of the whole job, where the plan knows what an hour costs."""
+        price = self.frozen.expected.price_per_hour
+        return None if price is None else price * self.job_seconds / 3600
 
 
 class AdapterVerdict(Frozen):

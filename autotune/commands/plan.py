@@ -60,6 +60,7 @@ def plan(
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None,
     replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, for the cost of the job.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the job; 0 by default.")] = None,
     run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
     as_json: Json = False,
@@ -112,6 +113,7 @@ def plan(
         num_processes=gpus,
         use_profiles=profiles,
         max_trials=max_trials,
+        price_per_hour=price,
         search_seconds=search_time,
         study=Place(study or "search", join) if study or join else None,
     )
@@ -126,7 +128,7 @@ def plan(
     proven = [machine]
     with trial_display(max_trials) as display:
 
-        def tell_survey(survey: Survey) -> None:
+        def tell_survey(survey: "Survey") -> None:
             known.extend(survey.known)
             err.print("\n".join(survey_lines(survey)), end="", markup=False)
 

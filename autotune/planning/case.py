@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
-from autotune.errors import NothingFits
+from autotune.errors import InvalidInput, NothingFits
 from autotune.families.resolve import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, resolve_model
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
@@ -127,6 +127,11 @@ def _strategy(
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
     budget = cost.hardware.device.budget_bytes
     space = _space(question, Setting(cost.hardware, model.family, workload))
+    if number > 1:
+        why = "several processes share the weights out instead"
+        space = without(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
+        if not space.candidates:
+            raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
         lighter = _without_too_heavy(space, cost)
         if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
@@ -172,7 +177,10 @@ def _cost_beside_kept(
 def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
     """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
     budget = cost.hardware.device.budget_bytes
-    sizes = {c.quantization: cost.weight_bytes(c) for c in space.candidates}
+    sizes: dict[str, int] = {}
+    for candidate in space.candidates:
+        size = cost.weight_bytes(candidate)
+        sizes[candidate.quantization] = min(size, sizes.get(candidate.quantization, size))
     dropped: dict[Choice, str] = {
         name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
         for name, size in sizes.items()

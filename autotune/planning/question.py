@@ -35,6 +35,8 @@ class Question:
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
+    price_per_hour: float | None = None
+    """Of the machine, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
     study: Place | None = None
@@ -58,6 +60,7 @@ def question_of(plan: TrainingPlan) -> Question:
         learning_rate=job.learning_rate,
         seed=job.seed,
         num_processes=frozen.hardware.num_processes,
+        price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
         exclusions=frozen.exclusions,
         job=job,

@@ -109,7 +109,7 @@ def _measured(plan: TrainingPlan, cost: Predictor, trials: tuple[TrialResult, ..
             **dict(frozen),
             "hardware": planned_hardware(cost.hardware, cost.parallel),
             "settings": best.candidate,
-            "expected": expected(best, trials, cost, frozen.workload),
+            "expected": expected(best, trials, cost, frozen.workload, plan.job, frozen.expected.price_per_hour),
             "reasons": tuple(_reason(reason, plan, best.candidate, trials[0]) for reason in frozen.reasons),
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),

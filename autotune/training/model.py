@@ -10,9 +10,11 @@ from torch import nn
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
+from autotune.knobs.block_swap import waits_on_host
 from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_on_arrival
 from autotune.knobs.registry import KNOBS
+from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate, QuantizationError, Workload
 from autotune.training.quality import ErrorMeter, require_quality
 from autotune.training.sharding import shard_on_arrival
@@ -63,6 +65,7 @@ def load_model(
         dtype=dtype,
         seed=seed,
     )
+    Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, error)
     apply_settings(loaded, settings)
     return loaded
@@ -92,6 +95,8 @@ def load_transformer(
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
         transform = quantize_on_arrival(family, transformer, settings.quantization)
+    if settings.swapped_blocks:
+        transform = waits_on_host(family, transformer, settings.swapped_blocks, transform)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
     else:

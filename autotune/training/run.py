@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autotune.atomic import replacing, write_whole
+from autotune.knobs.allocator import configure_allocator
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import HardwareProfile, RunReport, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
@@ -57,6 +58,7 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
+    configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
     processes = join(plan.frozen.hardware, torch.device(_device_name(hardware)))
     events = (events or Events()) if processes.is_first else Events()
     run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
