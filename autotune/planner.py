@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from autotune import __version__
 from autotune.cost.parallel import Parallel
@@ -28,6 +29,7 @@ from autotune.schema import (
     HardwareProfile,
     Job,
     PlannedHardware,
+    TimestepSampling,
     TrainingPlan,
     TrialResult,
     Workload,
@@ -45,7 +47,7 @@ from autotune.search.winner import (
 )
 from autotune.sharing.query import Known, Survey, broken_promise, first_candidates, survey
 from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.describe import Wishes, describe_workload, require_even_shares
+from autotune.training.describe import Wishes, check_job, describe_workload, require_even_shares
 from autotune.training.processes import device_misfits
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.weights.sources import open_source, weights_in
@@ -67,6 +69,9 @@ class Question:
     output: str = "output"
     num_steps: int | None = None
     learning_rate: float | None = None
+    timestep_sampling: TimestepSampling = "logit_normal"
+    timestep_shift: float | Literal["by_resolution"] | None = None
+    guidance_scale: float | None = None
     seed: int = 0
     pins: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs: only this value may be chosen."""
@@ -104,6 +109,8 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
     model = resolve_model(question.model)
     _require_weights_and_room(model, hardware)
     dataset = _read(question, model)
+    job = _job(question, model, dataset)
+    check_job(job, model.family)
     whole = describe_workload(model, dataset, question.wishes)
     require_even_shares(whole, question.num_processes)
     workload, machine = whole.share(question.num_processes), hardware  # from here on: of one process and its device
@@ -137,7 +144,7 @@ def make_plan(question: Question, hardware: HardwareProfile, events: Events | No
         search_seconds=time.monotonic() - started,
         trials=trials,
     )
-    return seal(_job(question, model, dataset), frozen)
+    return seal(job, frozen)
 
 
 def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
@@ -365,7 +372,9 @@ def _job(question: Question, model: ResolvedModel, dataset: Dataset | None) -> J
         learning_rate=question.learning_rate or defaults.learning_rate,
         weight_decay=defaults.weight_decay,
         max_grad_norm=1.0,
-        timestep_shift=defaults.timestep_shift,
+        timestep_sampling=question.timestep_sampling,
+        timestep_shift=question.timestep_shift or defaults.timestep_shift,
+        guidance_scale=defaults.training_guidance if question.guidance_scale is None else question.guidance_scale,
         seed=question.seed,
         preview_prompts=tuple(captions[:1]),
         preview_steps=defaults.preview_steps,

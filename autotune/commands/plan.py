@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.commands.options import Json, PlanFile
+from autotune.commands.options import Json, PlanFile, parse_shift
 
 
 def plan(
@@ -24,6 +24,13 @@ def plan(
     batch: Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None,
+    sampling: Annotated[
+        str, typer.Option("--timestep-sampling", help="Noise levels: logit_normal or uniform.")
+    ] = "logit_normal",
+    shift: Annotated[
+        str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")] = None,
     quality: Annotated[str, typer.Option(help="exact: 16-bit weights; high: 8-bit too; compact: 4-bit too.")] = "high",
     objective: Annotated[str, typer.Option(help="throughput or memory.")] = "throughput",
     pin: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: choose only this value.")] = None,
@@ -46,6 +53,7 @@ def plan(
     from autotune.cost.arguments import parse_resolution
     from autotune.plan_file import write_plan
     from autotune.planner import Events, Question, list_choices, make_plan
+    from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
     from autotune.sharing.store import remember
     from autotune.terminal import err, out, trial_display
@@ -69,6 +77,9 @@ def plan(
         output=run_output,
         num_steps=steps,
         learning_rate=learning_rate,
+        timestep_sampling=_one_of("--timestep-sampling", sampling, ("logit_normal", "uniform")),
+        timestep_shift=parse_shift(shift),
+        guidance_scale=guidance,
         seed=seed,
         pins=_pairs("--pin", pin),
         exclusions=_pairs("--exclude", exclude),
@@ -98,7 +109,7 @@ def plan(
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return
-    out.print("\n".join(plan_lines(made)), markup=False)
+    out.print("\n".join([*plan_lines(made), *origin_lines(made)]), markup=False)
     out.print(f"written to {output}; train it with: autotune train {output}", markup=False)
 
 
@@ -125,13 +136,14 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
 def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     """Say why each setting was chosen, and what was rejected and why."""
     from autotune.plan_file import read_plan
+    from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import explain_lines
 
     chosen = read_plan(plan_file)
     if as_json:
         typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
     else:
-        typer.echo("\n".join(explain_lines(chosen)))
+        typer.echo("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:

@@ -68,7 +68,6 @@ def resident_of(
     """From the traced storage of one precision and quantisation; `encoder_bytes` as the caching settings have it."""
     storage = model.storage(precision, quantization)
     half = precision != "fp32"
-    element = 2 if half else FP32_BYTES
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
     moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
     vae = model.vae_cost(precision)

@@ -14,7 +14,7 @@ from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
-from autotune.training.data.identity import read_identity
+from autotune.training.data.identity import Identity, read_identity
 from autotune.training.encoders import Encoders, weights_folder
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
@@ -57,12 +57,29 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
+    try:
+        return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
+    finally:
+        prepared.claim.release()
+
+
+def _train(
+    plan: TrainingPlan,
+    prepared: Prepared,
+    hardware: HardwareProfile,
+    cache_folder: Path,
+    events: Events | None,
+    *,
+    resume: bool,
+    trace: bool,
+    started: float,
+) -> RunReport:
     processes = join(plan.frozen.hardware, torch.device(_device_name(hardware)))
     events = (events or Events()) if processes.is_first else Events()
     run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
     with run.watch.phase("caching"):
         encoders = run.encoders()
-        studio = run.studio(encoders)
+        studio = run.studio(cache_folder, encoders)
         encoded = run.encode(cache_folder, encoders)
         encoders.release()
     with run.watch.phase("loading"):
@@ -143,12 +160,7 @@ class _Run:
             self.prepared.dataset,
             self.prepared.workload.buckets,
             Cache(cache_folder),
-            identity=read_identity(
-                weights_folder(model),
-                model.family,
-                settings=self.plan.frozen.settings.precision,
-                text_settings=encoders.key,
-            ),
+            identity=self.identity(encoders),
             caption_dropout=self.plan.job.caption_dropout,
             release=encoders.caching.residency == "release",
             on_progress=self.events.on_encoded,
@@ -158,6 +170,11 @@ class _Run:
         if self.processes.is_first:
             self.processes.wait()
         return encoded
+
+    def identity(self, encoders: Encoders) -> Identity:
+        """Of what encodes."""
+        model, precision = self.prepared.model, self.plan.frozen.settings.precision
+        return read_identity(weights_folder(model), model.family, settings=precision, text_settings=encoders.key)
 
     @property
     def shots(self) -> list[Shot]:
@@ -175,11 +192,12 @@ class _Run:
             for number, prompt in enumerate(job.preview_prompts[:MAX_SHOTS])
         ]
 
-    def studio(self) -> Studio:
+    def studio(self, cache_folder: Path, encoders: Encoders) -> Studio:
         """Ready to sample the job's prompts."""
-        studio = Studio(self.prepared.model, self.dtype, self.processes.device)
+        studio = Studio(encoders)
         if self.shots and self.processes.samples:
-            studio.learn(self.shots)
+            self.events.on_phase("encoding the prompts of previews")
+            studio.learn(self.shots, Cache(cache_folder), self.identity(encoders))
         return studio
 
     def metrics(self, first_step: int) -> Metrics | None:
@@ -236,7 +254,7 @@ class _Run:
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
         waits = loop.data_seconds[2:] or loop.data_seconds or [0.0]
-        expected = self.plan.frozen.expected
+        expected, busy = self.plan.frozen.expected, loop.utilisation.readings
         return RunReport(
             plan_digest=self.plan.digest,
             num_steps=loop.num_steps,
@@ -249,7 +267,7 @@ class _Run:
             measured_peak_memory_bytes=loop.peak_bytes or None,
             phases=tuple(self.watch.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
-            gpu_utilisation=sum(loop.utilisations) / len(loop.utilisations) if loop.utilisations else None,
+            gpu_utilisation=sum(busy) / len(busy) if busy else None,
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=tuple(loop.warnings),

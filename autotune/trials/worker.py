@@ -206,7 +206,6 @@ class _Trial:
             self.optimizer,
             self.batches,
             effective_batch_size=self.request.workload.effective_batch_size,
-            timestep_shift=1.0,
             seed=0,
             step=self.step_number,
         )
