@@ -13,7 +13,7 @@ from autotune.commands import data, profiles, weights
 from autotune.commands.about import doctor, models
 from autotune.commands.demo import demo
 from autotune.commands.estimate import estimate
-from autotune.commands.plan import check, explain, plan
+from autotune.commands.plan import check, diff, explain, plan
 from autotune.commands.probe import probe
 from autotune.commands.train import sample, train
 from autotune.errors import AutotuneError, Preempted
@@ -39,7 +39,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
         raise typer.Exit
 
 
-for command in (probe, doctor, models, estimate, plan, check, explain, train, sample, demo):
+for command in (probe, doctor, models, estimate, plan, check, explain, diff, train, sample, demo):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)

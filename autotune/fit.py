@@ -25,6 +25,11 @@ PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
 
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can."""
+    return (*key_misfits(plan, hardware), *_memory_misfits(plan, hardware))
+
+
+def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why the machine is of another kind than the plan's, however much memory it has."""
     planned = plan.frozen.hardware
     here = hardware.hard_keys
     measured = plan.frozen.expected.evidence == "measured"
@@ -36,13 +41,18 @@ def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str
     encoder = plan.frozen.caching.text_encoder_device
     if encoder.startswith("cuda:") and int(encoder[5:]) >= hardware.device.count:
         misfits.append(f"GPUs: the plan encodes captions on {encoder}, this machine has {hardware.device.count}")
+    return tuple(misfits)
+
+
+def _memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    planned = plan.frozen.hardware
     needed = plan.frozen.expected.peak_memory_bytes + plan.frozen.expected.process_memory_bytes
     if planned.device_kind == "cpu":
         needed *= planned.num_processes  # they share it
     budget = hardware.device.budget_bytes
-    if needed > budget:
-        misfits.append(f"memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB here")
-    return tuple(misfits)
+    if needed <= budget:
+        return ()
+    return (f"memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB here",)
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:

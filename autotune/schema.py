@@ -167,6 +167,8 @@ class TrialResult(Frozen):
     load_peak_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     """Largest resident memory of the child process."""
+    wall_seconds: float | None = Field(default=None, ge=0)
+    """What the trial cost, from the request to the answer."""
     final_loss: float | None = None
     message: str = ""
     """Why the outcome is not `ok`, in one line."""
@@ -306,8 +308,16 @@ class FrozenPart(Frozen):
     records: tuple[str, ...] = ()
     """Shared records that the search stood on, by name."""
     search_seconds: float = Field(ge=0)
-    """What the search cost."""
+    """What its trials cost, loading included; 0 for a prediction."""
     trials: tuple[TrialResult, ...]
+    pins: tuple[tuple[Knob, str], ...] = ()
+    """Values that the user asked for."""
+    exclusions: tuple[tuple[Knob, str], ...] = ()
+    """Values that the user ruled out."""
+    advice: tuple[str, ...] = ()
+    """What other wishes would bring, one sentence each."""
+    predicted_digest: str | None = None
+    """Digest of the predicted plan that this one was made of on arrival."""
 
 
 class TrainingPlan(Frozen):

@@ -23,7 +23,7 @@ import optuna
 from search_tasks import Task, simulated_tasks, table_tasks
 
 from autotune.schema import Candidate, TrialResult
-from autotune.search.sampler import ResidualSampler
+from autotune.search.residual import ResidualSearch
 
 AFTER = (4, 8, 12)
 NEAR = 0.05
@@ -34,7 +34,7 @@ SEEDS = 3
 
 
 def ours(task: Task, seed: int) -> list[TrialResult]:
-    sampler = ResidualSampler(task.space, task.cost, task.budget_bytes)
+    sampler = ResidualSearch(task.space, task.cost, task.budget_bytes)
     results: list[TrialResult] = []
     while len(results) < max(AFTER) and (candidate := sampler.next_candidate(results)):
         results.append(task.truth[candidate])

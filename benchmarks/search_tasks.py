@@ -20,11 +20,11 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.store import hardware_named
 from autotune.knobs.base import Setting
 from autotune.schema import Bucket, Candidate, Choice, HardwareProfile, TrialResult, Workload
-from autotune.search.sampler import CostModel
+from autotune.search.residual import CostModel
 from autotune.search.space import SearchSpace, search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
-DEVELOPMENT_TABLES = ("flux1-dev-96", "kandinsky5-image-64")
+DEVELOPMENT_TABLES = ("flux1-dev-80",)
 """Constants of the search may be chosen on these and on simulated machines of DEVELOPMENT_BASES, never on the rest."""
 
 Prior = Literal["good", "bad"]

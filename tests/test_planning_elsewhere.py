@@ -10,7 +10,9 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.hardware.probe import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.plan_file import read_plan
-from autotune.planner import Question, list_choices, make_plan
+from autotune.planner import make_plan
+from autotune.planning.case import list_choices
+from autotune.planning.question import Question
 from autotune.prediction import Estimate
 from autotune.schema import TrainingPlan
 from autotune.training.describe import Wishes

@@ -40,6 +40,7 @@ def demo(
         resolution="64",
         steps=60,
         run_output=str(result),
+        search_time=600.0,  # a twentieth of such a short run would be a minute, too little on a busy machine
     )
     _announce(f"autotune train {plan_file}")
     train(plan_file)

@@ -1,38 +1,47 @@
-"""`autotune plan`, and what can be asked of a plan file: `check` and `explain`."""
+"""`autotune plan`, and what can be asked of plan files: `check`, `explain` and `diff`."""
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autotune.commands.options import Json, PlanFile, parse_shift
 
+if TYPE_CHECKING:
+    from autotune.sharing.query import Known, Survey
+
 
 def plan(
-    model: Annotated[str, typer.Option(help="A folder in the diffusers layout, or a known model's name.")],
+    model: Annotated[str | None, typer.Option(help="A folder in the diffusers layout, or a model's name.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of images with same-stem .txt captions.")] = None,
     control: Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")] = None,
     caption: Annotated[str | None, typer.Option(help="Caption of images that have none.")] = None,
     trigger: Annotated[str | None, typer.Option(help="Word put in front of every caption.")] = None,
+    earlier: Annotated[
+        Path | None, typer.Option("--from", help="Ask again what this plan answered; other options go before it.")
+    ] = None,
     hardware: Annotated[str | None, typer.Option(help="Plan for this GPU instead (see probe --list).")] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml"),
     resolution: Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")] = None,
     rank: Annotated[int | None, typer.Option(min=1, help="Rank of the adapter.")] = None,
-    targets: Annotated[str, typer.Option(help="attention, attention+mlp or all-linear.")] = "attention",
+    targets: Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None,
     sampling: Annotated[
-        str, typer.Option("--timestep-sampling", help="Noise levels: logit_normal or uniform.")
-    ] = "logit_normal",
+        str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal (default) or uniform.")
+    ] = None,
     shift: Annotated[
         str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")
     ] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")] = None,
-    quality: Annotated[str, typer.Option(help="exact: 16-bit weights; high: 8-bit too; compact: 4-bit too.")] = "high",
-    objective: Annotated[str, typer.Option(help="throughput or memory.")] = "throughput",
+    quality: Annotated[
+        str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
+    ] = None,
+    objective: Annotated[str | None, typer.Option(help="throughput (default) or memory.")] = None,
     pin: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: choose only this value.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: never choose this value.")] = None,
     list_knobs: Annotated[
@@ -43,37 +52,60 @@ def plan(
     reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
     profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True,
     max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8,
-    search_time: Annotated[float, typer.Option(min=1, help="Most seconds to search.")] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the job.")] = 0,
-    run_output: Annotated[str, typer.Option(help="Output folder that the job will write.")] = "output",
+    search_time: Annotated[
+        float | None, typer.Option(min=1, help="Most seconds of trials; by default 5% of the run, at least 60.")
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="Keep trials under this name: an ended search goes on.")] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            envvar="AUTOTUNE_JOIN", help="Share the search: postgresql+psycopg://user:password@host/database."
+        ),
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None,
+    replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the job; 0 by default.")] = None,
+    run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
     as_json: Json = False,
 ) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.commands.machine import machine_for
     from autotune.cost.arguments import parse_resolution
-    from autotune.plan_file import write_plan
-    from autotune.planner import Events, Question, list_choices, make_plan
+    from autotune.plan_file import read_plan, write_plan
+    from autotune.planner import Events, make_plan
+    from autotune.planning.case import list_choices
+    from autotune.planning.question import Question, question_of
+    from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
+    from autotune.planning.surroundings import Surroundings
     from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
+    from autotune.search.storage import Place
     from autotune.sharing.store import remember
     from autotune.terminal import err, out, trial_display
-    from autotune.training.describe import Wishes
 
-    question = Question(
+    if earlier is None and model is None:
+        raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
+    if replay is not None and (hardware or join or study or max_memory or reserve):
+        raise typer.BadParameter("a recording brings its machine and its trials", param_hint="--replay")
+    base = question_of(read_plan(earlier)) if earlier else Question(model=str(model))
+    wishes = _changed(
+        dataclasses.replace(base.wishes, lora_alpha=None) if rank else base.wishes,
+        size_px=parse_resolution(resolution) if resolution else None,
+        num_frames=frames,
+        rank=rank,
+        targets=targets,
+        effective_batch_size=batch,
+        quality=_one_of("--quality", quality, ("exact", "high", "compact")),
+        objective=_one_of("--objective", objective, ("throughput", "memory")),
+    )
+    question = _changed(
+        base,
         model=model,
         data=data,
         control=control,
         caption=caption,
         trigger=trigger,
-        wishes=Wishes(
-            size_px=parse_resolution(resolution) if resolution else None,
-            num_frames=frames,
-            rank=rank,
-            targets=targets,
-            effective_batch_size=batch,
-            quality=_one_of("--quality", quality, ("exact", "high", "compact")),
-            objective=_one_of("--objective", objective, ("throughput", "memory")),
-        ),
+        wishes=wishes,
         output=run_output,
         num_steps=steps,
         learning_rate=learning_rate,
@@ -88,23 +120,34 @@ def plan(
         use_profiles=profiles,
         max_trials=max_trials,
         search_seconds=search_time,
+        study=Place(study or "search", join) if study or join else None,
     )
-    machine = machine_for(hardware, max_memory=max_memory, reserve=reserve)
+    recording = read_recording(replay) if replay else None
+    around = replayed(recording) if recording else Surroundings()
+    machine = recording.hardware if recording else machine_for(hardware, max_memory=max_memory, reserve=reserve)
     if list_knobs:
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
+    known: list[Known] = []
     with trial_display(max_trials) as display:
+
+        def tell_survey(survey: Survey) -> None:
+            known.extend(survey.known)
+            err.print("\n".join(survey_lines(survey)), end="", markup=False)
+
         events = Events(
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
-            on_survey=lambda survey: err.print("\n".join(survey_lines(survey)), end="", markup=False),
+            on_survey=tell_survey,
             on_start=display.start,
             on_trial=display.show,
             on_predictions=lambda all_: err.print("\n".join(prediction_lines(all_, machine.device.budget_bytes))),
         )
-        made = make_plan(question, machine, events)
+        made = make_plan(question, machine, events, around)
     write_plan(output, made)
+    if record is not None:
+        write_recording(record, recording_of(made, machine, known))
     capped = max_memory is not None or reserve is not None  # a rehearsal of a smaller device is no evidence for it
-    if not capped and made.frozen.expected.evidence == "measured":
+    if recording is None and not capped and made.frozen.expected.evidence == "measured":
         remember(made, machine)
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
@@ -146,8 +189,30 @@ def explain(plan_file: PlanFile, as_json: Json = False) -> None:
         typer.echo("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
-    if value not in known:
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Another plan.", metavar="B")],
+    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, to compare costs.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two plans: settings, memory, time and cost."""
+    from autotune.plan_file import read_plan
+    from autotune.reporting.difference import difference_lines, differences
+
+    found = differences(read_plan(first), read_plan(second), price_per_hour=price)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(item) for item in found], indent=1))
+    else:
+        typer.echo("\n".join(difference_lines(found)))
+
+
+def _changed(thing: Any, **values: object) -> Any:
+    """`thing` with all values that were given."""
+    return dataclasses.replace(thing, **{name: value for name, value in values.items() if value not in (None, ())})
+
+
+def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
+    if value is not None and value not in known:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
     return value
 

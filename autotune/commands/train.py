@@ -3,11 +3,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotune.commands.options import Json, PlanFile, parse_shift
+
+if TYPE_CHECKING:
+    from autotune.schema import HardwareProfile, TrainingPlan
 
 
 def train(
@@ -59,6 +62,7 @@ def train(
 
     silence_progress_bars()
     hardware = read_machine(quick=True)
+    chosen = _measured_here(plan_file, chosen, hardware)
     if chosen.frozen.hardware.num_processes > 1 and not started_by_launcher():
         prepare(chosen, hardware, resume=resume).claim.release()  # so that what is wrong is said once
         raise typer.Exit(launch(chosen.frozen.hardware.num_processes, sys.argv[1:]))
@@ -74,6 +78,29 @@ def train(
         return
     out.print("\n".join(report_lines(report)), markup=False)
     out.print(f"adapter: {Path(chosen.job.output) / report.adapter}", markup=False)
+
+
+def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":
+    """The plan, or where it was predicted the measured one that a trial on this machine makes of it."""
+    from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
+    from autotune.terminal import err
+    from autotune.training.processes import started_by_launcher
+
+    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
+        return plan  # a trial has one device, and cannot hold what is shared out
+    known = sealed_beside(path, plan, hardware)
+    if known is not None or started_by_launcher():
+        return known or plan
+    with err.status("the plan was predicted: one trial tells whether it holds here"):
+        sealed = seal_on_arrival(path, plan, hardware)
+    then, now = plan.frozen.expected, sealed.frozen.expected
+    changed = "" if sealed.frozen.settings == plan.frozen.settings else "; its settings did not run, a fallback does"
+    err.print(
+        f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} predicted{changed}; "
+        f"written to {sealed_path(path)}",
+        markup=False,
+    )
+    return sealed
 
 
 def sample(

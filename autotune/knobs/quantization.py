@@ -117,7 +117,8 @@ def _bitsandbytes_layer(layer: "nn.Linear", choice: str) -> "nn.Module":
         )
         stored = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
         replacement.weight, replacement.bias = stored, bias
-        return replacement.to(weight.device)  # quantises  # type: ignore[no-any-return]
+        quantised: nn.Module = replacement.to(weight.device)  # the move quantises
+        return quantised
     replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False, device="meta")
     # Int8Params quantise by themselves only on their way from the host; these weights are on the device already.
     rows, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))

@@ -1,6 +1,7 @@
 """A plan and its trials as text for a terminal of 80 columns."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from autotune.knobs.caching import shown
 from autotune.knobs.registry import KNOBS
@@ -106,20 +107,31 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f"memory         {memory_text(expected.peak_memory_bytes)} at the peak of a step",
         f"the job        {job.num_steps} steps in about {seconds_text(job.num_steps * expected.step_seconds)}",
         _search_line(plan),
+        *_notes(plan),
     ]
 
 
+def _notes(plan: TrainingPlan) -> list[str]:
+    indent = 15 * " "
+    return [line for text in plan.frozen.advice for line in wrap(f"{'note':<15}{text}", 79, subsequent_indent=indent)]
+
+
 def _search_line(plan: TrainingPlan) -> str:
-    seconds = seconds_text(plan.frozen.search_seconds)
     if plan.frozen.expected.evidence == "predicted":
-        return f"the search     predictions alone, in {seconds}; nothing has run"
-    return f"the search     {len(plan.frozen.trials)} trials in {seconds}{_gain(plan.frozen.trials, plan)}"
+        return "the search     predictions alone; nothing has run"
+    count = len(plan.frozen.trials)
+    cost = f"{count} trial{'s' * (count > 1)} in {seconds_text(plan.frozen.search_seconds)}"
+    return f"the search     {cost}{_saving(plan)}"
 
 
-def _gain(trials: Sequence[TrialResult], plan: TrainingPlan) -> str:
-    slowest = max((t.median_step_seconds or 0.0 for t in trials if t.outcome == "ok"), default=0.0)
-    ratio = slowest / plan.frozen.expected.step_seconds
-    return f"; {ratio:.1f}x the speed of the slowest that ran" if ratio > 1.05 else ""
+def _saving(plan: TrainingPlan) -> str:
+    """Against the first trial that ran: the settings that one can run without measuring."""
+    ran = (t.median_step_seconds for t in plan.frozen.trials if t.outcome == "ok" and t.median_step_seconds)
+    per_step = next(ran, 0.0) - plan.frozen.expected.step_seconds
+    saved = per_step * plan.job.num_steps
+    if saved < 1:
+        return "; the safest settings are no slower"
+    return f"; saves {seconds_text(saved)} of the run against the safest settings"
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:

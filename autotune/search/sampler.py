@@ -1,159 +1,159 @@
-"""Chooses the next candidate: the smallest first, which is the safest, then by confidence bound on predictions.
+"""The residual search as an Optuna sampler that any number of workers share through one storage.
 
-An Optuna sampler, so that storage, resuming and several workers come from Optuna. It only ever proposes candidates of
-the enumerated space, each at most once, and none that is predicted not to fit or is at least as large as one that ran
-out of memory.
+Trial numbers are tickets. A storage gives them out one by one, and a worker chooses only after all lower numbers have
+chosen, seeing what they took: so nothing is measured twice, without a lock. A trial that failed belonged to a worker
+that died (trials themselves never fail: an out-of-memory result is a completed one with a violated constraint), and
+whoever draws the next ticket takes its candidate over.
 """
 
-import math
-from collections.abc import Sequence
+import os
+import socket
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
+import optuna
+import psutil
 from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.prediction import Prediction
 from autotune.schema import Candidate, TrialResult
-from autotune.search.space import SearchSpace
+from autotune.search.residual import ResidualSearch
 
 RESULT = "result"
-"""Trial attribute that holds the TrialResult as JSON."""
-
-OPTIMISM = 1.0
-"""Standard deviations that the confidence bound gives to what is uncertain."""
-
-CAUTION = 1.0
-"""Standard deviations by which predicted memory must stay below the budget."""
-
-BROKEN = ("unsupported", "numerics")
-"""Outcomes that condemn a combination of backends rather than a size."""
-
-
-LOOKED_AT = ("quantization", "attention")
-"""Knobs whose values are names of code: how fast it is on a machine is known only once it has run there."""
-
-
-class CostModel(Protocol):
-    """What the search asks of predictions; `autotune.cost.predict.Predictor` answers it."""
-
-    def predict(self, candidate: Candidate) -> Prediction:
-        """Memory and step time, after whatever has been learned."""
-        ...
-
-    def calibrate(self, trials: Sequence[TrialResult]) -> None:
-        """Learn from all `trials` at once."""
-        ...
+"""Trial attribute: the TrialResult as JSON."""
+CANDIDATE = "candidate"
+"""Trial attribute: the Candidate as JSON; present once its worker has chosen."""
+OWNER = "owner"
+"""Trial attribute: whose it is, as `place/process/start`."""
+MOST_DEATHS = 2
+"""Workers that a candidate may take with it before it counts as a crash."""
+TICKET_SECONDS = 30.0
+"""A worker that has not chosen by then is dead: choosing takes well under a second."""
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """An untried candidate that may run, and what is expected of it."""
+class Standing:
+    """Where a search stands, as far as its trials up to some number tell."""
 
-    candidate: Candidate
-    log_seconds: float
-    sigma: float
-    required_bytes: float
-    """What it may take at most, as far as is known."""
-
-    @property
-    def hope(self) -> float:
-        """Lower confidence bound of log step seconds."""
-        return self.log_seconds - OPTIMISM * self.sigma
+    results: tuple[TrialResult, ...]
+    taken: tuple[Candidate, ...]
+    """Being tried at this moment."""
+    abandoned: tuple[Candidate, ...]
+    """Their workers died."""
+    undecided: tuple[int, ...]
+    """Numbers of trials whose workers have not chosen yet."""
 
 
-def results_of(study: Study) -> list[TrialResult]:
-    """Every finished trial's result, in order."""
-    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    return [TrialResult.model_validate_json(trial.user_attrs[RESULT]) for trial in trials]
+def standing_of(study: Study, before: int | None = None) -> Standing:
+    """Of the trials with numbers below `before`, or of all."""
+    trials = [t for t in study.get_trials(deepcopy=False) if before is None or t.number < before]
+    # A result counts even where its worker died before it could say that the trial has ended.
+    results = [TrialResult.model_validate_json(t.user_attrs[RESULT]) for t in trials if RESULT in t.user_attrs]
+    running = [t for t in trials if t.state == TrialState.RUNNING and RESULT not in t.user_attrs]
+    taken = [_candidate_of(t) for t in running if CANDIDATE in t.user_attrs]
+    died = [t for t in trials if t.state == TrialState.FAIL and CANDIDATE in t.user_attrs]
+    deaths = Counter(_candidate_of(t) for t in died)
+    for known in (*taken, *(result.candidate for result in results)):
+        deaths.pop(known, None)
+    message = f"{MOST_DEATHS} workers died of it"
+    lost = [TrialResult(candidate=c, outcome="crash", message=message) for c, n in deaths.items() if n >= MOST_DEATHS]
+    return Standing(
+        results=(*results, *lost),
+        taken=tuple(taken),
+        abandoned=tuple(candidate for candidate, count in deaths.items() if count < MOST_DEATHS),
+        undecided=tuple(t.number for t in running if CANDIDATE not in t.user_attrs),
+    )
 
 
-def best_seconds(results: Sequence[TrialResult]) -> float:
-    """Fastest median step so far; infinite when none ran."""
-    return min((r.median_step_seconds or math.inf for r in results if r.outcome == "ok"), default=math.inf)
+def _candidate_of(trial: FrozenTrial) -> Candidate:
+    return Candidate.model_validate_json(trial.user_attrs[CANDIDATE])
 
 
 class ResidualSampler(BaseSampler):
-    """Lower confidence bound on step seconds among what is predicted to fit.
+    """Asks the residual search, one worker after the other.
 
     Args:
-        space: the admissible candidates.
-        cost: predicts them, and learns from results.
-        budget_bytes: what a run may take on the device.
-        elsewhere: trials of a similar machine; they correct predictions until a trial has run here.
+        search: knows what to try next.
+        is_over: whether no trial shall follow.
     """
 
-    def __init__(
-        self, space: SearchSpace, cost: CostModel, budget_bytes: int, elsewhere: Sequence[TrialResult] = ()
-    ) -> None:
-        self.space, self.cost, self.budget_bytes, self.elsewhere = space, cost, budget_bytes, elsewhere
+    def __init__(self, search: ResidualSearch, is_over: Callable[[Standing], bool]) -> None:
+        self.search, self.is_over = search, is_over
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return {name: CategoricalDistribution(choices) for name, choices in self.space.choices.items()}
+        return {name: CategoricalDistribution(choices) for name, choices in self.search.space.choices.items()}
 
+    # Empty where the search is over: the trial then has nothing to do.
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        chosen = self.next_candidate(results_of(study))
-        if chosen is None:
-            raise RuntimeError("the study should have stopped: no candidate is left")
-        return {name: getattr(chosen, name) for name in search_space}
+        standing = _after_all_lower_tickets(study, trial.number)
+        chosen = None if self.is_over(standing) else self._choice(standing)
+        return {name: getattr(chosen, name) for name in search_space} if chosen else {}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         raise RuntimeError(f"{param_name} is not part of the search space")
 
-    def next_candidate(self, results: Sequence[TrialResult]) -> Candidate | None:
-        """What to try after `results`; None when nothing untried is left that could run."""
-        outlooks = self.outlooks(results)
-        if not outlooks:
-            return None
-        if any(result.outcome == "ok" for result in results):
-            unseen = self._unseen(results)
-            return min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope)).candidate
-        return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
-
-    def outlooks(self, results: Sequence[TrialResult]) -> list[Outlook]:
-        """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
-        ran_here = any(result.outcome == "ok" for result in results)
-        self.cost.calibrate(results if ran_here else self.elsewhere)
-        tried = {result.candidate for result in results}
-        barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
-        limit = self._limit_bytes(results)
-        found = []
-        for candidate in self.space.candidates:
-            if candidate in tried or (candidate.attention, candidate.quantization) in barred:
-                continue
-            prediction = self.cost.predict(candidate)
-            required = _cautious(prediction)
-            if required < limit:
-                seconds = math.log(prediction.step_seconds)
-                found.append(Outlook(candidate, seconds, prediction.time_uncertainty, required))
-        return found
-
-    def _unseen(self, results: Sequence[TrialResult]) -> set[tuple[str, str]]:
-        """Storages and backends that no trial has used: their names cannot be interpolated, so each gets one look."""
-        tried = {(name, getattr(result.candidate, name)) for result in results for name in LOOKED_AT}
-        return {(name, str(choice)) for name in LOOKED_AT for choice in self.space.choices[name]} - tried
-
-    def _limit_bytes(self, results: Sequence[TrialResult]) -> float:
-        """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not."""
-        too_large = [self._required(r) for r in results if r.outcome in ("oom", "spill")]
-        if not too_large:
-            return self.budget_bytes
-        ran = max((self._required(r) for r in results if r.outcome == "ok"), default=0.0)
-        return min(self.budget_bytes, (ran + min(too_large)) / 2)
-
-    def _required(self, result: TrialResult) -> float:
-        return _cautious(self.cost.predict(result.candidate))
+    def _choice(self, standing: Standing) -> Candidate | None:
+        if standing.abandoned:
+            return standing.abandoned[0]
+        return self.search.next_candidate(standing.results, standing.taken)
 
 
-def _count(candidate: Candidate, unseen: set[tuple[str, str]]) -> int:
-    return sum((name, getattr(candidate, name)) in unseen for name in LOOKED_AT)
+def _after_all_lower_tickets(study: Study, number: int) -> Standing:
+    deadline = time.monotonic() + TICKET_SECONDS
+    while (standing := standing_of(study, before=number)).undecided:
+        release_dead(study)
+        if time.monotonic() > deadline:  # died before its first heartbeat
+            _give_up_for_dead(study, standing.undecided)
+        time.sleep(0.1)
+    return standing
 
 
-def _cautious(prediction: Prediction) -> float:
-    return prediction.required_memory_bytes * math.exp(CAUTION * prediction.memory_uncertainty)
+def release_dead(study: Study) -> None:
+    """Fail the trials of workers whose heartbeat has ended or, on this machine, whose process has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        optuna.storages.fail_stale_trials(study)
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    _give_up_for_dead(study, [trial.number for trial in running if _is_dead(trial.user_attrs.get(OWNER, ""))])
+
+
+def _give_up_for_dead(study: Study, numbers: Collection[int]) -> None:
+    for number in numbers:
+        try:
+            study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+        except UpdateFinishedTrialError:
+            continue  # another worker was quicker
+
+
+def owner_here() -> str:
+    """This process, so that others on this machine can tell whether it lives."""
+    return f"{_place()}/{os.getpid()}/{psutil.Process().create_time():.1f}"
+
+
+def _place() -> str:
+    """Where process numbers mean the same: a host's name, and the namespace that a container numbers in."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
+
+
+def _is_dead(owner: str) -> bool:
+    place, _, process = owner.partition("/")
+    if place != _place():
+        return False
+    number, _, start = process.partition("/")
+    try:
+        return f"{psutil.Process(int(number)).create_time():.1f}" != start
+    except psutil.NoSuchProcess:
+        return True

@@ -6,14 +6,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import optuna
-from optuna.trial import Trial
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import Trial, TrialState, create_trial
 
 from autotune.schema import Candidate, TrialResult
-from autotune.search.sampler import RESULT, ResidualSampler, best_seconds, results_of
-from autotune.search.space import SearchSpace
+from autotune.search.residual import ResidualSearch, best_seconds
+from autotune.search.sampler import (
+    CANDIDATE,
+    OWNER,
+    RESULT,
+    ResidualSampler,
+    Standing,
+    owner_here,
+    release_dead,
+    standing_of,
+)
 
-WORTHWHILE_GAIN = 0.03
-"""The search stops when the best remaining candidate is not expected to save more than this share of a step."""
+PLAN = "plan"
+"""Trial attribute: a plan that a worker proposes; the one with the lowest number is the search's."""
+SHARE_OF_RUN = 0.05
+"""Of the planned run's time that a search may take where nothing else is said."""
+LEAST_SECONDS = 60.0
+POLL_SECONDS = 0.5
+"""Between looks at what other workers do."""
 
 
 @dataclass(frozen=True)
@@ -21,60 +36,113 @@ class Limits:
     """When a search ends at the latest, and how many trials it makes at least."""
 
     max_trials: int
-    max_seconds: float
+    max_seconds: float | None = None
+    """Of trials, all workers' together; None for a share of the run, at least a minute."""
+    num_steps: int = 1
+    """Of the run."""
     min_trials: int = 6
+
+    def allowed_seconds(self, step_seconds: float) -> float:
+        """Where a step of the run takes `step_seconds`."""
+        if self.max_seconds is not None:
+            return self.max_seconds
+        return max(LEAST_SECONDS, SHARE_OF_RUN * self.num_steps * step_seconds)
+
+
+def search_cost_seconds(results: Sequence[TrialResult]) -> float:
+    """What trials took, loading included."""
+    return math.fsum(result.wall_seconds or 0.0 for result in results)
 
 
 def run_search(
-    space: SearchSpace,
-    sampler: ResidualSampler,
+    search: ResidualSearch,
     run: Callable[[Candidate], TrialResult],
     limits: Limits,
     on_trial: Callable[[TrialResult], None],
     *,
-    first: Sequence[Candidate] = (),
     enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False,
+    study: optuna.Study | None = None,
 ) -> tuple[TrialResult, ...]:
-    """Try candidates one after the other and return what happened, in order.
+    """Try candidates until it is over, and return what happened, in order; other workers' trials too.
 
     Args:
-        first: tried before the sampler is asked, e.g. what won elsewhere.
         enough: ends the search early, e.g. once a promise is confirmed.
+        study: where results are kept; finished trials in it are not run again. By default in memory.
 
-    An out-of-memory trial is a completed one with a violated constraint: it teaches, it does not end the search.
     Without a candidate that is predicted to fit, nothing is tried.
     """
-    if not sampler.outlooks(()):
+    outlooks = search.outlooks(())
+    if not outlooks:
         return ()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(sampler=sampler, direction="minimize")
-    for candidate in first:
-        study.enqueue_trial({name: getattr(candidate, name) for name in space.choices})
-    started = time.monotonic()
+    predicted = min(outlook.step_seconds for outlook in outlooks)
+
+    def is_over(standing: Standing) -> bool:
+        results, count = standing.results, len(standing.results) + len(standing.taken)
+        best = best_seconds(results)
+        allowed = limits.allowed_seconds(predicted if math.isinf(best) else best)
+        if count >= limits.max_trials or (results and search_cost_seconds(results) >= allowed) or enough(results):
+            return True
+        if standing.abandoned:
+            return False
+        if count < limits.min_trials or math.isinf(best):
+            return not search.outlooks(results, standing.taken)
+        return search.nothing_to_gain(results, standing.taken)
+
+    study = study or optuna.create_study()
+    study.sampler = ResidualSampler(search, is_over)
 
     def objective(trial: Trial) -> float:
-        values = {name: trial.suggest_categorical(name, choices) for name, choices in space.choices.items()}
-        result = run(Candidate.model_validate(values))
+        trial.set_user_attr(OWNER, owner_here())
+        if not trial.relative_params:
+            trial.study.stop()
+            raise optuna.TrialPruned("the search was over")
+        values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.choices.items()}
+        candidate = Candidate.model_validate(values)
+        trial.set_user_attr(CANDIDATE, candidate.model_dump_json())
+        result = timed(run, candidate)
         trial.set_user_attr(RESULT, result.model_dump_json())
         trial.set_constraint("runs", 0.0 if result.outcome == "ok" else 1.0)
         on_trial(result)
         return result.median_step_seconds or math.inf
 
-    def stop_when_done(study: optuna.Study, _: object) -> None:
-        results = results_of(study)
-        late = time.monotonic() - started >= limits.max_seconds
-        if late or enough(results) or len(results) >= limits.max_trials or _nothing_to_gain(sampler, results, limits):
+    def stop_when_over(study: optuna.Study, _: object) -> None:
+        if is_over(standing_of(study)):
             study.stop()
 
-    study.optimize(objective, n_trials=limits.max_trials, callbacks=[stop_when_done])
-    return tuple(results_of(study))
+    release_dead(study)
+    for result in standing_of(study).results:
+        on_trial(result)
+    while True:
+        standing = standing_of(study)
+        if not is_over(standing):
+            try:
+                study.optimize(objective, callbacks=[stop_when_over])
+            except UpdateFinishedTrialError:
+                continue  # this worker was given up for dead, and another has taken its candidate over
+        elif standing.taken or standing.undecided:
+            time.sleep(POLL_SECONDS)  # should one of the others die, its candidate is ours
+            release_dead(study)
+        else:
+            return standing.results
 
 
-def _nothing_to_gain(sampler: ResidualSampler, results: Sequence[TrialResult], limits: Limits) -> bool:
-    remaining = sampler.outlooks(results)
-    if not remaining:
-        return True
-    best = best_seconds(results)
-    if len(results) < limits.min_trials or math.isinf(best):
-        return False
-    return min(outlook.hope for outlook in remaining) > math.log(best) + math.log1p(-WORTHWHILE_GAIN)
+def timed(run: Callable[[Candidate], TrialResult], candidate: Candidate) -> TrialResult:
+    """The candidate's trial, with what it cost."""
+    started = time.monotonic()
+    result = run(candidate)
+    if result.wall_seconds is not None:
+        return result  # recorded
+    return TrialResult.model_validate({**dict(result), "wall_seconds": round(time.monotonic() - started, 3)})
+
+
+def frozen_plan(study: optuna.Study) -> str | None:
+    """The plan that this search ended in, None before."""
+    proposals = (trial.user_attrs.get(PLAN) for trial in study.get_trials(deepcopy=False))
+    return next((text for text in proposals if text is not None), None)
+
+
+def freeze(study: optuna.Study, plan: str) -> str:
+    """Propose a plan, and return the one that the search ended in: the first that any worker proposed."""
+    if frozen_plan(study) is None:
+        study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs={PLAN: plan}))
+    return frozen_plan(study) or plan

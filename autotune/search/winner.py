@@ -1,6 +1,6 @@
 """Picks the winner among what was measured, or predicted where nothing can be measured, and says why: pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import NothingFits
@@ -64,17 +64,17 @@ def winner_of(scores: Sequence[Score], objective: Objective) -> Score | None:
     return min((score for score in scores if score.failure is None), key=key, default=None)
 
 
-def require_winner(scores: Sequence[Score], objective: Objective, relaxation: str) -> Score:
+def require_winner(scores: Sequence[Score], objective: Objective, relaxation: Callable[[], str]) -> Score:
     """The winner.
 
     Raises:
-        NothingFits: nothing runs; `relaxation` says what would help.
+        NothingFits: nothing runs; `relaxation` finds out what would help.
     """
     best = winner_of(scores, objective)
     if best is None:
         nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
         why = nearest.failure if nearest else "every setting is predicted to need more than a run may take"
-        raise NothingFits(f"nothing runs here: {why}", hint=relaxation)
+        raise NothingFits(f"nothing runs here: {why}", hint=relaxation())
     return best
 
 

@@ -1,0 +1,180 @@
+"""One question on one machine, with all that follows from it before anything is tried."""
+
+from dataclasses import dataclass
+
+from autotune.cost.parallel import Parallel
+from autotune.cost.predict import Predictor
+from autotune.errors import NothingFits
+from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
+from autotune.fit import KEY_NAMES
+from autotune.hardware.probe import with_budget
+from autotune.knobs.base import Setting
+from autotune.knobs.caching import PIN
+from autotune.planning.outlook import relaxation
+from autotune.planning.question import Question, data_of, job_of
+from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
+from autotune.search.space import SearchSpace, search_space, without
+from autotune.training.describe import describe_workload, require_even_shares
+from autotune.training.processes import device_misfits
+from autotune.weights.sources import open_source, weights_in
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a search works on."""
+
+    question: Question
+    hardware: HardwareProfile
+    """The whole machine."""
+    budget_bytes: int
+    """What training may take: the machine's budget less what stays on the device beside it."""
+    workload: Workload
+    """Of all processes."""
+    space: SearchSpace
+    cost: Predictor
+    """Of one process and its device."""
+    job: Job
+
+    @property
+    def share(self) -> Workload:
+        """What one process works on: the whole, where there is but one."""
+        return self.cost.workload
+
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether trials can answer: on this machine, for a model that one device holds."""
+        return self.question.here and self.cost.parallel.strategy != "fsdp2"
+
+    @property
+    def trained_on(self) -> HardwareProfile:
+        """The machine without what stays on it beside training."""
+        return self.cost.hardware
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """All that must be equal where trials count for the same search, by what people call it."""
+        model = {**dict(self.workload.model), "name": ""}  # folders may be called differently
+        work = {**self.workload.model_dump(mode="json"), "model": model}
+        choices: dict[str, object] = {name: list(values) for name, values in self.space.choices.items()}
+        keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.hard_keys.items()}
+        own = {
+            "device": self.hardware.device.name,
+            "work": digest_of(work),
+            "settings to choose from": digest_of(choices),
+        }
+        return {**keys, **own}
+
+    def relaxation(self) -> str:
+        """What to ask instead where nothing fits."""
+        return relaxation(self.trained_on, self.share, self.space, self.cost)
+
+
+def case_of(question: Question, hardware: HardwareProfile, *, needs_weights: bool) -> Case:
+    """Resolve model and data, enumerate what may be tried, and build the cost model.
+
+    Raises:
+        InvalidInput: the model or the data cannot be used.
+        NothingFits: the weights alone are too large in every storage, or nothing can be tried here.
+    """
+    model = resolve_model(question.model)
+    if needs_weights:
+        _require_weights_and_room(model, hardware)
+    dataset = data_of(question, model)
+    workload = describe_workload(model, dataset, question.wishes)
+    require_even_shares(workload, question.num_processes)
+    share = workload.share(question.num_processes)
+    cost, space = _strategy(question, model, share, _of_one_process(question, hardware))
+    return Case(
+        question, hardware, cost.hardware.device.budget_bytes, workload, space, cost, job_of(question, model, dataset)
+    )
+
+
+def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
+    """What a search for the question could choose on this machine, and what it could not and why."""
+    model = resolve_model(question.model)
+    workload = describe_workload(model, data_of(question, model), question.wishes)
+    return _space(question, Setting(hardware, model.family, workload))
+
+
+def _space(question: Question, setting: Setting) -> SearchSpace:
+    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
+    return search_space(setting, pins, question.exclusions)
+
+
+def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
+    """Each process has a device of its own, but on CPU they share the memory."""
+    if question.here and (misfits := device_misfits(question.num_processes, hardware)):
+        raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
+    if hardware.device.kind != "cpu" or question.num_processes == 1:
+        return hardware
+    return with_budget(hardware, hardware.device.budget_bytes // question.num_processes)
+
+
+def _strategy(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
+) -> tuple[Predictor, SearchSpace]:
+    """The cost model of one device, and what it admits.
+
+    The weights are shared out over the processes only where no device is predicted to hold them all.
+    """
+    number = question.num_processes
+    replicated = Parallel("ddp", number) if number > 1 else Parallel()
+    cost = _cost_beside_kept(question, model, workload, hardware, replicated)
+    space = _space(question, Setting(cost.hardware, model.family, workload))
+    try:
+        lighter = _without_too_heavy(space, cost)
+        needed = cost.predict(lighter.candidates[0]).required_memory_bytes if number > 1 else 0
+        if needed <= cost.hardware.device.budget_bytes:
+            return cost, lighter
+    except NothingFits:
+        if number == 1:
+            raise
+    why = "the model is shared out over the processes, for which weights must be plain"
+    plain = without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
+    if not plain.candidates:
+        hint = relaxation(cost.hardware, workload, space, cost)
+        raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=hint)
+    cost = _cost_beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
+    return cost, _without_too_heavy(plain, cost)
+
+
+def _cost_beside_kept(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
+) -> Predictor:
+    """The cost model, of the machine without what stays on it beside training."""
+    pins = {name.removeprefix(PIN): value for name, value in question.pins if name.startswith(PIN)}
+    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins, parallel)
+    if not cost.kept_bytes:
+        return cost
+    less = with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes))
+    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins, parallel)
+    reduced.caching = cost.caching  # chosen with all of the memory
+    return reduced
+
+
+def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
+    """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
+    budget = cost.hardware.device.budget_bytes
+    sizes = {c.quantization: cost.weight_bytes(c) for c in space.candidates}
+    dropped: dict[Choice, str] = {
+        name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
+        for name, size in sizes.items()
+        if size > budget
+    }
+    if len(dropped) == len(sizes):
+        least = min(dropped, key=lambda name: sizes[str(name)])
+        hint = relaxation(cost.hardware, cost.workload, space, cost)
+        raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
+    return without(space, "quantization", dropped)
+
+
+def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:
+    if model.folder is not None:
+        open_source(weights_in(model.folder / "transformer"))  # headers only: damage shows now, not in a trial
+    elif hardware.device.kind == "cpu":
+        spec = model.spec
+        raise NothingFits(
+            f"{spec.name} ({spec.num_parameters / 1e9:.1f}B parameters) cannot be tried here: this machine has no GPU",
+            hint=f"plan for a GPU by name: autotune plan --model {model.family.name} --hardware nvidia-rtx-4090 "
+            "(all: autotune probe --list)",
+        )

@@ -1,0 +1,47 @@
+"""From a winner and its evidence to the frozen part of a plan."""
+
+from collections.abc import Sequence
+
+from autotune.cost.parallel import Parallel
+from autotune.cost.predict import Predictor
+from autotune.schema import Expected, HardwareProfile, PlannedHardware, TrialResult, Workload
+from autotune.search.winner import Score
+
+
+def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHardware:
+    """The machine, as far as a plan depends on it, and how its processes share the work."""
+    return PlannedHardware(
+        device_name=hardware.device.name,
+        device_kind=hardware.device.kind,
+        fingerprint=hardware.fingerprint,
+        hard_keys=hardware.hard_keys,
+        total_memory_bytes=hardware.device.total_memory_bytes,
+        budget_bytes=hardware.device.budget_bytes,
+        versions=hardware.versions,
+        num_processes=parallel.num_processes,
+        strategy=parallel.strategy,
+    )
+
+
+def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor, workload: Workload) -> Expected:
+    """What the plan promises: measured by `trials`, or predicted where there are none.
+
+    Args:
+        best: the settings.
+        trials: all of them.
+        cost: of the work of one process.
+        workload: of all processes.
+    """
+    cost.calibrate(trials)
+    prediction = cost.predict(best.candidate)
+    overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
+    if cost.hardware.device.kind == "cpu":
+        host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
+        overhead = host - best.peak_memory_bytes
+    return Expected(
+        evidence="measured" if trials else "predicted",
+        step_seconds=best.step_seconds,
+        images_per_second=workload.effective_batch_size / best.step_seconds,
+        peak_memory_bytes=best.peak_memory_bytes if trials else prediction.allocated_memory_bytes,
+        process_memory_bytes=max(0, overhead) + cost.kept_bytes,
+    )

@@ -1,0 +1,100 @@
+"""What other wishes would bring: which relaxation would fit where nothing does, what a larger effective batch gains.
+
+All of it is predicted, none of it guessed.
+"""
+
+from collections.abc import Iterator
+
+from autotune.cost.predict import Predictor
+from autotune.families.base import Family
+from autotune.knobs.base import Setting
+from autotune.schema import Bucket, Candidate, HardwareProfile, Workload
+from autotune.search.space import SearchSpace, search_space
+
+GIB = 2**30
+SMALLER = (0.75, 0.5)
+"""Shares of the resolution's side that are tried."""
+LARGER = (2, 4)
+"""Multiples of the effective batch that are tried."""
+WORTH_TELLING = 1.05
+"""Times the images per second from which a larger batch is mentioned."""
+
+
+def least_bytes(space: SearchSpace, cost: Predictor) -> int:
+    """Least memory that any candidate is predicted to need in its neediest phase."""
+    # Memory grows with the micro-batch and with every block that keeps its activations.
+    least = min(candidate.micro_batch_size for candidate in space.candidates)
+    most = max(candidate.checkpointed_blocks for candidate in space.candidates)
+    safest = [c for c in space.candidates if (c.micro_batch_size, c.checkpointed_blocks) == (least, most)]
+    return min(cost.predict(candidate).required_memory_bytes for candidate in safest or space.candidates)
+
+
+def relaxation(hardware: HardwareProfile, workload: Workload, space: SearchSpace, cost: Predictor) -> str:
+    """What to ask instead, where nothing of `space` fits: each was predicted to fit, alone."""
+    budget, needed = hardware.device.budget_bytes, least_bytes(space, cost)
+    found = [f"{what} ({need / GIB:.1f} GiB)" for what, need in _relaxed(hardware, workload, cost) if need <= budget]
+    memory = f"a device on which a run may take {needed / GIB:.1f} GiB (--max-memory, where one is set)"
+    if found:
+        return f"predicted to fit: {', or '.join(found)}; or take {memory}"
+    return f"no smaller quality, resolution, rank or batch is predicted to fit; take {memory}"
+
+
+def _relaxed(hardware: HardwareProfile, workload: Workload, cost: Predictor) -> Iterator[tuple[str, int]]:
+    """Options, each with the least memory that a run would need with it."""
+    family = cost.family
+    qualities = ("exact", "high", "compact")
+    options: list[tuple[str, dict[str, object]]] = [
+        (f"--quality {quality}", {"quality": quality}) for quality in qualities[qualities.index(workload.quality) + 1 :]
+    ]
+    options += [
+        (f"--resolution {_text(bucket)}", {"buckets": (bucket,), "resolution_px": side})
+        for share in SMALLER
+        if (bucket := _smaller(workload.largest_bucket, share, family)) is not None
+        for side in (max(1, round(workload.resolution_px * share)),)
+    ]
+    options += [("--batch 1", {"effective_batch_size": 1})] if workload.effective_batch_size > 1 else []
+    options += [("--rank 4", {"rank": 4})] if workload.rank > 4 else []
+    for option, changes in options:
+        relaxed = Workload.model_validate({**dict(workload), **changes})
+        space = search_space(Setting(hardware, family, relaxed))
+        yield option, least_bytes(space, Predictor(hardware, relaxed, family, cost.config, cost.parts))
+
+
+def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:
+    step = family.size_multiple_px
+    width, height = (int(side * share) // step * step for side in (bucket.width_px, bucket.height_px))
+    if min(width, height) < step:
+        return None
+    return Bucket.model_validate({**dict(bucket), "width_px": width, "height_px": height})
+
+
+def _text(bucket: Bucket) -> str:
+    square = bucket.width_px == bucket.height_px
+    return str(bucket.width_px) if square else f"{bucket.width_px}x{bucket.height_px}"
+
+
+def larger_batch_advice(cost: Predictor, best: Candidate, step_seconds: float, budget_bytes: int) -> tuple[str, ...]:
+    """What a larger effective batch would gain with the chosen kernels and storage; nothing where it gains nothing.
+
+    Args:
+        cost: calibrated by the trials.
+        best: the settings that won.
+        step_seconds: what a step takes with them.
+        budget_bytes: what a run may take.
+    """
+    effective = cost.workload.effective_batch_size
+    now = effective / step_seconds
+    best_gain, best_batch = WORTH_TELLING, 0
+    for batch in (effective * factor for factor in LARGER):
+        for blocks in range(cost.workload.model.num_blocks):
+            values = {**dict(best), "micro_batch_size": batch, "checkpointed_blocks": blocks}
+            prediction = cost.predict(Candidate.model_validate(values))
+            gain = batch / prediction.step_seconds / now
+            if prediction.required_memory_bytes <= budget_bytes and gain > best_gain:
+                best_gain, best_batch = gain, batch
+    if not best_batch:
+        return ()
+    return (
+        f"an effective batch of {best_batch} is predicted to train {best_gain:.2f}x as many images per second; it is "
+        "not chosen for you, because it changes what is learned",
+    )

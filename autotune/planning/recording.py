@@ -1,0 +1,109 @@
+"""A search as a file, to plan from again without the machine: `autotune plan --record FILE`, later `--replay FILE`.
+
+JSON lines. The first holds the version and the hardware; each other one a record of another search that was at hand, or
+a trial. Planning from it is a pure function: the same file and question give the same plan, byte for byte.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from autotune.atomic import write_whole
+from autotune.errors import InvalidInput
+from autotune.planning.surroundings import Run, Surroundings
+from autotune.schema import Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload
+from autotune.sharing.keys import match, usable_trials
+from autotune.sharing.query import Known, Survey
+from autotune.sharing.record import Record
+
+MAX_RECORDING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that a search met."""
+
+    autotune_version: str
+    hardware: HardwareProfile
+    records: tuple[tuple[str, Record], ...]
+    """Of other searches, with their names."""
+    trials: tuple[TrialResult, ...]
+
+
+def recording_of(plan: TrainingPlan, hardware: HardwareProfile, known: Sequence[Known]) -> Recording:
+    """What it takes to make `plan` again, of what was `known` then."""
+    records = tuple((item.name, item.record) for item in known if item.name in plan.frozen.records)
+    return Recording(plan.frozen.autotune_version, hardware, records, plan.frozen.trials)
+
+
+def write_recording(path: Path, recording: Recording) -> None:
+    """Write it whole or not at all."""
+    head = {
+        "autotune_version": recording.autotune_version,
+        "hardware": recording.hardware.model_dump(mode="json", exclude_defaults=True),
+    }
+    records = ({"name": name, "record": record.model_dump(mode="json")} for name, record in recording.records)
+    trials = ({"trial": trial.model_dump(mode="json", exclude_defaults=True)} for trial in recording.trials)
+    write_whole(path, "".join(f"{json.dumps(line)}\n" for line in (head, *records, *trials)))
+
+
+def read_recording(path: Path) -> Recording:
+    """The recording in a file.
+
+    Raises:
+        InvalidInput: it cannot be read, or is none.
+    """
+    hint = "recordings are written by `autotune plan --record FILE`"
+    try:
+        if path.stat().st_size > MAX_RECORDING_BYTES:
+            raise InvalidInput(f"{path} is too large for a recording", hint=hint)
+        head, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return Recording(
+            autotune_version=str(head["autotune_version"]),
+            hardware=_parsed(HardwareProfile, head["hardware"]),
+            records=tuple((str(line["name"]), _parsed(Record, line["record"])) for line in lines if "record" in line),
+            trials=tuple(_parsed(TrialResult, line["trial"]) for line in lines if "record" not in line),
+        )
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
+    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+        raise InvalidInput(f"{path} is no recording of this version of autotune, or damaged", hint=hint) from error
+
+
+def _parsed(kind: Any, data: object) -> Any:
+    return kind.model_validate_json(json.dumps(data))
+
+
+def replayed(recording: Recording) -> Surroundings:
+    """Surroundings in which everything goes as it went then."""
+    results = {trial.candidate: trial for trial in recording.trials}
+
+    def run(candidate: Candidate) -> TrialResult:
+        if candidate not in results:
+            raise InvalidInput(
+                f"the recording has no trial of {candidate.label()}, which this search asks for",
+                hint="ask the question that was recorded with the same version, or record again: --record FILE",
+            )
+        trial = results[candidate]
+        return TrialResult.model_validate({**dict(trial), "wall_seconds": trial.wall_seconds or 0.0})
+
+    @contextmanager
+    def trials(model: str, hardware: HardwareProfile, workload: Workload) -> Iterator[Run]:
+        yield run
+
+    def survey(hardware: HardwareProfile, workload: Workload) -> Survey:
+        return Survey(
+            known=tuple(
+                Known(name, record, match(record, hardware, workload), usable_trials(record, hardware))
+                for name, record in recording.records
+            ),
+            stale=(),
+            refused=(),
+        )
+
+    return Surroundings(trials, survey, recording.autotune_version, needs_weights=False)

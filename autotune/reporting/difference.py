@@ -1,0 +1,80 @@
+"""Two plans side by side: what differs in work, settings, memory, time and cost."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autotune.knobs.registry import KNOBS
+from autotune.reporting.text import memory_text, seconds_text
+from autotune.schema import TrainingPlan
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that both plans have and that is not the same; for quantities the second over the first, too."""
+
+    name: str
+    first: str | int | float | None
+    second: str | int | float | None
+    ratio: float | None = None
+
+
+def differences(
+    first: TrainingPlan, second: TrainingPlan, *, price_per_hour: float | None = None
+) -> tuple[Difference, ...]:
+    """What differs, in the order of a plan's report. Units are in the names."""
+    ours, theirs = list(_facts(first, price_per_hour)), list(_facts(second, price_per_hour))
+    return tuple(
+        Difference(name, a, b, b / a if _is_quantity(a) and _is_quantity(b) and a else None)  # type: ignore[operator]
+        for (name, a), (_, b) in zip(ours, theirs, strict=True)
+        if a != b
+    )
+
+
+def _facts(plan: TrainingPlan, price_per_hour: float | None) -> Iterator[tuple[str, str | int | float | None]]:
+    frozen, expected = plan.frozen, plan.frozen.expected
+    yield "model", frozen.workload.model.name
+    yield "device", frozen.hardware.device_name
+    for name in type(frozen.workload).model_fields:
+        if name not in ("model", "buckets"):
+            yield f"workload.{name}", getattr(frozen.workload, name)
+    largest = frozen.workload.largest_bucket
+    yield "workload.largest_bucket", f"{largest.width_px}x{largest.height_px}x{largest.num_frames}"
+    for knob in KNOBS:
+        yield f"settings.{knob.name}", getattr(frozen.settings, knob.name)
+    yield "evidence", expected.evidence
+    yield "peak_memory_bytes", expected.peak_memory_bytes
+    yield "step_seconds", expected.step_seconds
+    yield "images_per_second", expected.images_per_second
+    yield "num_steps", plan.job.num_steps
+    seconds = plan.job.num_steps * expected.step_seconds
+    yield "run_seconds", seconds
+    if price_per_hour is not None:
+        yield "cost", price_per_hour * seconds / 3600
+    yield "search_seconds", frozen.search_seconds
+
+
+def _is_quantity(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and value > 64)
+
+
+def difference_lines(found: Sequence[Difference]) -> list[str]:
+    """Aligned for people."""
+    if not found:
+        return ["the plans do not differ"]
+    return [
+        f"{_title(item.name):<24} {_shown(item.name, item.first):>20} -> {_shown(item.name, item.second):<20}"
+        + (f" {item.ratio:.2f}x" if item.ratio is not None else "")
+        for item in found
+    ]
+
+
+def _title(name: str) -> str:
+    return name.rpartition(".")[2].removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+
+
+def _shown(name: str, value: str | int | float | None) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return memory_text(value)
+    if name.endswith("_seconds") and isinstance(value, float):
+        return seconds_text(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

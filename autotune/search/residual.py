@@ -1,0 +1,157 @@
+"""Which candidate to try next, and whether any is worth it: pure.
+
+The smallest first, which is the safest; then by confidence bound on predictions that all results have corrected. Only
+candidates of the enumerated space, each at most once, none that is predicted not to fit or is at least as large as one
+that ran out of memory.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autotune.prediction import Prediction
+from autotune.schema import Candidate, Objective, TrialResult
+from autotune.search.space import SearchSpace
+
+OPTIMISM = 1.0
+"""Standard deviations that the confidence bound gives to what is uncertain."""
+
+CAUTION = 1.0
+"""Standard deviations by which predicted memory must stay below the budget."""
+
+WORTHWHILE_GAIN = 0.03
+"""The search stops when the best remaining candidate is not expected to save more than this share."""
+
+BROKEN = ("unsupported", "numerics")
+"""Outcomes that condemn a combination of backends rather than a size."""
+
+LOOKED_AT = ("quantization", "attention")
+"""Knobs whose values are names of code: how fast it is on a machine is known only once it has run there."""
+
+
+class CostModel(Protocol):
+    """What the search asks of predictions; `autotune.cost.predict.Predictor` answers it."""
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Memory and step time, after whatever has been learned."""
+        ...
+
+    def calibrate(self, trials: Sequence[TrialResult]) -> None:
+        """Learn from all `trials` at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """An untried candidate that may run, and what is expected of it."""
+
+    candidate: Candidate
+    hope: float
+    """Lower confidence bound of the logarithm of step seconds, or of bytes where memory is the objective."""
+    step_seconds: float
+    required_bytes: float
+    """What it may take at most, as far as is known."""
+
+
+def best_seconds(results: Sequence[TrialResult]) -> float:
+    """Fastest median step so far; infinite when none ran."""
+    return min((r.median_step_seconds or math.inf for r in results if r.outcome == "ok"), default=math.inf)
+
+
+class ResidualSearch:
+    """Lower confidence bound on what the objective counts, among what is predicted to fit.
+
+    Args:
+        space: the admissible candidates.
+        cost: predicts them, and learns from results.
+        budget_bytes: what a run may take on the device.
+        elsewhere: trials of a similar machine; they correct predictions until a trial has run here.
+        first: tried before all others, e.g. what won elsewhere.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        cost: CostModel,
+        budget_bytes: int,
+        *,
+        elsewhere: Sequence[TrialResult] = (),
+        first: Sequence[Candidate] = (),
+        objective: Objective = "throughput",
+    ) -> None:
+        self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
+        self.elsewhere, self.first, self.objective = elsewhere, first, objective
+
+    def next_candidate(
+        self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
+    ) -> Candidate | None:
+        """What to try after `results` while others try `taken`; None when nothing is left that could run."""
+        tried = {result.candidate for result in results} | set(taken)
+        known = next((candidate for candidate in self.first if candidate not in tried), None)
+        if known:
+            return known
+        outlooks = self.outlooks(results, taken)
+        if not outlooks:
+            return None
+        if any(result.outcome == "ok" for result in results):
+            unseen = self._unseen(tried)
+            return min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope)).candidate
+        return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
+
+    def outlooks(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> list[Outlook]:
+        """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
+        ran_here = any(result.outcome == "ok" for result in results)
+        self.cost.calibrate(results if ran_here else self.elsewhere)
+        tried = {result.candidate for result in results} | set(taken)
+        barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
+        limit = self._limit_bytes(results)
+        found = []
+        for candidate in self.space.candidates:
+            if candidate in tried or (candidate.attention, candidate.quantization) in barred:
+                continue
+            prediction = self.cost.predict(candidate)
+            required = _cautious(prediction)
+            if required < limit:
+                found.append(Outlook(candidate, self._hope(prediction), prediction.step_seconds, required))
+        return found
+
+    def nothing_to_gain(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> bool:
+        """Whether no remaining candidate is expected to be better by a worthwhile share than the best that ran."""
+        remaining = self.outlooks(results, taken)
+        ran = [result for result in results if result.outcome == "ok"]
+        if not remaining or not ran:
+            return not remaining
+        best = (
+            best_seconds(ran) if self.objective == "throughput" else min(r.peak_memory_bytes or math.inf for r in ran)
+        )
+        return min(outlook.hope for outlook in remaining) > math.log(best) + math.log1p(-WORTHWHILE_GAIN)
+
+    def _hope(self, prediction: Prediction) -> float:
+        if self.objective == "memory":
+            return math.log(prediction.allocated_memory_bytes) - OPTIMISM * prediction.memory_uncertainty
+        return math.log(prediction.step_seconds) - OPTIMISM * prediction.time_uncertainty
+
+    def _unseen(self, tried: Collection[Candidate]) -> set[tuple[str, str]]:
+        """Storages and backends that no trial has used: their names cannot be interpolated, so each gets one look."""
+        seen = {(name, getattr(candidate, name)) for candidate in tried for name in LOOKED_AT}
+        return {(name, str(choice)) for name in LOOKED_AT for choice in self.space.choices[name]} - seen
+
+    def _limit_bytes(self, results: Sequence[TrialResult]) -> float:
+        """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not."""
+        too_large = [self._required(r) for r in results if r.outcome in ("oom", "spill")]
+        if not too_large:
+            return self.budget_bytes
+        ran = max((self._required(r) for r in results if r.outcome == "ok"), default=0.0)
+        return min(self.budget_bytes, (ran + min(too_large)) / 2)
+
+    def _required(self, result: TrialResult) -> float:
+        return _cautious(self.cost.predict(result.candidate))
+
+
+def _count(candidate: Candidate, unseen: set[tuple[str, str]]) -> int:
+    return sum((name, getattr(candidate, name)) in unseen for name in LOOKED_AT)
+
+
+def _cautious(prediction: Prediction) -> float:
+    return prediction.required_memory_bytes * math.exp(CAUTION * prediction.memory_uncertainty)

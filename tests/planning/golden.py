@@ -1,0 +1,140 @@
+"""Three recorded searches and the plans that came of them. After a deliberate change of plans:
+
+python -m tests.planning.golden        # then read the difference, and commit it
+"""
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.families.registry import FAMILIES
+from autotune.plan_file import plan_text
+from autotune.planner import make_plan
+from autotune.planning.case import case_of
+from autotune.planning.question import Question
+from autotune.planning.recording import Recording, read_recording, replayed, write_recording
+from autotune.schema import Candidate, HardwareProfile
+from autotune.sharing.record import Record, machine_of
+from autotune.training.describe import Wishes
+from tests import builders
+
+FOLDER = Path(__file__).parent / "golden"
+MODEL = "MODEL"
+"""Stands for the folder of the model, which lies elsewhere in each test."""
+GATES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A question; its recording and its plan lie in FOLDER under its name."""
+
+    name: str
+    question: Question
+    hardware: HardwareProfile | None = None
+    """Of a simulated machine; None where trials were measured."""
+    wall_gib: float = 0.0
+    known: bool = False
+    """Whether another search has answered the question on such a machine."""
+
+
+def plain(
+    family: str, wishes: Wishes, keep: Mapping[str, object], exclusions: tuple[tuple[str, str], ...] = ()
+) -> Question:
+    """Knobs that are not in `keep` stay at their usual value, so that new ones change no recording."""
+    defaults = Candidate.model_validate({"micro_batch_size": 1, "checkpointed_blocks": 0, "precision": "bf16", **keep})
+    pins = tuple(
+        (name, str(value)) for name, value in dict(defaults).items()
+        if name not in ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
+    )  # fmt: skip
+    return Question(model=family, wishes=wishes, pins=pins, exclusions=exclusions, max_trials=8, num_steps=2000)
+
+
+SIZE = Wishes(size_px=(512, 512), effective_batch_size=4)
+GOLDEN = (
+    Golden(
+        "wall",
+        plain("qwen-image", SIZE, {}),
+        builders.hardware(*GATES, budget_bytes=76 * 2**30, compute_capability=(9, 0)),
+        wall_gib=60,
+    ),
+    Golden(
+        "known",
+        plain("kandinsky5-image-lite", SIZE, {}),
+        builders.hardware(*GATES, budget_bytes=70 * 2**30, compute_capability=(9, 0)),
+        wall_gib=70,
+        known=True,
+    ),
+    Golden(
+        "measured",
+        plain(
+            MODEL,
+            Wishes(size_px=(112, 112), rank=8, effective_batch_size=4),
+            {"precision": "fp32"},
+            (("checkpointed_blocks", "3"), ("attention", "_native_flash"), ("quantization", "torchao-fp8")),
+        ),
+    ),
+)
+
+
+def write_measured_model(folder: Path) -> None:
+    """The model of the measured recording, without its transformer's weights: a replay needs none."""
+    config = json.loads((FOLDER / "measured.config.json").read_text())
+    FAMILIES["qwen-image"].write_small_pipeline(folder, ["a red circle"], seed=0)
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+
+
+def replayed_text(golden: Golden, model: Path | None) -> str:
+    """The plan that the recording gives, as the file would be."""
+    recording = read_recording(FOLDER / f"{golden.name}.jsonl")
+    question = golden.question
+    if question.model == MODEL:
+        question = Question(**{**question.__dict__, "model": str(model)})
+    text = plan_text(make_plan(question, recording.hardware, around=replayed(recording)))
+    return text.replace(str(model), MODEL)
+
+
+def _simulated(golden: Golden) -> Recording:
+    """Every candidate's trial on a machine that is a third slower than predicted, with 3% noise and a wall."""
+    assert golden.hardware
+    case = case_of(golden.question, golden.hardware, needs_weights=False)
+    rng = random.Random(golden.name)
+    slow = {"none": 1.3, "torchao-int8": 1.1, "native": 1.0, "_native_cudnn": 0.85}
+    trials = []
+    for candidate in case.space.candidates:
+        predicted = case.cost.predict(candidate)
+        memory = int(predicted.allocated_memory_bytes * 1.04)
+        time = predicted.step_seconds * slow[candidate.quantization] * slow[candidate.attention] * rng.gauss(1, 0.03)
+        fits = memory < golden.wall_gib * 2**30
+        trials.append(builders.trial(candidate, round(time, 4) if fits else None, memory, wall_seconds=30.0))
+    plain_recording = Recording("0.1.0", golden.hardware, (), tuple(trials))
+    if not golden.known:
+        return plain_recording
+    made = make_plan(golden.question, golden.hardware, around=replayed(plain_recording)).frozen
+    record = Record.model_validate(
+        {
+            "schema_version": 1, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
+            "machine": machine_of(golden.hardware), "workload": made.workload, "settings": made.settings,
+            "expected": made.expected, "trials": made.trials, "search_seconds": made.search_seconds,
+        },
+        strict=False,
+    )  # fmt: skip
+    return Recording("0.1.0", golden.hardware, ((record.name, record),), tuple(trials))
+
+
+def main() -> None:
+    """Simulate and plan anew; measured trials stay."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        write_measured_model(model)
+        for golden in GOLDEN:
+            if golden.hardware:
+                write_recording(FOLDER / f"{golden.name}.jsonl", _simulated(golden))
+            (FOLDER / f"{golden.name}.yaml").write_text(replayed_text(golden, model))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""A machine that answers trials by formula, for tests of planning; and planning workers in forked processes.
+
+Forked, because importing torch again takes seconds: the children inherit it from the test's process.
+"""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+from autotune.errors import AutotuneError
+from autotune.plan_file import plan_text
+from autotune.planner import make_plan
+from autotune.planning.question import Question
+from autotune.planning.surroundings import Run, Surroundings
+from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
+from autotune.search import sampler
+from autotune.search.storage import Place
+from autotune.sharing.query import Survey
+from autotune.training.describe import Wishes
+from tests import builders
+
+GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
+HARDWARE = builders.hardware(*GATES, compute_capability=(9, 0))
+
+
+def question(study: Place | None = None, **changes: object) -> Question:
+    """A small image model without data."""
+    wishes = Wishes(size_px=(256, 256), effective_batch_size=2)
+    values = {"model": "kandinsky5-image-lite", "wishes": wishes, "max_trials": 8, "study": study, **changes}
+    return Question(**values)  # type: ignore[arg-type]
+
+
+def answer(candidate: Candidate) -> TrialResult:
+    """What a trial gives: the same each time."""
+    seconds = 1.0 + 0.01 * candidate.checkpointed_blocks - 0.2 * (candidate.micro_batch_size == 2)
+    seconds *= 0.9 if candidate.attention == "_native_cudnn" else 1.0
+    memory = int(builders.GIB * (20 - 0.05 * candidate.checkpointed_blocks + candidate.micro_batch_size))
+    return builders.trial(candidate, seconds, memory, wall_seconds=2.5)
+
+
+def surroundings(run: Run = answer) -> Surroundings:
+    """Trials by `run`, no records of others."""
+
+    @contextmanager
+    def trials(model: str, hardware: HardwareProfile, workload: Workload) -> Iterator[Run]:
+        yield run
+
+    return Surroundings(trials, lambda hardware, workload: Survey((), (), ()), "0.0", needs_weights=False)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that plans; what it measured is in `log`, its plan or error in `output`."""
+
+    process: ForkProcess
+    log: Path
+    output: Path
+
+
+def start_worker(
+    folder: Path,
+    name: str,
+    asked: Question,
+    *,
+    seconds: float = 0.0,
+    hardware: HardwareProfile = HARDWARE,
+    far_away: bool = False,
+    hangs_at: int | None = None,
+) -> Worker:
+    """Plan in a process of its own.
+
+    Args:
+        folder: where it writes.
+        name: of its files; the log is shared by all.
+        asked: the question.
+        seconds: that a trial takes.
+        hardware: that it thinks it has.
+        far_away: others cannot see whether its process lives.
+        hangs_at: the number of its trial that never ends.
+    """
+    worker = Worker(
+        multiprocessing.get_context("fork").Process(target=lambda: _work(folder, name, work)),
+        folder / "log.jsonl",
+        folder / f"{name}.txt",
+    )
+
+    def run(candidate: Candidate) -> TrialResult:
+        run.count += 1  # type: ignore[attr-defined]
+        _append(worker.log, {"worker": name, "begins": candidate.model_dump()})
+        time.sleep(3600 if hangs_at == run.count else seconds)  # type: ignore[attr-defined]
+        _append(worker.log, {"worker": name, "ends": candidate.model_dump()})
+        return answer(candidate)
+
+    run.count = 0  # type: ignore[attr-defined]
+
+    def work() -> str:
+        if far_away:
+            sampler._place = lambda: name
+        return plan_text(make_plan(asked, hardware, around=surroundings(run)))
+
+    worker.process.start()
+    return worker
+
+
+def _work(folder: Path, name: str, work: Callable[[], str]) -> None:
+    try:
+        text = work()
+    except AutotuneError as error:
+        text = f"{type(error).__name__}: {error.message} / {error.hint}"
+    except BaseException as error:
+        text = f"escaped: {error!r}"
+    part = folder / f"{name}.part"
+    part.write_text(text)
+    part.rename(folder / f"{name}.txt")
+    os._exit(0)
+
+
+def _append(path: Path, line: dict[str, object]) -> None:
+    with path.open("a") as log:
+        log.write(json.dumps(line) + "\n")
+
+
+def logged(log: Path, what: str) -> list[Candidate]:
+    """Candidates that trials of any worker began or ended with."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [Candidate.model_validate(line[what]) for line in lines if what in line]
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Until it is so."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never came to pass"
+        time.sleep(0.02)

@@ -1,0 +1,68 @@
+"""What the planner says of other wishes is predicted, and true of its own predictions."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from autotune.errors import NothingFits
+from autotune.planner import make_plan
+from autotune.planning.question import question_of
+from autotune.search.study import Limits
+from tests import builders
+from tests.planning.machines import GATES, HARDWARE, question, surroundings
+
+
+def test_every_relaxation_that_is_named_really_fits() -> None:
+    hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=14 * 2**30)
+    tight = question(wishes=replace(question().wishes, size_px=(2048, 2048), quality="exact"))
+    tight = replace(tight, here=False)
+    with pytest.raises(NothingFits) as caught:
+        make_plan(tight, hardware)
+    hint = caught.value.hint
+    named = dict(re.findall(r"--(quality|resolution|batch|rank) (\w+)", hint))
+    assert named, hint
+    options = {
+        "quality": lambda value: {"quality": value},
+        "resolution": lambda value: {"size_px": (int(value), int(value))},
+        "batch": lambda value: {"effective_batch_size": int(value)},
+        "rank": lambda value: {"rank": int(value)},
+    }
+    for option, value in named.items():
+        make_plan(replace(tight, wishes=replace(tight.wishes, **options[option](value))), hardware)
+
+
+def test_a_larger_batch_is_mentioned_with_its_price() -> None:
+    plan = make_plan(question(), HARDWARE, around=surroundings())
+    for text in plan.frozen.advice:
+        assert re.search(r"an effective batch of (4|8) is predicted to train 1\.\d\dx", text)
+        assert "changes what is learned" in text
+
+
+def test_the_same_question_can_be_asked_again() -> None:
+    asked = question(exclusions=(("attention", "_native_cudnn"),), num_steps=77, seed=5)
+    plan = make_plan(asked, HARDWARE, around=surroundings())
+    again = make_plan(question_of(plan), HARDWARE, around=surroundings())
+    assert again == plan
+
+
+def test_a_search_may_take_a_twentieth_of_the_run_but_a_minute_at_least() -> None:
+    assert Limits(8, num_steps=10_000).allowed_seconds(2.0) == 1000
+    assert Limits(8, num_steps=100).allowed_seconds(2.0) == 60
+    assert Limits(8, 7.0, num_steps=10_000).allowed_seconds(2.0) == 7
+
+
+def test_a_search_stops_at_its_share_of_the_run() -> None:
+    def slow(candidate: object) -> object:
+        return builders.trial(candidate, 1.0, wall_seconds=25.0)  # type: ignore[arg-type]
+
+    plan = make_plan(question(num_steps=100), HARDWARE, around=surroundings(slow))  # type: ignore[arg-type]
+    assert len(plan.frozen.trials) == 3  # 60 s
+    assert plan.frozen.search_seconds == 75
+
+
+def test_the_smallest_settings_are_found_where_memory_is_the_objective() -> None:
+    wishes = replace(question().wishes, objective="memory")
+    plan = make_plan(question(wishes=wishes), HARDWARE, around=surroundings())
+    assert plan.frozen.settings.checkpointed_blocks == max(t.candidate.checkpointed_blocks for t in plan.frozen.trials)
+    assert plan.frozen.expected.peak_memory_bytes == min(t.peak_memory_bytes or 0 for t in plan.frozen.trials)

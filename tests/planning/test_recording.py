@@ -1,0 +1,60 @@
+"""Planning from a recording is a pure function of the recording and the question."""
+
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidInput
+from autotune.plan_file import plan_text
+from autotune.planner import make_plan
+from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
+from tests.planning.golden import FOLDER, GOLDEN, Golden, replayed_text, write_measured_model
+from tests.planning.machines import HARDWARE, question, surroundings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("golden") / "model"
+    write_measured_model(folder)
+    return folder
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
+def test_a_recorded_search_gives_its_plan_byte_for_byte(golden: Golden, model: Path) -> None:
+    expected = (FOLDER / f"{golden.name}.yaml").read_text()
+    assert replayed_text(golden, model) == expected, "deliberate? then: python -m tests.planning.golden"
+
+
+def test_what_is_golden_covers_failures_records_and_real_trials() -> None:
+    outcomes = {trial.outcome for trial in read_recording(FOLDER / "wall.jsonl").trials}
+    assert outcomes == {"ok", "oom"}
+    assert read_recording(FOLDER / "known.jsonl").records
+    assert "records:\n  - " in (FOLDER / "known.yaml").read_text()
+    assert read_recording(FOLDER / "measured.jsonl").hardware.origin == "probe"
+
+
+def test_a_plan_is_its_own_recording(tmp_path: Path) -> None:
+    plan = make_plan(question(), HARDWARE, around=surroundings())
+    write_recording(tmp_path / "r.jsonl", recording_of(plan, HARDWARE, ()))
+    recording = read_recording(tmp_path / "r.jsonl")
+    assert recording == Recording("0.0", HARDWARE, (), plan.frozen.trials)
+    again = make_plan(question(), recording.hardware, around=replayed(recording))
+    assert plan_text(again) == plan_text(plan)
+    assert again.frozen.search_seconds == 2.5 * len(plan.frozen.trials)
+
+
+def test_a_question_that_was_not_recorded_is_refused() -> None:
+    plan = make_plan(question(), HARDWARE, around=surroundings())
+    recording = recording_of(plan, HARDWARE, ())
+    with pytest.raises(InvalidInput, match="the recording has no trial of batch 2"):
+        make_plan(question(pins=(("attention", "native"), ("micro_batch_size", "2"))), HARDWARE,
+                  around=replayed(recording))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "no json\n", "[]\n", '{"hardware": {}}\n', '{"autotune_version": "1"}\n', "\x00"])
+def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.jsonl").write_text(text)
+    with pytest.raises(InvalidInput, match="no recording of this version"):
+        read_recording(tmp_path / "r.jsonl")
+    with pytest.raises(InvalidInput, match="cannot read"):
+        read_recording(tmp_path / "absent.jsonl")

