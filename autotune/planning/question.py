@@ -8,7 +8,7 @@ from autotune.families.resolve import ResolvedModel
 from autotune.plan_file import job_from
 from autotune.schema import Job, TimestepSampling, TrainingPlan, Workload
 from autotune.search.storage import Place
-from autotune.training.data.dataset import Dataset, read_dataset
+from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import Wishes, check_job
 
 
@@ -88,13 +88,9 @@ def data_of(question: Question, model: ResolvedModel) -> Dataset | None:
     """The question's data, if it names any."""
     if question.data is None:
         return None
-    return read_dataset(
-        question.data,
-        caption=question.caption,
-        trigger=question.trigger,
-        control=question.control,
-        num_frames=question.wishes.num_frames or model.family.defaults.num_frames,
-    )
+    frames = question.wishes.num_frames or model.family.defaults.num_frames
+    reading = Reading(question.caption, question.trigger, question.control, num_frames=frames)
+    return read_dataset(question.data, reading)
 
 
 def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None) -> Job:

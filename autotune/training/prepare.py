@@ -13,7 +13,7 @@ from autotune.families.resolve import ResolvedModel, build_on_meta, resolve_mode
 from autotune.fit import data_misfits, hardware_misfits, model_misfits
 from autotune.knobs.base import Setting
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
-from autotune.training.data.dataset import Dataset, read_dataset
+from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
 from autotune.training.folder import claim_folder
 from autotune.training.metrics import require_tracker
@@ -50,13 +50,8 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     require_fit(model_misfits(plan, model.spec))
     check_job(job, model.family)
     _require_weights(model)
-    dataset = read_dataset(
-        Path(job.data),
-        caption=job.caption,
-        trigger=job.trigger,
-        control=Path(job.control) if job.control else None,
-        num_frames=job.num_frames,
-    )
+    control = Path(job.control) if job.control else None
+    dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
     workload = describe_workload(model, dataset, wishes_of(planned))
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
     first = os.environ.get("RANK", "0") == "0"  # of several processes one holds the folder for all
