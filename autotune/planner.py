@@ -31,6 +31,7 @@ from autotune.sharing.query import Known, Survey, first_candidates
 class Events:
     """Where progress is told."""
 
+    on_left_out: Callable[[tuple[str, ...]], None] = lambda lines: None
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
     on_survey: Callable[[Survey], None] = lambda survey: None
     on_start: Callable[[Candidate], None] = lambda candidate: None
@@ -55,6 +56,7 @@ def make_plan(
     """
     events, around = events or Events(), around or Surroundings()
     case = case_of(question, hardware, needs_weights=around.needs_weights)
+    events.on_left_out(case.left_out)
     events.on_space(case.space, case.workload)
     if not case.can_be_tried:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]

@@ -30,6 +30,13 @@ class Flux1Dev(Family):
     transformer_class = "FluxTransformer2DModel"
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {"guidance_embeds": True}
+    tiny_config: ClassVar[Mapping[str, Any]] = {
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "pooled_projection_dim": 32,
+    }
     defaults = Defaults(
         rank=16,
         lora_alpha=16.0,

@@ -29,6 +29,11 @@ class QwenImage(Family):
     transformer_class = "QwenImageTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {}  # the class's own defaults are the published model
+    tiny_config: ClassVar[Mapping[str, Any]] = {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+    }
     defaults = Defaults(
         rank=16,
         lora_alpha=16.0,

@@ -34,6 +34,8 @@ class Case:
     cost: Predictor
     """Of one process and its device."""
     job: Job
+    left_out: tuple[str, ...] = ()
+    """What is wrong with files of the data folder, if anything."""
 
     @property
     def share(self) -> Workload:
@@ -84,9 +86,8 @@ def case_of(question: Question, hardware: HardwareProfile, *, needs_weights: boo
     require_even_shares(workload, question.num_processes)
     share = workload.share(question.num_processes)
     cost, space = _strategy(question, model, share, _of_one_process(question, hardware))
-    return Case(
-        question, hardware, cost.hardware.device.budget_bytes, workload, space, cost, job_of(question, model, dataset)
-    )
+    job, left_out = job_of(question, model, dataset), dataset.left_out if dataset else ()
+    return Case(question, hardware, cost.hardware.device.budget_bytes, workload, space, cost, job, left_out)
 
 
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:

@@ -153,6 +153,8 @@ class _Run:
         if not self.processes.is_first:
             self.processes.wait()
         model = self.prepared.model
+        for line in self.prepared.dataset.left_out:
+            self.events.on_warning(line)
         self.events.on_phase("encoding captions and images")
         encoded = encode_dataset(
             model.family,

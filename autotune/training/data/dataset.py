@@ -32,6 +32,9 @@ MIN_SIDE_PX = 32
 VERIFY_SECONDS = 120.0
 """How long images are decoded to prove them whole; those left over are still caught when they are encoded."""
 
+MOST_NAMED = 5
+"""Files that are named one by one where some are left out."""
+
 ProblemKind = Literal["broken", "tiny", "duplicate", "captionless", "control", "metadata", "unsupported", "short"]
 OnProgress = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -80,10 +83,15 @@ class Dataset:
     num_unverified: int = 0
     """Items whose pixels were not decoded because time ran out."""
 
-    def summary(self) -> str:
-        """Counts of the problems in one line, empty without any."""
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What is wrong with the rest, for people: the counts, then the first files by name; empty without any."""
         counts = Counter(problem.kind for problem in self.problems)
-        return ", ".join(f"{number} {kind}" for kind, number in counts.items())
+        told = [f"{problem.file}: {problem.message}" for problem in self.problems[:MOST_NAMED]]
+        if len(self.problems) > MOST_NAMED:
+            told.append(f"and {len(self.problems) - MOST_NAMED} more: `autotune data check` names all")
+        summary = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+        return (f"left out of the data: {summary}", *told) if told else ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def read_dataset(folder: Path, reading: Reading | None = None, on_progress: OnPr
         )
     if not dataset.items:
         raise InvalidInput(
-            f"no usable image in {folder}" + (f": {dataset.summary()}" if dataset.problems else ""),
+            f"no usable image in {folder}" + "".join(f"; {line}" for line in dataset.left_out[:2]),
             hint=f"put png, jpeg or webp files there; `autotune data check {folder}` names what is wrong",
         )
     return dataset
