@@ -55,9 +55,9 @@ class Studio:
         self.pipeline: Any = None
         self.scale = 1
 
-    def learn(self, shots: Sequence[Shot], cache: Cache, identity: Identity) -> None:
-        """Encode the prompts of all shots, or find them in `cache` where an encoder of this `identity` put them."""
-        missing = []
+    def learn(self, shots: Sequence[Shot], cache: Cache) -> None:
+        """Encode the prompts of all shots, or find them in `cache` where such encoders put them."""
+        identity, missing = self.encoders.identity, []
         for shot in shots:
             if found := cache.read(_answers_key(shot, identity)):
                 self.answers[shot.prompt, shot.control_paths] = _unpacked(found)

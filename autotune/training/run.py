@@ -14,13 +14,12 @@ from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
-from autotune.training.data.identity import Identity, read_identity
-from autotune.training.encoders import Encoders, weights_folder
+from autotune.training.encoders import Encoders
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
-from autotune.training.model import load_model
+from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
 from autotune.training.preview import Shot, Studio, grid
@@ -119,7 +118,8 @@ def _train(
         finally:
             if metrics:
                 metrics.close()
-    report = run.finish(loop, studio, metrics, started)
+    with as_written(loop.model.transformer):
+        report = run.finish(loop, studio, metrics, started)
     processes.wait()
     return report
 
@@ -162,7 +162,7 @@ class _Run:
             self.prepared.dataset,
             self.prepared.workload.buckets,
             Cache(cache_folder),
-            identity=self.identity(encoders),
+            identity=encoders.identity,
             caption_dropout=self.plan.job.caption_dropout,
             release=encoders.caching.residency == "release",
             on_progress=self.events.on_encoded,
@@ -172,11 +172,6 @@ class _Run:
         if self.processes.is_first:
             self.processes.wait()
         return encoded
-
-    def identity(self, encoders: Encoders) -> Identity:
-        """Of what encodes."""
-        model, precision = self.prepared.model, self.plan.frozen.settings.precision
-        return read_identity(weights_folder(model), model.family, settings=precision, text_settings=encoders.key)
 
     @property
     def shots(self) -> list[Shot]:
@@ -199,7 +194,7 @@ class _Run:
         studio = Studio(encoders)
         if self.shots and self.processes.samples:
             self.events.on_phase("encoding the prompts of previews")
-            studio.learn(self.shots, Cache(cache_folder), self.identity(encoders))
+            studio.learn(self.shots, Cache(cache_folder))
         return studio
 
     def metrics(self, first_step: int) -> Metrics | None:
@@ -211,7 +206,7 @@ class _Run:
     def preview(self, studio: Studio, step: int) -> None:
         """Sample the job's prompts with what is trained so far."""
         for number, shot in enumerate(self.shots):
-            with self.watch.phase("previews"):
+            with self.watch.phase("previews"), as_written(studio.pipeline.transformer):
                 frames = studio.sample(shot)
             if self.processes.is_first:
                 _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")

@@ -12,8 +12,7 @@ from autotune.knobs.precision import torch_dtype
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
-from autotune.training.data.identity import read_identity
-from autotune.training.encoders import Encoders, weights_folder
+from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
 from autotune.training.preview import Shot, Studio
@@ -60,10 +59,7 @@ def sample_run(
         Shot(prompt, plan.frozen.workload.largest_bucket, steps, seed + number, control_paths)
         for number in range(count)
     ]
-    identity = read_identity(
-        weights_folder(model), model.family, settings=frozen.settings.precision, text_settings=encoders.key
-    )
-    studio.learn(shots[:1], Cache(cache_folder), identity)
+    studio.learn(shots[:1], Cache(cache_folder))
     encoders.release()
     studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device))
     studio.load_adapter(folder / ADAPTER_FILE)
