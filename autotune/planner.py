@@ -41,6 +41,7 @@ class Events:
     """Where progress is told."""
 
     on_machine: Callable[[HardwareProfile], None] = lambda hardware: None
+    on_left_out: Callable[[tuple[str, ...]], None] = lambda lines: None
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
     on_note: Callable[[str], None] = lambda note: None
     on_survey: Callable[[Survey], None] = lambda survey: None
@@ -67,6 +68,7 @@ def make_plan(
     events, around = events or Events(), around or Surroundings()
     case = case_of(question, hardware, around)
     events.on_machine(case.hardware)
+    events.on_left_out(case.left_out)
     for note in case.notes:
         events.on_note(note)
     events.on_space(case.space, case.work_of_all)

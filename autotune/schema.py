@@ -9,7 +9,7 @@ Equal questions give equal objects, so objects can be compared, hashed, stored a
 Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,7 @@ Objective = Literal["throughput", "memory"]
 Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "crash"]
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap"]
+TimestepSampling = Literal["logit_normal", "uniform"]
 Strategy = Literal["single", "ddp", "fsdp2"]
 Knob = str
 Choice = str | int
@@ -321,8 +322,13 @@ class Job(Frozen):
     """Steps over which the rate rises from 0; `constant` and `plateau` have none."""
     weight_decay: float = Field(ge=0, le=1)
     max_grad_norm: float = Field(gt=0)
-    timestep_shift: float = Field(gt=0)
-    """Shift of the flow-matching timesteps; 1 leaves them as sampled."""
+    timestep_sampling: TimestepSampling = "logit_normal"
+    """Density of the noise levels before they are shifted."""
+    timestep_shift: Annotated[float, Field(gt=0)] | Literal["by_resolution"]
+    """Shift of the noise levels towards noise; 1 leaves them as sampled. `by_resolution`: as the family's pipeline
+    does, more for larger images."""
+    guidance_scale: float | None = Field(default=None, ge=0)
+    """What a guidance-distilled model is told while it trains; None for models that take none, or the family's."""
     weighting_scheme: Weighting = "none"
     """How the loss weighs images by their noise."""
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.commands.options import Json, PlanFile
+from autotune.commands.options import Json, PlanFile, parse_shift
 
 if TYPE_CHECKING:
     from autotune.sharing.query import Known, Survey
@@ -31,6 +31,13 @@ def plan(
     batch: Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None,
+    sampling: Annotated[
+        str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal (default) or uniform.")
+    ] = None,
+    shift: Annotated[
+        str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")] = None,
     quality: Annotated[
         str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
     ] = None,
@@ -74,6 +81,7 @@ def plan(
     from autotune.planning.question import Question, question_of
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.surroundings import Surroundings
+    from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
     from autotune.search.storage import Place
     from autotune.sharing.record import why_no_evidence
@@ -106,6 +114,9 @@ def plan(
         output=run_output,
         num_steps=steps,
         learning_rate=learning_rate,
+        timestep_sampling=_one_of("--timestep-sampling", sampling, ("logit_normal", "uniform")),
+        timestep_shift=parse_shift(shift),
+        guidance_scale=guidance,
         seed=seed,
         pins=_pairs("--pin", pin),
         exclusions=_pairs("--exclude", exclude),
@@ -133,6 +144,9 @@ def plan(
             err.print("\n".join(survey_lines(survey)), end="", markup=False)
 
         events = Events(
+            on_left_out=lambda lines: err.print(
+                *lines, sep="\n", end="\n" if lines else "", style="yellow", markup=False
+            ),
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
             on_machine=proven.append,
             on_note=lambda note: err.print(f"note      {note}", markup=False),
@@ -150,7 +164,7 @@ def plan(
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return
-    out.print("\n".join(plan_lines(made)), markup=False)
+    out.print("\n".join([*plan_lines(made), *origin_lines(made)]), markup=False)
     out.print(f"written to {output}; train it with: autotune train {output}", markup=False)
 
 
@@ -177,13 +191,14 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
 def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     """Say why each setting was chosen, and what was rejected and why."""
     from autotune.plan_file import read_plan
+    from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import explain_lines
 
     chosen = read_plan(plan_file)
     if as_json:
         typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
     else:
-        typer.echo("\n".join(explain_lines(chosen)))
+        typer.echo("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
 
 
 def diff(

@@ -37,6 +37,8 @@ class Case:
     job: Job
     notes: tuple[str, ...] = ()
     """What the user should know of how the question was understood."""
+    left_out: tuple[str, ...] = ()
+    """What is wrong with files of the data folder, if anything."""
 
     @property
     def trained_on(self) -> HardwareProfile:
@@ -87,9 +89,9 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
         setting = Setting(hardware, model.family, workload)
         hardware = around.prove(setting, _space(question, setting).choices, model)
     cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
-    job = job_of(question, model, dataset)
+    job, left_out = job_of(question, model, dataset), dataset.left_out if dataset else ()
     pinned = replace(question, model=job.pinned_model)
-    return Case(pinned, hardware, whole, workload, space, cost, job, notes)
+    return Case(pinned, hardware, whole, workload, space, cost, job, notes, left_out)
 
 
 def _resolved(question: Question) -> tuple[ResolvedModel, tuple[str, ...]]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from autotune.cost.arguments import checked_bucket, positive
 from autotune.errors import InvalidInput, nearest_of
+from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
-from autotune.schema import Bucket, Objective, Quality, Workload
+from autotune.schema import Bucket, Job, Objective, Quality, Workload
 from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.dataset import Dataset
 
@@ -50,6 +51,17 @@ def require_even_shares(workload: Workload, num_processes: int) -> None:
             f"an effective batch of {batch} cannot be shared evenly by {num_processes} processes",
             hint=f"make the plan with a multiple of --gpus, e.g. --batch {more}",
         )
+
+
+def check_job(job: Job, family: Family) -> None:
+    """Raise InvalidInput where the job asks of the model what its family does not have."""
+    if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
+        raise InvalidInput(
+            f"{family.name} has no timestep shift by resolution",
+            hint=f"give a number: --timestep-shift {family.defaults.timestep_shift}",
+        )
+    if job.guidance_scale is not None and family.defaults.training_guidance is None:
+        raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
 
 
 def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wishes) -> Workload:

@@ -1,6 +1,7 @@
 """Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter on it."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,19 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
     for knob in KNOBS:
         if not knob.needs_reload:
             knob.apply(model.transformer, model.family, getattr(settings, knob.name))
+
+
+@contextlib.contextmanager
+def as_written(transformer: nn.Module) -> Iterator[None]:
+    """Leave compiled code aside: it is made for training steps, and any other call would compile anew for a minute."""
+    compiled = [(module, module._compiled_call_impl) for module in transformer.modules()]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, code in compiled:
+            module._compiled_call_impl = code
 
 
 def load_transformer(

@@ -158,7 +158,6 @@ class Steps:
             self.optimizer,
             self.batches,
             effective_batch_size=self.workload.effective_batch_size,
-            timestep_shift=1.0,
             seed=0,
             step=self.step_number,
         )
