@@ -6,25 +6,28 @@ Where the machine is not at hand (a GPU of the catalogue), predictions take the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import optuna
 
 from autotune.plan_file import seal
 from autotune.planning.case import Case, case_of
-from autotune.planning.evidence import confirmed, confirmed_trials, records_to_stand_on, trials_of_same_work
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.outlook import larger_batch_advice
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, FrozenPart, HardwareProfile, TrainingPlan, TrialResult, Workload
+from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
 from autotune.search.residual import ResidualSearch
 from autotune.search.space import SearchSpace
 from autotune.search.storage import opened_study, safe_words
 from autotune.search.study import Limits, freeze, frozen_plan, run_search, search_cost_seconds
 from autotune.search.winner import fallbacks_of, measured_scores, predicted_scores, reasons_for, require_winner
-from autotune.sharing.query import Known, Survey, first_candidates
+from autotune.sharing.advice import NO_ADVICE, Advice, advise
+from autotune.sharing.query import Survey
+
+LEAST_WITH_LESSONS = 3
+"""Trials that a search makes at least where a similar machine has tried the same settings."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Events:
     on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
     on_predictions: Callable[[list[Prediction]], None] = lambda predictions: None
+    on_doubt: Callable[[str], None] = lambda line: None
+    """A shared record that trials here contradict."""
+    on_calibration: Callable[[tuple[Residual | None, ...]], None] = lambda residuals: None
+    """How far each trial of the plan was from its prediction."""
 
 
 def make_plan(
@@ -64,44 +71,49 @@ def make_plan(
         study = opened_study(question.study, case.identity)
         settled = frozen_plan(study)
         if settled is None:
-            stood_on = _stood_on(case, around, events)
-            trials = _search(case, around, stood_on, study, events)
-            plan = _plan(case, around.autotune_version, (), trials, stood_on)
+            advice = _advice(case, around, events)
+            trials = _search(case, around, advice, study, events)
+            plan = _plan(case, around.autotune_version, (), trials, advice)
             settled = freeze(study, plan.model_dump_json())
-    return TrainingPlan.model_validate_json(settled)
+    made = TrainingPlan.model_validate_json(settled)
+    events.on_calibration(tuple(case.cost.residual(trial) for trial in made.frozen.trials))
+    return made
 
 
-def _stood_on(case: Case, around: Surroundings, events: Events) -> tuple[Known, ...]:
+def _advice(case: Case, around: Surroundings, events: Events) -> Advice:
     if not case.question.use_profiles:
-        return ()
+        return NO_ADVICE
     found = around.survey(case.trained_on, case.workload)
+    found, advice = advise(found, case.space.candidates, case.budget_bytes, case.workload, case.cost)
     events.on_survey(found)
-    return records_to_stand_on(found, case.space)
+    return advice
 
 
 def _search(
-    case: Case, around: Surroundings, stood_on: tuple[Known, ...], study: optuna.Study, events: Events
+    case: Case, around: Surroundings, advice: Advice, study: optuna.Study, events: Events
 ) -> tuple[TrialResult, ...]:
     question = case.question
     search = ResidualSearch(
         case.space,
         case.cost,
         case.budget_bytes,
-        elsewhere=trials_of_same_work(stood_on, case.workload),
-        first=first_candidates(stood_on, case.space.candidates, case.budget_bytes),
+        lessons=advice.lessons,
+        first=advice.first,
         objective=case.workload.objective,
     )
     limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
+    if advice.lessons(()):
+        limits = replace(limits, min_trials=LEAST_WITH_LESSONS)
     with around.trials(question.model, case.trained_on, case.workload) as run:
 
         def tell_and_run(candidate: Candidate) -> TrialResult:
             events.on_start(candidate)
             return run(candidate)
 
-        def enough(results: Sequence[TrialResult]) -> bool:
-            return confirmed(stood_on, results) is not None
-
-        return run_search(search, tell_and_run, limits, events.on_trial, enough=enough, study=study)
+        trials = run_search(search, tell_and_run, limits, events.on_trial, enough=advice.kept, study=study)
+    for doubt in advice.doubts(trials):
+        events.on_doubt(doubt)
+    return trials
 
 
 def _plan(
@@ -109,13 +121,13 @@ def _plan(
     autotune_version: str,
     predictions: Sequence[Prediction],
     trials: tuple[TrialResult, ...] = (),
-    stood_on: tuple[Known, ...] = (),
+    advice: Advice = NO_ADVICE,
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
     scores = measured_scores(trials) if case.question.here else predicted_scores(predictions, case.budget_bytes)
     best = require_winner(scores, objective, case.relaxation)
-    scores += measured_scores(confirmed_trials(stood_on, trials))  # only what ran here may win
+    scores += measured_scores(advice.evidence(trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
     frozen = FrozenPart(
         schema_version=1,
@@ -127,7 +139,7 @@ def _plan(
         expected=expected(best, trials, case.cost, case.workload),
         reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
-        records=tuple(item.name for item in stood_on),
+        records=advice.records,
         search_seconds=search_cost_seconds(trials),
         trials=trials,
         pins=case.question.pins,

@@ -10,6 +10,7 @@ import typer
 from autotune.commands.options import Json, PlanFile
 
 if TYPE_CHECKING:
+    from autotune.schema import Residual
     from autotune.sharing.query import Known, Survey
 
 
@@ -116,6 +117,7 @@ def plan(
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
     known: list[Known] = []
+    calibration: list[Residual | None] = []
     with trial_display(max_trials) as display:
 
         def tell_survey(survey: Survey) -> None:
@@ -127,6 +129,8 @@ def plan(
             on_survey=tell_survey,
             on_start=display.start,
             on_trial=display.show,
+            on_doubt=lambda line: err.print(f"profiles  {line}", markup=False),
+            on_calibration=calibration.extend,
             on_predictions=lambda all_: err.print("\n".join(prediction_lines(all_, machine.device.budget_bytes))),
         )
         made = make_plan(question, machine, events, around)
@@ -135,7 +139,7 @@ def plan(
         write_recording(record, recording_of(made, machine, known))
     capped = max_memory is not None or reserve is not None  # a rehearsal of a smaller device is no evidence for it
     if recording is None and not capped and made.frozen.expected.evidence == "measured":
-        remember(made, machine)
+        remember(made, machine, tuple(calibration))
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return

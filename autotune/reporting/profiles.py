@@ -12,6 +12,7 @@ from autotune.sharing.summary import Summary
 WIDTH = 80
 VERDICTS = {
     "exact": "counts here",
+    "upgraded": "counts here once verified",
     "near": "a prior here",
     "none": "does not count here",
     "impossible": "cannot be true",

@@ -6,10 +6,11 @@ that ran out of memory.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from autotune.cost.calibration import Lesson
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, Objective, TrialResult
 from autotune.search.space import SearchSpace
@@ -22,6 +23,9 @@ CAUTION = 1.0
 
 WORTHWHILE_GAIN = 0.03
 """The search stops when the best remaining candidate is not expected to save more than this share."""
+
+ALIKE = 0.5
+"""Weight of a lesson from which what it has looked at needs no look here."""
 
 BROKEN = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
@@ -37,8 +41,8 @@ class CostModel(Protocol):
         """Memory and step time, after whatever has been learned."""
         ...
 
-    def calibrate(self, trials: Sequence[TrialResult]) -> None:
-        """Learn from all `trials` at once."""
+    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
+        """Learn from all `trials` at once, and from what others learned."""
         ...
 
 
@@ -66,7 +70,7 @@ class ResidualSearch:
         space: the admissible candidates.
         cost: predicts them, and learns from results.
         budget_bytes: what a run may take on the device.
-        elsewhere: trials of a similar machine; they correct predictions until a trial has run here.
+        lessons: what similar machines have learned, as far as trials here leave it believable.
         first: tried before all others, e.g. what won elsewhere.
     """
 
@@ -76,12 +80,12 @@ class ResidualSearch:
         cost: CostModel,
         budget_bytes: int,
         *,
-        elsewhere: Sequence[TrialResult] = (),
+        lessons: Callable[[Sequence[TrialResult]], Sequence[Lesson]] = lambda results: (),
         first: Sequence[Candidate] = (),
         objective: Objective = "throughput",
     ) -> None:
         self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
-        self.elsewhere, self.first, self.objective = elsewhere, first, objective
+        self.lessons, self.first, self.objective = lessons, first, objective
 
     def next_candidate(
         self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
@@ -95,14 +99,14 @@ class ResidualSearch:
         if not outlooks:
             return None
         if any(result.outcome == "ok" for result in results):
-            unseen = self._unseen(tried)
+            alike = (lesson for lesson in self.lessons(results) if lesson.weight >= ALIKE)
+            unseen = self._unseen(tried | {candidate for lesson in alike for candidate, _ in lesson.residuals})
             return min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope)).candidate
         return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
 
     def outlooks(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> list[Outlook]:
         """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
-        ran_here = any(result.outcome == "ok" for result in results)
-        self.cost.calibrate(results if ran_here else self.elsewhere)
+        self.cost.calibrate(results, self.lessons(results))
         tried = {result.candidate for result in results} | set(taken)
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
         limit = self._limit_bytes(results)
