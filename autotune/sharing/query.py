@@ -14,6 +14,9 @@ from autotune.sharing.store import Entry, Store, own_store, shipped_store
 
 MAX_CONSIDERED = 500
 """Records opened for one question: those of the same class of work first."""
+REACH = 10.0
+"""Distance at which a third of a lesson is believed. Rates are in the distance and in the predictions too, so that what
+a lesson adds to predictions carries over further than times themselves would."""
 KINDS = ("exact", "upgraded", "near")
 
 
@@ -29,8 +32,8 @@ class Known:
 
     @property
     def weight(self) -> float:
-        """Of what it taught, in (0, 1]."""
-        return math.exp(-self.match.distance)
+        """Of what it taught the cost model, in (0, 1]."""
+        return math.exp(-self.match.distance / REACH)
 
 
 @dataclass(frozen=True)
