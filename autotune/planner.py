@@ -63,7 +63,7 @@ def make_plan(
     events, around = events or Events(), around or Surroundings()
     case = case_of(question, hardware, needs_weights=around.needs_weights)
     events.on_space(case.space, case.workload)
-    if not question.here:
+    if not case.can_be_tried:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
         events.on_predictions(predictions)
         return _plan(case, around.autotune_version, predictions)
@@ -83,8 +83,8 @@ def make_plan(
 def _advice(case: Case, around: Surroundings, events: Events) -> Advice:
     if not case.question.use_profiles:
         return NO_ADVICE
-    found = around.survey(case.trained_on, case.workload)
-    found, advice = advise(found, case.space.candidates, case.budget_bytes, case.workload, case.cost)
+    found = around.survey(case.trained_on, case.share)
+    found, advice = advise(found, case.space.candidates, case.budget_bytes, case.share, case.cost)
     events.on_survey(found)
     return advice
 
@@ -104,7 +104,7 @@ def _search(
     limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
     if advice.lessons(()):
         limits = replace(limits, min_trials=LEAST_WITH_LESSONS)
-    with around.trials(question.model, case.trained_on, case.workload) as run:
+    with around.trials(question.model, case.trained_on, case.share) as run:
 
         def tell_and_run(candidate: Candidate) -> TrialResult:
             events.on_start(candidate)
@@ -125,14 +125,14 @@ def _plan(
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
-    scores = measured_scores(trials) if case.question.here else predicted_scores(predictions, case.budget_bytes)
+    scores = measured_scores(trials) if case.can_be_tried else predicted_scores(predictions, case.budget_bytes)
     best = require_winner(scores, objective, case.relaxation)
     scores += measured_scores(advice.evidence(trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=autotune_version,
-        hardware=planned_hardware(case.hardware),
+        hardware=planned_hardware(case.hardware, case.cost.parallel),
         workload=case.workload,
         settings=best.candidate,
         caching=caching,

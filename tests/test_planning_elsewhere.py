@@ -1,11 +1,13 @@
 """Plans and estimates for machines that are not here: predictions alone, said to be so, nothing downloaded."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune.errors import InvalidInput, NothingFits
+from autotune.hardware.probe import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.plan_file import read_plan
 from autotune.planner import make_plan
@@ -14,6 +16,7 @@ from autotune.planning.question import Question
 from autotune.prediction import Estimate
 from autotune.schema import TrainingPlan
 from autotune.training.describe import Wishes
+from autotune.training.processes import device_misfits
 from tests.conftest import autotune, autotune_here
 
 SMALL = Wishes(size_px=(512, 512), effective_batch_size=2)
@@ -115,3 +118,27 @@ def test_where_nothing_fits_the_message_says_what_would_help() -> None:
         make_plan(question, hardware_named("nvidia-rtx-3060"))
     assert "weights alone need 38.1 GiB" in caught.value.message
     assert "--quality" in caught.value.hint
+
+
+def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them() -> None:
+    """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only shared out."""
+    card = hardware_named("nvidia-rtx-4090")
+    wishes = Wishes(size_px=(512, 512), effective_batch_size=4)
+    pins = (("quantization", "none"), ("attention", "native"))
+    question = Question(model="kandinsky5-image-lite", wishes=wishes, pins=pins, here=False, num_processes=4)
+    whole, shared = make_plan(question, card).frozen, make_plan(question, with_budget(card, 10 << 30)).frozen
+    assert (whole.hardware.num_processes, whole.hardware.strategy) == (4, "ddp")
+    assert shared.hardware.strategy == "fsdp2"
+    assert whole.workload.effective_batch_size == shared.workload.effective_batch_size == 4
+    assert whole.settings.micro_batch_size == shared.settings.micro_batch_size == 1
+    assert shared.expected.peak_memory_bytes < 10 << 30
+    with pytest.raises(InvalidInput, match="cannot be shared evenly by 3"):
+        make_plan(replace(question, num_processes=3), card)
+
+
+def test_each_process_needs_a_gpu() -> None:
+    card = hardware_named("nvidia-rtx-4090")
+    assert device_misfits(1, card) == ()
+    assert device_misfits(2, card) == ("processes: 2 need a GPU each, 1 can be seen here",)
+    with pytest.raises(NothingFits, match="2 need a GPU each"):
+        make_plan(Question(model="kandinsky5-image-lite", wishes=SMALL, num_processes=2), card)

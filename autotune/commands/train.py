@@ -79,8 +79,8 @@ def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile"
     from autotune.terminal import err
     from autotune.training.processes import started_by_launcher
 
-    if plan.frozen.expected.evidence == "measured":
-        return plan
+    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
+        return plan  # a trial has one device, and cannot hold what is shared out
     known = sealed_beside(path, plan, hardware)
     if known is not None or started_by_launcher():
         return known or plan

@@ -67,7 +67,6 @@ class Posterior:
         variance += sum(self.covariance[i][j] for i in known for j in known)
         return math.sqrt(max(variance, 0.0))
 
-
     def tempered(self, weight: float) -> "Posterior":
         """As far as it holds for something else: terms there and here correlate by `weight` in [0, 1]."""
         own = np.diag([self.sigma(name) ** 2 for name in self.index])

@@ -56,6 +56,10 @@ class Resident:
     overhead_bytes: int
     waste_share: float
     host_memory_bytes: int
+    bucket_bytes: int = 0
+    """Where several processes average gradients."""
+    gathered_bytes: int = 0
+    """Weights of other processes that are here while a pass needs them."""
 
 
 def resident_of(
@@ -64,7 +68,6 @@ def resident_of(
     """From the traced storage of one precision and quantisation; `encoder_bytes` as the caching settings have it."""
     storage = model.storage(precision, quantization)
     half = precision != "fp32"
-    element = 2 if half else FP32_BYTES
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
     moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
     vae = model.vae_cost(precision)
@@ -124,9 +127,9 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
 
     step = {
         "saved_activation_bytes": composed.saved_bytes,
-        "transient_bytes": composed.transient_bytes + r.library_bytes,
+        "transient_bytes": composed.transient_bytes + r.library_bytes + r.gathered_bytes,
         "attention_workspace_bytes": composed.workspace_bytes,
-        "gradient_bytes": composed.gradient_bytes,
+        "gradient_bytes": composed.gradient_bytes + r.bucket_bytes,
     }
     resting = weights + r.adapter_bytes + r.optimizer_bytes
     optimizing = r.adapter_bytes + r.optimizer_transient_bytes
@@ -134,9 +137,9 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
         step = {"gradient_bytes": r.adapter_bytes, "transient_bytes": r.optimizer_transient_bytes + r.library_bytes}
     correction = (factor - 1) * (resting + sum(step.values()))
     step["transient_bytes"] = max(0.0, step["transient_bytes"] + correction)
-    forward = max(r.preview_transient_bytes, r.vae_transient_bytes)
+    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.vae_transient_bytes)
     return (
-        phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes),
+        phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
         phase("cache", weight_bytes=r.encoder_bytes + r.vae_bytes, transient_bytes=r.vae_transient_bytes),
         phase("train", waste=waste, weight_bytes=weights, **kept, **step),
         phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),

@@ -42,6 +42,8 @@ class Storage:
     adapter_tensors: int
     block_adapter_bytes: tuple[int, ...]
     """Of each block, in the order they run."""
+    outside_bytes: int
+    """Of the weights that no block holds."""
     largest_block_bytes: int
     """Of one block before quantisation."""
     largest_layer_bytes: int
@@ -198,6 +200,7 @@ class TracedModel:
         return Storage(
             weight_bytes=outside + sum(frozen[i] for i in index),
             buffer_bytes=_attribute_bytes(model),
+            outside_bytes=outside,
             adapter_bytes=sum(p.numel() * p.element_size() for p in full_trainable),
             adapter_parameters=sum(p.numel() for p in full_trainable),
             adapter_tensors=len(full_trainable),

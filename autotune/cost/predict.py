@@ -13,6 +13,7 @@ from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose,
 from autotune.cost.kernels import CLASSES, DeviceRules, kernel_for
 from autotune.cost.memory import PHASES, Resident, phases_of, resident_of
 from autotune.cost.model import TracedModel
+from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
 from autotune.families.base import Family, Parts
 from autotune.knobs.base import Setting
@@ -47,8 +48,11 @@ class Predictor:
         config: Mapping[str, Any],
         parts: Parts | None = None,
         caching_pins: Mapping[str, str] | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
-        """`parts`: the models around the transformer; by default the published ones of the published transformer.
+        """`workload` is what one process works on.
+
+        `parts`: the models around the transformer; by default the published ones of the published transformer.
 
         `caching_pins`: fields of `CachingSettings` that are fixed, as text.
         """
@@ -58,6 +62,7 @@ class Predictor:
         self.config = config
         self.parts = parts
         self.caching_pins = caching_pins
+        self.parallel = parallel or Parallel()
         self.calibration: Calibration | None = None
         self.rules: DeviceRules = "cuda" if hardware.device.kind == "cuda" else "cpu"
         self._tables: dict[tuple[Any, ...], PassTable] = {}
@@ -103,7 +108,7 @@ class Predictor:
 
     def weight_bytes(self, candidate: Candidate) -> int:
         """Of the frozen weights as the candidate stores them; needs no trace."""
-        return self.model.storage(candidate.precision, candidate.quantization).weight_bytes
+        return self.parallel.weight_bytes(self.model.storage(candidate.precision, candidate.quantization))
 
     def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
         """Learn from all `trials` at once and from others' `lessons`; what is not among them is forgotten."""
@@ -121,7 +126,8 @@ class Predictor:
 
     def beside(self, hardware: HardwareProfile) -> "Predictor":
         """The cost model of the same work on a machine with the same rules; they share the traces."""
-        other = Predictor(hardware, self.workload, self.family, self.config, self.parts, self.caching_pins)
+        known = (self.workload, self.family, self.config, self.parts, self.caching_pins, self.parallel)
+        other = Predictor(hardware, *known)
         other.model = self.model
         return other
 
@@ -235,9 +241,10 @@ class Predictor:
     def _resident(self, candidate: Candidate) -> Resident:
         key = (candidate.precision, candidate.quantization)
         if key not in self._residents:
-            self._residents[key] = resident_of(
+            whole = resident_of(
                 self.hardware, self.model, *key, encoder_bytes=self.encoder_size.device_bytes(self.caching[0])
             )
+            self._residents[key] = self.parallel.resident(whole, self.model.storage(*key))
         return self._residents[key]
 
     def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:
@@ -250,6 +257,8 @@ class Predictor:
         host = launches * rates.launch_seconds
         # A GPU works while the host launches the next operation; a CPU does one after the other.
         overhead = host if self.rules == "cpu" else max(0.0, host - float(device.sum()) - optimizer)
+        exchange = self.parallel.exchange_seconds(self.hardware, storage, accumulation)
+        overhead += max(0.0, exchange - float(device.sum()))
         return {
             **{f"{name}_seconds": float(value) for name, value in zip(CLASSES, device, strict=True)},
             "optimizer_seconds": optimizer,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import NothingFits
 from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
@@ -13,7 +14,8 @@ from autotune.planning.outlook import relaxation
 from autotune.planning.question import Question, data_of, job_of
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search.space import SearchSpace, search_space, without
-from autotune.training.describe import describe_workload
+from autotune.training.describe import describe_workload, require_even_shares
+from autotune.training.processes import device_misfits
 from autotune.weights.sources import open_source, weights_in
 
 
@@ -27,9 +29,21 @@ class Case:
     budget_bytes: int
     """What training may take: the machine's budget less what stays on the device beside it."""
     workload: Workload
+    """Of all processes."""
     space: SearchSpace
     cost: Predictor
+    """Of one process and its device."""
     job: Job
+
+    @property
+    def share(self) -> Workload:
+        """What one process works on: the whole, where there is but one."""
+        return self.cost.workload
+
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether trials can answer: on this machine, for a model that one device holds."""
+        return self.question.here and self.cost.parallel.strategy != "fsdp2"
 
     @property
     def trained_on(self) -> HardwareProfile:
@@ -52,7 +66,7 @@ class Case:
 
     def relaxation(self) -> str:
         """What to ask instead where nothing fits."""
-        return relaxation(self.trained_on, self.workload, self.space, self.cost)
+        return relaxation(self.trained_on, self.share, self.space, self.cost)
 
 
 def case_of(question: Question, hardware: HardwareProfile, *, needs_weights: bool) -> Case:
@@ -67,10 +81,12 @@ def case_of(question: Question, hardware: HardwareProfile, *, needs_weights: boo
         _require_weights_and_room(model, hardware)
     dataset = data_of(question, model)
     workload = describe_workload(model, dataset, question.wishes)
-    cost = _cost_beside_kept(question, model, workload, hardware)
-    budget = cost.hardware.device.budget_bytes
-    space = _without_too_heavy(_space(question, Setting(cost.hardware, model.family, workload)), cost)
-    return Case(question, hardware, budget, workload, space, cost, job_of(question, model, dataset))
+    require_even_shares(workload, question.num_processes)
+    share = workload.share(question.num_processes)
+    cost, space = _strategy(question, model, share, _of_one_process(question, hardware))
+    return Case(
+        question, hardware, cost.hardware.device.budget_bytes, workload, space, cost, job_of(question, model, dataset)
+    )
 
 
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
@@ -85,16 +101,53 @@ def _space(question: Question, setting: Setting) -> SearchSpace:
     return search_space(setting, pins, question.exclusions)
 
 
-def _cost_beside_kept(
+def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
+    """Each process has a device of its own, but on CPU they share the memory."""
+    if question.here and (misfits := device_misfits(question.num_processes, hardware)):
+        raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
+    if hardware.device.kind != "cpu" or question.num_processes == 1:
+        return hardware
+    return with_budget(hardware, hardware.device.budget_bytes // question.num_processes)
+
+
+def _strategy(
     question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
+) -> tuple[Predictor, SearchSpace]:
+    """The cost model of one device, and what it admits.
+
+    The weights are shared out over the processes only where no device is predicted to hold them all.
+    """
+    number = question.num_processes
+    replicated = Parallel("ddp", number) if number > 1 else Parallel()
+    cost = _cost_beside_kept(question, model, workload, hardware, replicated)
+    space = _space(question, Setting(cost.hardware, model.family, workload))
+    try:
+        lighter = _without_too_heavy(space, cost)
+        needed = cost.predict(lighter.candidates[0]).required_memory_bytes if number > 1 else 0
+        if needed <= cost.hardware.device.budget_bytes:
+            return cost, lighter
+    except NothingFits:
+        if number == 1:
+            raise
+    why = "the model is shared out over the processes, for which weights must be plain"
+    plain = without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
+    if not plain.candidates:
+        hint = relaxation(cost.hardware, workload, space, cost)
+        raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=hint)
+    cost = _cost_beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
+    return cost, _without_too_heavy(plain, cost)
+
+
+def _cost_beside_kept(
+    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
 ) -> Predictor:
     """The cost model, of the machine without what stays on it beside training."""
     pins = {name.removeprefix(PIN): value for name, value in question.pins if name.startswith(PIN)}
-    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins)
+    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins, parallel)
     if not cost.kept_bytes:
         return cost
     less = with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes))
-    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins)
+    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins, parallel)
     reduced.caching = cost.caching  # chosen with all of the memory
     return reduced
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.schema import Expected, HardwareProfile, PlannedHardware, TrialResult, Workload
 from autotune.search.winner import Score
 
 
-def planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
-    """The machine, as far as a plan for one process depends on it."""
+def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHardware:
+    """The machine, as far as a plan depends on it, and how its processes share the work."""
     return PlannedHardware(
         device_name=hardware.device.name,
         device_kind=hardware.device.kind,
@@ -17,6 +18,8 @@ def planned_hardware(hardware: HardwareProfile) -> PlannedHardware:
         total_memory_bytes=hardware.device.total_memory_bytes,
         budget_bytes=hardware.device.budget_bytes,
         versions=hardware.versions,
+        num_processes=parallel.num_processes,
+        strategy=parallel.strategy,
     )
 
 

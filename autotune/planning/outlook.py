@@ -43,7 +43,7 @@ def _relaxed(hardware: HardwareProfile, workload: Workload, cost: Predictor) -> 
     """Options, each with the least memory that a run would need with it."""
     family = cost.family
     qualities = ("exact", "high", "compact")
-    options = [
+    options: list[tuple[str, dict[str, object]]] = [
         (f"--quality {quality}", {"quality": quality}) for quality in qualities[qualities.index(workload.quality) + 1 :]
     ]
     options += [

@@ -30,6 +30,8 @@ class Question:
     """(knob, value) pairs: this value may not be chosen."""
     here: bool = True
     """Whether the hardware asked about is this machine's: only then can trials run."""
+    num_processes: int = 1
+    """GPUs that train together, one process each."""
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
@@ -55,6 +57,7 @@ def question_of(plan: TrainingPlan) -> Question:
         num_steps=job.num_steps,
         learning_rate=job.learning_rate,
         seed=job.seed,
+        num_processes=frozen.hardware.num_processes,
         pins=frozen.pins,
         exclusions=frozen.exclusions,
         job=job,

@@ -7,6 +7,7 @@ memory than the one before. Work, quality and effective batch stay as they are.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.families.resolve import parts_of, resolve_model
@@ -56,7 +57,8 @@ def seal_on_arrival(
     around, model = around or Surroundings(), resolve_model(plan.job.model)
     require_fit(model_misfits(plan, model.spec))
     work = plan.frozen.workload.share(plan.frozen.hardware.num_processes)
-    cost = Predictor(hardware, work, model.family, model.config, parts_of(model))
+    parallel = Parallel(plan.frozen.hardware.strategy, plan.frozen.hardware.num_processes)
+    cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
     candidates = _predicted_to_fit(plan, cost)
     with around.trials(plan.job.model, hardware, work) as run:
         trials = _until_one_runs(candidates, run, on_trial)
@@ -100,12 +102,11 @@ def _measured(plan: TrainingPlan, cost: Predictor, trials: tuple[TrialResult, ..
     frozen = plan.frozen
     best = winner_of(measured_scores(trials), frozen.workload.objective)
     assert best is not None  # the last trial ran
-    machine = {**dict(planned_hardware(cost.hardware)), "num_processes": frozen.hardware.num_processes}
     after = (frozen.settings, *frozen.fallbacks).index(best.candidate)
     return FrozenPart.model_validate(
         {
             **dict(frozen),
-            "hardware": {**machine, "strategy": frozen.hardware.strategy},
+            "hardware": planned_hardware(cost.hardware, cost.parallel),
             "settings": best.candidate,
             "expected": expected(best, trials, cost, frozen.workload),
             "reasons": tuple(_reason(reason, plan, best.candidate, trials[0]) for reason in frozen.reasons),

@@ -96,10 +96,12 @@ def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
     """The answer in a few lines: settings, speed, memory, total time."""
-    expected, job = plan.frozen.expected, plan.job
+    expected, job, hardware = plan.frozen.expected, plan.job, plan.frozen.hardware
+    several = [f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"]
     return [
-        *settings_lines(plan.frozen.settings, plan.frozen.workload),
+        *settings_lines(plan.frozen.settings, plan.frozen.workload.share(hardware.num_processes)),
         f"text encoder   {shown(plan.frozen.caching)}",
+        *(several if hardware.num_processes > 1 else ()),
         f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",
         f"memory         {memory_text(expected.peak_memory_bytes)} at the peak of a step",

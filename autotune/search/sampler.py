@@ -29,6 +29,8 @@ from autotune.search.residual import ResidualSearch
 
 RESULT = "result"
 """Trial attribute: the TrialResult as JSON."""
+CANDIDATE = "candidate"
+"""Trial attribute: the Candidate as JSON; present once its worker has chosen."""
 OWNER = "owner"
 """Trial attribute: whose it is, as `place/process/start`."""
 MOST_DEATHS = 2
@@ -53,11 +55,12 @@ class Standing:
 def standing_of(study: Study, before: int | None = None) -> Standing:
     """Of the trials with numbers below `before`, or of all."""
     trials = [t for t in study.get_trials(deepcopy=False) if before is None or t.number < before]
-    done = [t for t in trials if t.state == TrialState.COMPLETE]
-    results = [TrialResult.model_validate_json(t.user_attrs[RESULT]) for t in done]
-    running = [t for t in trials if t.state == TrialState.RUNNING]
-    taken = [candidate_of(t) for t in running if _has_chosen(t)]
-    deaths = Counter(candidate_of(t) for t in trials if t.state == TrialState.FAIL and _has_chosen(t))
+    # A result counts even where its worker died before it could say that the trial has ended.
+    results = [TrialResult.model_validate_json(t.user_attrs[RESULT]) for t in trials if RESULT in t.user_attrs]
+    running = [t for t in trials if t.state == TrialState.RUNNING and RESULT not in t.user_attrs]
+    taken = [_candidate_of(t) for t in running if CANDIDATE in t.user_attrs]
+    died = [t for t in trials if t.state == TrialState.FAIL and CANDIDATE in t.user_attrs]
+    deaths = Counter(_candidate_of(t) for t in died)
     for known in (*taken, *(result.candidate for result in results)):
         deaths.pop(known, None)
     message = f"{MOST_DEATHS} workers died of it"
@@ -66,17 +69,12 @@ def standing_of(study: Study, before: int | None = None) -> Standing:
         results=(*results, *lost),
         taken=tuple(taken),
         abandoned=tuple(candidate for candidate, count in deaths.items() if count < MOST_DEATHS),
-        undecided=tuple(t.number for t in running if not _has_chosen(t)),
+        undecided=tuple(t.number for t in running if CANDIDATE not in t.user_attrs),
     )
 
 
-def candidate_of(trial: FrozenTrial) -> Candidate:
-    """What a trial tries."""
-    return Candidate.model_validate(trial.params)
-
-
-def _has_chosen(trial: FrozenTrial) -> bool:
-    return Candidate.model_fields.keys() <= trial.params.keys()
+def _candidate_of(trial: FrozenTrial) -> Candidate:
+    return Candidate.model_validate_json(trial.user_attrs[CANDIDATE])
 
 
 class ResidualSampler(BaseSampler):

@@ -12,6 +12,7 @@ from optuna.trial import Trial, TrialState, create_trial
 from autotune.schema import Candidate, TrialResult
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.sampler import (
+    CANDIDATE,
     OWNER,
     RESULT,
     ResidualSampler,
@@ -97,6 +98,7 @@ def run_search(
             raise optuna.TrialPruned("the search was over")
         values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.choices.items()}
         candidate = Candidate.model_validate(values)
+        trial.set_user_attr(CANDIDATE, candidate.model_dump_json())
         result = timed(run, candidate)
         trial.set_user_attr(RESULT, result.model_dump_json())
         trial.set_constraint("runs", 0.0 if result.outcome == "ok" else 1.0)

@@ -181,4 +181,8 @@ def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any) -> Iterator[t
         elif theirs <= 0 or ours <= 0:
             yield key.weight, f"{key.name}: not a quantity", key.software
         elif abs(theirs - ours) > key.tolerance * min(theirs, ours):
-            yield key.weight * abs(math.log2(theirs / ours)), f"{key.name}: {theirs / ours:.2f} times ours", key.software
+            yield (
+                key.weight * abs(math.log2(theirs / ours)),
+                f"{key.name}: {theirs / ours:.2f} times ours",
+                key.software,
+            )

@@ -26,6 +26,7 @@ UNKNOWN_BITS = 4
 SPILL = 1.02
 """Peak over total memory: above it the step would have spilled."""
 
+
 def implausible(record: Record) -> tuple[str, ...]:
     """Why the record cannot be true, one line each; empty when nothing speaks against it."""
     return (*_promise(record), *_trials(record), *_order(record))
@@ -60,7 +61,9 @@ def _rates(record: Record, gpu: CatalogueGpu | None) -> Iterator[str]:
     known = (gpu,) if gpu else catalogue()
     most = {"B/s": max(each.memory_gb_per_second for each in known) * 1e9, "FLOP/s": _peak_flops(known, gpu)}
     for rate in record.machine.rates:
-        if rate.name.startswith(("memory.", "matmul.bf16.")) and rate.value > PEAK_MARGIN * most.get(rate.unit, math.inf):
+        if rate.name.startswith(("memory.", "matmul.bf16.")) and rate.value > PEAK_MARGIN * most.get(
+            rate.unit, math.inf
+        ):
             yield f"its rate {rate.name} is above the device's peak"
 
 

@@ -81,6 +81,8 @@ class Record(Frozen):
     def _is_evidence(self) -> "Record":
         if self.expected.evidence != "measured":
             raise ValueError("predictions are no evidence")
+        if any(trial.memory_cap_bytes is not None for trial in self.trials):
+            raise ValueError("trials under a cap on memory are no evidence")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
         if self.calibration and len(self.calibration) != len(self.trials):
@@ -167,15 +169,19 @@ def record_of(
         InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on memory.
     """
     frozen = plan.frozen
-    _require_evidence(plan, hardware)
+    if why := why_no_evidence(plan, hardware):
+        raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
+    processes = frozen.hardware.num_processes
     record = Record(
         schema_version=1,
         autotune_version=frozen.autotune_version,
         measured_on=measured_on or datetime.now(UTC).date(),
         machine=machine_of(hardware),
-        workload=_without_names(frozen.workload),
+        workload=_without_names(frozen.workload.share(processes)),  # what its trials ran
         settings=frozen.settings,
-        expected=frozen.expected,
+        expected=frozen.expected.model_copy(
+            update={"images_per_second": frozen.expected.images_per_second / processes}
+        ),
         trials=tuple(_bare(trial) for trial in frozen.trials),
         search_seconds=frozen.search_seconds,
         calibration=calibration,
@@ -217,16 +223,16 @@ def class_of(workload: Workload) -> str:
     return f"{parts}-b{workload.effective_batch_size}-{workload.text_padding}"
 
 
-def _require_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> None:
-    planned, why = plan.frozen.hardware, None
+def why_no_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> str | None:
+    """Why what the plan holds tells nothing about machines like this one; None when it does."""
+    planned = plan.frozen.hardware
     if plan.frozen.expected.evidence != "measured" or hardware.origin != "probe":
-        why = "it was predicted, not measured"
-    elif planned.fingerprint != hardware.fingerprint or planned.device_name != hardware.device.name:
-        why = "it was made on another machine or with other versions than these"
-    elif planned.budget_bytes < hardware.device.budget_bytes:
-        why = "it was measured under a cap on memory"
-    if why:
-        raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
+        return "it was predicted, not measured"
+    if planned.fingerprint != hardware.fingerprint or planned.device_name != hardware.device.name:
+        return "it was made on another machine or with other versions than these"
+    if any(trial.memory_cap_bytes is not None for trial in plan.frozen.trials):
+        return "it was measured under a cap on memory"
+    return None
 
 
 def _without_names(workload: Workload) -> Workload:
@@ -250,6 +256,7 @@ def _bare(trial: TrialResult) -> TrialResult:
         warmup_seconds=trial.warmup_seconds,
         load_seconds=trial.load_seconds,
         peak_memory_bytes=trial.peak_memory_bytes,
+        allocator_retries=trial.allocator_retries,
         load_peak_memory_bytes=trial.load_peak_memory_bytes,
         host_memory_bytes=trial.host_memory_bytes,
         wall_seconds=trial.wall_seconds,

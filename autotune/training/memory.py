@@ -15,7 +15,7 @@ from autotune.training.step import AdapterOptimizer
 def make_current(device: torch.device) -> None:
     """Start CUDA on `device`: its memory counters exist only then, and libraries launch on the current device."""
     if device.type == "cuda":
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(device)
 
 

@@ -125,9 +125,8 @@ def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, 
         return ()
     if kind != "cuda":
         return (f"processes: {num_processes} need a GPU each, {kind} has one",)
-    count = torch.cuda.device_count()
-    if count < num_processes:
-        return (f"processes: {num_processes} need a GPU each, {count} can be seen here",)
+    if hardware.device.count < num_processes:
+        return (f"processes: {num_processes} need a GPU each, {hardware.device.count} can be seen here",)
     cards = [torch.cuda.get_device_properties(index) for index in range(num_processes)]
     unlike = {(card.name, card.total_memory // 2**30) for card in cards}
     names = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in unlike))

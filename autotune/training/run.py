@@ -175,10 +175,11 @@ class _Run:
             for number, prompt in enumerate(job.preview_prompts[:MAX_SHOTS])
         ]
 
-    def studio(self) -> Studio:
+    def studio(self, encoders: Encoders) -> Studio:
         """Ready to sample the job's prompts."""
-        studio = Studio(self.prepared.model, self.dtype, self.processes.device)
+        studio = Studio(encoders)
         if self.shots and self.processes.samples:
+            self.events.on_phase("encoding the prompts of previews")
             studio.learn(self.shots)
         return studio
 

@@ -1,18 +1,21 @@
 """What the fork server imports once, so that every trial starts warm. Imports only: no operation may run here.
 
-A parallel operation in the parent would deadlock its children, and a started CUDA could not be forked. torchao asks
-for the GPU's compute capability when it is imported, which starts CUDA; so the GPU is hidden until all is imported.
-(What torchao decides by that answer are its MX kernels, which are not used here.)
+A parallel operation in the parent would deadlock its children, and a started CUDA could not be forked. Two libraries
+look at the GPU when they are imported: torchao asks for its compute capability, which starts CUDA, so the GPU is hidden
+meanwhile (what torchao settles by the answer are MX kernels, unused here); bitsandbytes chooses its backend, so it is
+left to the trial that needs it.
 """
 
+import sys
 from unittest import mock
 
 from autotune.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
-import torch  # noqa: E402
+import torch.utils._triton  # noqa: E402
 
+sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
 with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import diffusers  # noqa: F401
     import peft  # noqa: F401
@@ -21,6 +24,9 @@ with mock.patch.object(torch.cuda, "is_available", return_value=False):
     from diffusers import DiffusionPipeline  # noqa: F401
 
     import autotune.training.model  # noqa: F401
+del sys.modules["bitsandbytes"]
+for answer in vars(torch.utils._triton).values():
+    getattr(answer, "cache_clear", lambda: None)()  # answers that were found while the GPU was hidden
 
 silence_progress_bars()
 

@@ -110,7 +110,8 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     assert texts[0].startswith("# A training plan"), texts[0]
     assert len(set(texts)) == 1, "exactly one plan is frozen"
     ended = logged(victim.log, "ends")
-    assert len(set(ended)) == len(ended) == 10, "nothing is measured twice, no more than asked for"
+    assert len(set(ended)) == len(ended), "nothing is measured twice"
+    assert 6 <= len(ended) <= 10
     assert set(logged(victim.log, "begins")) == set(ended), "the victim's candidate is taken over"
 
     stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*GATES))

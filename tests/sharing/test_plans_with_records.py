@@ -94,9 +94,7 @@ def test_a_librarys_upgrade_measures_its_own_trials_again_and_no_others(cold: Pl
 
 def test_after_an_upgrade_of_torch_nothing_counts_and_it_is_said(cold: Planned, tmp_path: Path) -> None:
     again = planned_on(Simulated(gpu(torch="2.14.0"), SLOW), store_with(tmp_path, [cold.record]))
-    assert again.survey.stale == (
-        f"{cold.record.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",
-    )
+    assert again.survey.stale == (f"{cold.record.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",)
     assert again.plan.frozen.records == ()
     assert len(again.trials) == len(cold.trials)
 

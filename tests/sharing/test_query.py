@@ -56,7 +56,9 @@ def test_what_a_plan_measured_is_remembered_and_found_again(monkeypatch, tmp_pat
 def test_after_an_upgrade_the_records_of_this_machine_say_why_they_no_longer_count(store: Store) -> None:
     store.add(before := record(), record(machine(name="NVIDIA L40S")))
     driver = survey(machine(driver="590.1"), workload(), [store])
-    assert driver.stale == (f"{before.name[:12]} is from before an upgrade, and verified first: driver: 580.95 there, 590.1 here",)
+    assert driver.stale == (
+        f"{before.name[:12]} is from before an upgrade, and verified first: driver: 580.95 there, 590.1 here",
+    )
     torch = survey(machine(torch="2.14.0"), workload(), [store])
     assert torch.stale == (f"{before.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",)
     assert torch.known == ()

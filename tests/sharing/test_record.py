@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
@@ -95,9 +96,9 @@ _LEAVES = """
     machine.versions.fastsafetensors machine.versions.flash_attn machine.versions.kernels machine.versions.peft
     machine.versions.python machine.versions.sageattention machine.versions.torch machine.versions.torchao
     machine.versions.transformers machine.versions.triton machine.versions.xformers
-    trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes trials.load_seconds trials.message
-    trials.outcome trials.peak_memory_bytes trials.step_seconds trials.wall_seconds
-    trials.warmup_seconds
+    trials.allocator_retries trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
+    trials.load_seconds trials.memory_cap_bytes trials.message trials.outcome trials.peak_memory_bytes trials.phases
+    trials.step_seconds trials.wall_seconds trials.warmup_seconds
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
     workload.effective_batch_size workload.lora_alpha workload.max_text_tokens workload.model.architecture
     workload.model.family workload.model.name workload.model.num_blocks workload.model.num_parameters
@@ -142,16 +143,23 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
     here = machine()
     made = plan(here)
     predicted = made.frozen.expected.model_copy(update={"evidence": "predicted"})
+    capped = made.frozen.trials[0].model_copy(update={"memory_cap_bytes": 12 * GIB})
     cases = [
         (made.model_copy(update={"frozen": made.frozen.model_copy(update={"expected": predicted})}), here, "predicted"),
         (made, profile_of_gpu(catalogue()[0]), "predicted"),
         (made, machine(torch="2.14.0"), "another machine"),
         (made, machine(name="NVIDIA L4"), "another machine"),
-        (made, machine(budget_bytes=25 * GIB), "cap on memory"),
+        (
+            made.model_copy(update={"frozen": made.frozen.model_copy(update={"trials": (capped,)})}),
+            here,
+            "cap on memory",
+        ),
     ]
     for planned, hardware, why in cases:
         with pytest.raises(InvalidInput, match=why):
             record_of(planned, hardware)
+    with pytest.raises(ValidationError, match="cap on memory"):
+        record(trials=(capped, *TRIALS))
 
 
 @settings(deadline=None, max_examples=60)

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.plan_file import write_plan
 from autotune.training.metrics import read_metrics
+from autotune.training.prepare import prepare
 from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
+from autotune.training.sharding import is_sharded
 from tests.training.conftest import CPU, Bench
 
 
@@ -51,3 +54,20 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(
 def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> None:
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
         join(bench.plan(num_processes=2).frozen.hardware, CPU)
+
+
+@pytest.mark.parametrize(("number", "strategy"), [(1, "ddp"), (2, "single")])
+def test_a_plan_whose_strategy_does_not_suit_its_processes_is_invalid(bench: Bench, number: int, strategy: str) -> None:
+    with pytest.raises(ValidationError, match="cannot train by the strategy"):
+        bench.plan(num_processes=number, strategy=strategy)
+
+
+def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="an effective batch of 4 cannot be shared evenly by 3"):
+        prepare(bench.plan(num_processes=3, output=str(tmp_path)), bench.hardware, resume=False)
+    with pytest.raises(DoesNotFit, match="each gets 1 image"):
+        prepare(bench.plan(num_processes=4, output=str(tmp_path)), bench.hardware, resume=False)
+
+
+def test_weights_that_are_not_what_the_plan_says_are_noticed(bench: Bench) -> None:
+    assert not is_sharded(bench.trained.transformer, 2)
