@@ -27,7 +27,7 @@ SAME_TIME = 0.10
 """A promise is kept when a local trial is this near."""
 ODD_MEMORY = math.log(1.5)
 ODD_TIME = math.log(3.0)
-"""Logarithms of the factors from a prediction, or from what a record leads to expect, beyond which it is not believed."""
+"""Logarithms of the factors from a prediction, or from what a record leads to expect, that are not believed."""
 ROOM = 1.1
 """Share of the budget that settings that ran elsewhere may be predicted to take, and still be tried first: predictions
 are that far off at most in 95 of 100 cases, and trials have a cap."""

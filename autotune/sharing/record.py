@@ -260,6 +260,7 @@ def _bare(trial: TrialResult) -> TrialResult:
         load_peak_memory_bytes=trial.load_peak_memory_bytes,
         host_memory_bytes=trial.host_memory_bytes,
         wall_seconds=trial.wall_seconds,
+        confirms=trial.confirms,
     )
 
 

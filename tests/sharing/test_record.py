@@ -96,7 +96,7 @@ _LEAVES = """
     machine.versions.fastsafetensors machine.versions.flash_attn machine.versions.kernels machine.versions.peft
     machine.versions.python machine.versions.sageattention machine.versions.torch machine.versions.torchao
     machine.versions.transformers machine.versions.triton machine.versions.xformers
-    trials.allocator_retries trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
+    trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
     trials.load_seconds trials.memory_cap_bytes trials.message trials.outcome trials.peak_memory_bytes trials.phases
     trials.step_seconds trials.wall_seconds trials.warmup_seconds
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
@@ -197,7 +197,8 @@ def _changed(**changes: object) -> bytes:
         _changed(schema_version=2), _changed(command="rm -rf /"), _changed(search_seconds="60"),
         _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")), _changed(search_seconds=-1.0),
         _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
-        _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"), _changed(machine__hard_keys={}), _changed(trials=[]),
+        _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"),
+        _changed(machine__hard_keys={}), _changed(trials=[]),
         _changed(machine__total_memory_bytes=10**400), _changed(machine__hard_keys={"k" * 200: "v"}),
         _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS), _changed(expected__evidence="predicted"),
         _changed(settings__micro_batch_size=3), _changed(trials__0__outcome="splendid"),
