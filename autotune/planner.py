@@ -6,7 +6,7 @@ Where the machine is not at hand (a GPU of the catalogue), predictions take the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import optuna
 
@@ -25,9 +25,6 @@ from autotune.search.study import Limits, freeze, frozen_plan, run_search, searc
 from autotune.search.winner import fallbacks_of, measured_scores, predicted_scores, reasons_for, require_winner
 from autotune.sharing.advice import NO_ADVICE, Advice, advise
 from autotune.sharing.query import Survey
-
-LEAST_WITH_LESSONS = 3
-"""Trials that a search makes at least where a similar machine has tried the same settings."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,6 @@ def _search(
         objective=case.workload.objective,
     )
     limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
-    if advice.lessons(()):
-        limits = replace(limits, min_trials=LEAST_WITH_LESSONS)
     with around.trials(question.model, case.trained_on, case.share) as run:
 
         def tell_and_run(candidate: Candidate) -> TrialResult:

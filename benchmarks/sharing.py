@@ -94,7 +94,6 @@ def search(bench: Bench, seed: int, known: tuple[Known, ...]) -> tuple[TrialResu
         found = Survey(known, (), ())
         advice: Advice = advise(found, task.space.candidates, task.budget_bytes, bench.cost.workload, bench.cost)[1]
         assert advice.grounds, "the record is not believed"
-        limits = Limits(max_trials=12, max_seconds=1e9, min_trials=3)
     planned = ResidualSearch(task.space, bench.cost, task.budget_bytes, lessons=advice.lessons, first=advice.first)
     return run_search(planned, bench.run(seed), limits, lambda result: None, enough=advice.kept)
 

@@ -24,9 +24,6 @@ CAUTION = 1.0
 WORTHWHILE_GAIN = 0.03
 """The search stops when the best remaining candidate is not expected to save more than this share."""
 
-ALIKE = 0.5
-"""Weight of a lesson from which what it has looked at needs no look here."""
-
 BROKEN = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
 
@@ -99,8 +96,7 @@ class ResidualSearch:
         if not outlooks:
             return None
         if any(result.outcome == "ok" for result in results):
-            alike = (lesson for lesson in self.lessons(results) if lesson.weight >= ALIKE)
-            unseen = self._unseen(tried | {candidate for lesson in alike for candidate, _ in lesson.residuals})
+            unseen = self._unseen(tried)
             return min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope)).candidate
         return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
 

@@ -101,8 +101,9 @@ class Advice:
     def _kept(self, results: Sequence[TrialResult]) -> Ground | None:
         here = {result.candidate: result for result in results}
         for ground in self.grounds:
-            promises = [trial for trial in ground.promises if trial.candidate in self.first]
-            if promises and all(t.candidate in here and not broken_promise(t, here[t.candidate]) for t in promises):
+            winner, *others = ground.promises or (None,)
+            promises = [winner, *(trial for trial in others if trial.candidate in self.first)]
+            if all(t and t.candidate in here and not broken_promise(t, here[t.candidate]) for t in promises):
                 return ground
         return None
 
