@@ -1,6 +1,8 @@
 """Planning with records: fewer trials where they are true, the same answer where they are not, never an unsafe one."""
 
+import getpass
 import math
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +146,8 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
     assert "new: 1" in command("alice", "profiles", "pull", team)
     again = plan("alice", Simulated(slow=SLOW, seed=1))
     assert (len(again.trials), again.settings) == (1, first.settings)
+    shared = " ".join(file.read_text() for file in team.rglob("*.json"))
+    assert not [told for told in (str(tmp_path), platform.node(), getpass.getuser()) if f'"{told}' in shared]
 
 
 def test_what_physics_allows_and_the_cost_model_does_not_is_refused_and_named(cold: Planned, tmp_path: Path) -> None:
