@@ -25,9 +25,12 @@ MOST_FIRST = 2
 SAME_MEMORY = 0.03
 SAME_TIME = 0.10
 """A promise is kept when a local trial is this near."""
-ODD_MEMORY = math.log(1.5)
-ODD_TIME = math.log(3.0)
-"""Logarithms of the factors from a prediction, or from what a record leads to expect, that are not believed."""
+BELIEVED_TIME = (1 / 3, 10.0)
+BELIEVED_MEMORY = (1 / 1.5, 3.0)
+"""Measured over predicted: least and most that is believed unseen. What is slow or large does no harm, and true trials
+on a busy CPU have been 4 times as slow as predicted."""
+MISLEADING = math.log(3.0)
+"""Logarithm of the factor between what a record leads to expect and a trial here from which it is not believed."""
 ROOM = 1.1
 """Share of the budget that settings that ran elsewhere may be predicted to take, and still be tried first: predictions
 are that far off at most in 95 of 100 cases, and trials have a cap."""
@@ -89,7 +92,7 @@ class Advice:
                 return f"does not hold here: {broken}"
         for candidate, there in ground.lesson.residuals:
             residual = self.cost.residual(here[candidate]) if candidate in here else None
-            if residual and abs(residual.time - there.time) > ODD_TIME:
+            if residual and abs(residual.time - there.time) > MISLEADING:
                 times = math.exp(residual.time - there.time)
                 return f"misleads: {candidate.label()} takes {times:.2g} times as long as it leads to expect"
         return None
@@ -173,10 +176,10 @@ def _oddities(record: Record, workload: Workload, cost: CostModel) -> Iterator[s
     there = cost.beside(cost.hardware.model_copy(update={"rates": rates}))
     for number, trial in enumerate(record.trials, start=1):
         residual = there.residual(trial)
-        if residual and abs(residual.time) > ODD_TIME:
-            yield f"trial {number} took {math.exp(residual.time):.2g} times the time that is predicted for its machine"
-        if residual and abs(residual.memory) > ODD_MEMORY:
-            yield f"trial {number} took {math.exp(residual.memory):.2g} times the memory that is predicted"
+        if residual and not BELIEVED_TIME[0] <= (times := math.exp(residual.time)) <= BELIEVED_TIME[1]:
+            yield f"trial {number} took {times:.2g} times the time that is predicted for its machine"
+        if residual and not BELIEVED_MEMORY[0] <= (times := math.exp(residual.memory)) <= BELIEVED_MEMORY[1]:
+            yield f"trial {number} took {times:.2g} times the memory that is predicted"
 
 
 def broken_promise(promised: TrialResult, trial: TrialResult) -> str | None:
