@@ -45,6 +45,8 @@ Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plat
 Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 TimestepSampling = Literal["logit_normal", "uniform"]
 Strategy = Literal["single", "ddp", "fsdp2"]
+MOST_RESIDUAL = 5.0
+"""A factor of 148: what is further from its prediction is counted as this far."""
 Knob = str
 Choice = str | int
 
@@ -221,6 +223,13 @@ class TrialResult(Frozen):
             return None
         middle = len(ordered) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+class Residual(Frozen):
+    """How far a trial was from its prediction before any calibration: logarithms of measured over predicted."""
+
+    time: float = Field(ge=-MOST_RESIDUAL, le=MOST_RESIDUAL)
+    memory: float = Field(ge=-MOST_RESIDUAL, le=MOST_RESIDUAL)
 
 
 class Rejected(Frozen):

@@ -10,6 +10,7 @@ import typer
 from autotune.commands.options import Json, PlanFile, parse_shift
 
 if TYPE_CHECKING:
+    from autotune.schema import Residual
     from autotune.sharing.query import Known, Survey
 
 
@@ -137,6 +138,7 @@ def plan(
         return
     known: list[Known] = []
     proven = [machine]
+    calibration: list[Residual | None] = []
     with trial_display(max_trials) as display:
 
         def tell_survey(survey: "Survey") -> None:
@@ -153,6 +155,8 @@ def plan(
             on_survey=tell_survey,
             on_start=display.start,
             on_trial=display.show,
+            on_doubt=lambda line: err.print(f"profiles  {line}", markup=False),
+            on_calibration=calibration.extend,
             on_predictions=lambda all_: err.print("\n".join(prediction_lines(all_, machine.device.budget_bytes))),
         )
         made = make_plan(question, machine, events, around)
@@ -160,7 +164,7 @@ def plan(
     if record is not None:
         write_recording(record, recording_of(made, proven[-1], known))
     if recording is None and why_no_evidence(made, machine) is None:
-        remember(made, machine)
+        remember(made, machine, tuple(calibration))
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return

@@ -71,12 +71,12 @@ def _neediest(prediction: Prediction) -> str:
 
 def survey_lines(survey: Survey) -> list[str]:
     """What earlier measurements contribute, and which no longer count; nothing where there are none."""
-    exact = sum(item.confirmed for item in survey.known)
-    lines = []
-    if exact:
-        lines.append("profiles  measured before on such a machine: one trial will verify it")
-    elif survey.known:
-        lines.append(f"profiles  {len(survey.known)} of similar machines start the search")
+    told = {
+        "exact": "measured before on such a machine: one trial will verify it",
+        "upgraded": "measured here before an upgrade: a trial or two will tell whether it still holds",
+        "near": f"{len(survey.known)} of similar machines or work start the search",
+    }
+    lines = [f"profiles  {told[survey.known[0].match.kind]}"] if survey.known else []
     lines += [f"profiles  {line}" for line in (*survey.stale, *survey.refused)]
     return [*lines, ""] if lines else []
 
