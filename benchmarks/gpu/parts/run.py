@@ -1,0 +1,101 @@
+"""`autotune plan` and `autotune train` at full size on synthetic images, as a user calls them: promise and reality, flat
+memory; killed without warning, stopped by a signal, and resumed both times."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from evidence import Evidence, begin, precision_of, workload_of
+from pipeline import FAMILY, write_pipeline
+
+CHECKPOINT_EVERY = 5
+
+
+def write_images(folder: Path, side_px: int, count: int = 12) -> None:
+    """Noise in captioned PNG files."""
+    import numpy as np
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        pixels = np.random.default_rng(number).integers(0, 255, (side_px, side_px, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02}.png")
+        (folder / f"{number:02}.txt").write_text("a red square" if number % 2 else "a blue circle on the left")
+
+
+def autotune(*arguments: object) -> list[str]:
+    """The command line."""
+    return [sys.executable, "-m", "autotune", *map(str, arguments)]
+
+
+def steps_in(output: Path) -> list[dict[str, Any]]:
+    """What the run has recorded of its steps."""
+    path = output / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if "step" in row and "loss" in row]
+
+
+def train(evidence: Evidence, plan: Path, output: Path, num_steps: int, *, after: int | None, how: signal.Signals | None,
+          resume: bool) -> None:  # fmt: skip
+    """One start of the run; sends `how` once `after` steps are recorded."""
+    log = evidence.folder / "train.log"
+    started = time.monotonic()
+    with log.open("a") as file:
+        command = autotune("train", plan, "--output", output, "--steps", num_steps, "--json", *(["--resume"] * resume))
+        process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+        while process.poll() is None and evidence.left() > 5:
+            if how is not None and after is not None and len(steps_in(output)) >= after:
+                process.send_signal(how)
+                break
+            time.sleep(0.5)
+        try:
+            status = process.wait(timeout=max(5.0, evidence.left()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = None
+    tail = log.read_text()[-300:] if status else ""
+    evidence.row("start", resumed=resume, sent=how.name if how else None, status=status, log=tail,
+                 seconds=time.monotonic() - started, recorded_steps=len(steps_in(output)))  # fmt: skip
+
+
+def main() -> None:
+    evidence = begin("run", __doc__)
+    hardware = evidence.hardware()
+    plain = workload_of(evidence.model(FAMILY), evidence.size(1024), rank=16, batch=2)
+    model = write_pipeline(evidence, hardware, plain, precision_of(hardware))
+    images, plan, output = (evidence.scratch() / name for name in ("images", "plan.yaml", "trained"))
+    write_images(images, evidence.size(1024))
+    done = subprocess.run(
+        autotune("plan", "--model", model, "--data", images, "--resolution", evidence.size(1024), "--batch", 2,
+                 "--max-trials", 3, "--search-time", 90, "--no-profiles", "--json", "-o", plan),
+        capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode:
+        evidence.row("error", message=f"plan ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+        return
+    made = json.loads(done.stdout)
+    evidence.row("plan", plan=made)
+    text = re.sub(r"(checkpointing_steps|preview_every): \d+", lambda m: f"{m[1]}: {CHECKPOINT_EVERY * (m[1][0] == 'c')}",
+                  plan.read_text())  # fmt: skip
+    plan.write_text(text)
+    promised = made["frozen"]["expected"]["step_seconds"]
+    affordable = (evidence.left() - 150) / promised
+    num_steps = 30 if evidence.small else int(max(20, min(2000, affordable)))
+    third = max(CHECKPOINT_EVERY + 2, num_steps // 3)
+    train(evidence, plan, output, num_steps, after=third, how=signal.SIGKILL, resume=False)
+    train(evidence, plan, output, num_steps, after=2 * third, how=signal.SIGTERM, resume=True)
+    train(evidence, plan, output, num_steps, after=None, how=None, resume=True)
+    rows = steps_in(output)
+    evidence.row("steps", seconds=[row.get("seconds") for row in rows], losses=[row["loss"] for row in rows],
+                 memory_bytes=[row.get("memory_bytes") for row in rows], steps=[row["step"] for row in rows])  # fmt: skip
+    for report in output.glob("*report*.json"):
+        evidence.row("report", report=json.loads(report.read_text()))
+
+
+if __name__ == "__main__":
+    main()
