@@ -1,5 +1,6 @@
-"""Seconds per image against peak memory as checkpointed blocks go from all to none: lines were predicted beforehand, dots
-are measured. `python benchmarks/gpu/picture.py FOLDER` writes picture.svg from the rows alone."""
+"""Seconds per image against peak memory as checkpointed blocks go from all to none: lines predicted, dots measured.
+
+`python benchmarks/gpu/picture.py FOLDER` writes picture.svg from the rows alone."""
 
 import statistics
 import sys
@@ -13,6 +14,7 @@ COLOURS = ("#1b6ca8", "#c2410c", "#15803d", "#7e22ce")
 
 
 def main() -> None:
+    """Draw the picture of a folder of rows."""
     folder = Path(sys.argv[1])
     rows = rows_in(folder)
     curves = of(rows, "accuracy", "curve")
@@ -36,7 +38,8 @@ def main() -> None:
         return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
     small = " (a rehearsal with tiny models)" if curve["small"] else ""
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">',
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13"'
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {box}>',
            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
            text(WIDTH / 2, 24, f"{curve['model']}, {curve['side_px']} px, rank {curve['rank']}: all blocks checkpointed "
                                f"(left) to none (right){small}"),
@@ -44,7 +47,10 @@ def main() -> None:
            f'<g transform="rotate(-90 18 {HEIGHT / 2})">{text(18, HEIGHT / 2, "seconds per image")}</g>']  # fmt: skip
     for step in range(6):
         x, y = at(most_x * step / 5, 0)
-        out += [text(x, y + 18, f"{most_x * step / 5:.3g}"), text(LEFT - 8, at(0, most_y * step / 5)[1] + 4, f"{most_y * step / 5:.3g}", "end")]  # noqa: E501
+        out += [
+            text(x, y + 18, f"{most_x * step / 5:.3g}"),
+            text(LEFT - 8, at(0, most_y * step / 5)[1] + 4, f"{most_y * step / 5:.3g}", "end"),
+        ]
     out.append(f'<path d="M{LEFT} {TOP} V{HEIGHT - BOTTOM} H{WIDTH - RIGHT}" fill="none" stroke="#333"/>')
     for cap in (cap for cap in CAPS_GIB if cap < most_x):
         x = at(cap, 0)[0]
@@ -54,7 +60,15 @@ def main() -> None:
         colour = COLOURS[number % len(COLOURS)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))
         out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        out.append(text(WIDTH - RIGHT, TOP + 18 * (number + 1), f"micro-batch {batch}: line predicted, dots measured", "end", colour))  # noqa: E501
+        out.append(
+            text(
+                WIDTH - RIGHT,
+                TOP + 18 * (number + 1),
+                f"micro-batch {batch}: line predicted, dots measured",
+                "end",
+                colour,
+            )
+        )
         for size, x, y, chosen in dots:
             if size == batch:
                 plain = chosen["quantization"] == "none" and chosen["attention"] == "native"
@@ -63,7 +77,10 @@ def main() -> None:
                 out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{fill}" stroke="{colour}"><title>'
                            f'{chosen["quantization"]}, {chosen["attention"]}, {chosen["checkpointed_blocks"]} checkpointed'
                            "</title></circle>")  # fmt: skip
-    out += [text(WIDTH - RIGHT, TOP + 18 * (len(lines) + 1), "hollow: other storage or attention than the line's", "end"), "</svg>"]  # noqa: E501
+    out += [
+        text(WIDTH - RIGHT, TOP + 18 * (len(lines) + 1), "hollow: other storage or attention than the line's", "end"),
+        "</svg>",
+    ]
     (folder / "picture.svg").write_text("\n".join(out) + "\n")
 
 

@@ -1,12 +1,10 @@
 """What every part shares: rows that survive a kill, the machine they come from, the models and the work to measure."""
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
-import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries
+from autotune.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
+
+from autotune.trials.steps import TrialRequest
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
@@ -24,11 +24,8 @@ from autotune.hardware.probe import probe
 from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.training.describe import Wishes, describe_workload
-from autotune.trials.steps import TrialRequest
 
 GIB = 2**30
-PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "torchao", "bitsandbytes", "optuna", "triton",
-            "safetensors", "fastsafetensors", "pydantic", "numpy", "nvidia-cudnn-cu13", "nvidia-cublas")  # fmt: skip
 ROOT = Path(__file__).parents[3]
 
 
@@ -52,7 +49,7 @@ class Evidence:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
-        print(line[:300], flush=True)
+        sys.stdout.write(line[:300] + "\n")
 
     def skip(self, what: str, why: str) -> None:
         """Say what was left out, and why."""
@@ -98,7 +95,7 @@ class Evidence:
 
     def hardware(self) -> HardwareProfile:
         """This machine, with rates measured in full unless this is a rehearsal."""
-        return probe(quick=True) if self.small else cached_profile(on_progress=lambda text: print(text, flush=True))
+        return probe(quick=True) if self.small else cached_profile()
 
 
 def begin(part: str, about: str | None, **extra: Any) -> Evidence:
@@ -111,36 +108,20 @@ def begin(part: str, about: str | None, **extra: Any) -> Evidence:
     number, of = (int(text) for text in options.slice.split("/"))
     folder = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results" / "gpu" / time.strftime("%Y-%m-%d")))
     folder.mkdir(parents=True, exist_ok=True)
+    silence_progress_bars()
     evidence = Evidence(part, folder, options.small, (number, of), time.monotonic() + options.seconds)
     evidence.row("machine", **machine(), **extra)
     return evidence
 
 
 def machine() -> dict[str, Any]:
-    """Date, device, driver and versions."""
-    facts = probe(quick=True)
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit.stdout.strip() or None,
-        "gpu": facts.device.name if facts.device.kind == "cuda" else None,
-        "device": facts.device.model_dump(mode="json"),
-        "driver": facts.versions.driver,
-        "cuda": facts.versions.cuda_runtime,
-        "cudnn": facts.versions.cudnn,
-        "python": platform.python_version(),
-        "versions": versions,
-        "cpu": facts.host.cpu,
-        "cores": facts.host.logical_cores,
-        "host_memory_bytes": facts.host.memory_bytes,
-        "disk_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
-    }
+    """Date, commit, device, host and versions."""
+    told = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    facts = probe(quick=True).model_dump(mode="json", include={"device", "host", "versions"})
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"date": date, "commit": told.stdout.strip() or None, **facts}
 
 
 def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str = "attention",

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+from autotune.trials.parity import proven
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
 from autotune.families.registry import family_named
@@ -12,19 +13,21 @@ from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
 from autotune.knobs.quantization import QUALITY_OF
 from autotune.schema import HardwareProfile
-from autotune.trials.parity import proven
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
 
 
 def tests(evidence: Evidence) -> None:
     """tests/gpu, each test a row."""
-    command = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "gpu"), "-o", "addopts=", "-p", "no:cacheprovider",
-               "-q", "-rA", "--tb=line", "--timeout=150"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=max(30.0, evidence.left() - 90))
-    for outcome, text in re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (.+)$", done.stdout, re.MULTILINE):
-        evidence.row("test", outcome=outcome.lower(), test=text.strip()[:400])
-    evidence.row("tests", status=done.returncode, summary=done.stdout.strip().splitlines()[-1] if done.stdout else "")
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-o", "addopts=", "-o", "console_output_style=classic",
+               "-p", "no:cacheprovider", "-v", "-rfEs", "--tb=no", "--timeout=150"]  # fmt: skip
+    last = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        for last in process.stdout or ():
+            if found := re.match(r"(tests/\S+) (PASSED)|(?:FAILED|ERROR|SKIPPED) .+", last):
+                outcome = (found[2] or last.split()[0]).lower()
+                evidence.row("test", outcome=outcome, test=found[1] or last.strip()[:400])
+    evidence.row("tests", status=process.returncode, summary=last.strip())
 
 
 def gradients(evidence: Evidence, hardware: HardwareProfile) -> None:
@@ -60,6 +63,7 @@ def native_kernels(evidence: Evidence) -> None:
 
 
 def main() -> None:
+    """Measure the part."""
     evidence = begin("facts", __doc__)
     hardware = evidence.hardware()
     evidence.row("profile", profile=hardware.model_dump(mode="json"))

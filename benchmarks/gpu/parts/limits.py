@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, closed_gate, told
+from autotune.trials.steps import Steps, TrialRequest, load
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.steps import Steps, TrialRequest, load
 from autotune.trials.worker import Failure
 
 KINDS = (
@@ -27,7 +27,15 @@ KINDS = (
     ("reduce", r"reduce|sum|mean"),
     ("elementwise", r"elementwise|vectorized|unrolled|mul|add|gelu|silu"),
 )
-CASES = ((1, ALL), (1, NONE), (2, HALF), (1, ALL, INT8), (1, ALL, FP8), (1, ALL, NF4), (1, ALL, "none", "_native_cudnn"))
+CASES = (
+    (1, ALL),
+    (1, NONE),
+    (2, HALF),
+    (1, ALL, INT8),
+    (1, ALL, FP8),
+    (1, ALL, NF4),
+    (1, ALL, "none", "_native_cudnn"),
+)
 
 
 def kind_of(kernel: str) -> str:
@@ -46,7 +54,6 @@ class ProfiledSteps:
     memory_cap_bytes: int
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
-        import torch
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
@@ -74,6 +81,7 @@ class ProfiledSteps:
 
 
 def main() -> None:
+    """Measure the part."""
     evidence: Evidence = begin("limits", __doc__)
     hardware = evidence.hardware()
     model = evidence.model("qwen-image")

@@ -1,5 +1,5 @@
-"""Seconds until the transformer with its adapter is ready: random full-size weights in every storage, and every loader
-on a checkpoint, from cold and warm page cache; with the peaks of device and host."""
+"""Seconds until the transformer with its adapter is ready, by every loader, from cold and warm page cache, plain and
+quantised; with the peaks of device and host. (Random weights in every storage: `load_seconds` of the part accuracy.)"""
 
 import time
 from collections.abc import Callable
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accuracy import closed_gate
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
-from autotune.knobs.quantization import QUALITY_OF
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure, peak_host_bytes
@@ -50,7 +48,9 @@ class LoadOnce:
         }
 
 
-def load(evidence: Evidence, hardware: HardwareProfile, model: str, chosen: Candidate, workload: Workload, **about: Any) -> None:  # noqa: E501
+def load(
+    evidence: Evidence, hardware: HardwareProfile, model: str, chosen: Candidate, workload: Workload, **about: Any
+) -> None:
     """One load in a fresh process, as a row."""
     with ProcessTrialRunner.on(hardware, model, workload) as runner:
         answer = runner.ask(LoadOnce(model, workload, chosen, runner.device, runner.memory_cap_bytes))
@@ -59,17 +59,11 @@ def load(evidence: Evidence, hardware: HardwareProfile, model: str, chosen: Cand
 
 
 def main() -> None:
+    """Measure the part."""
     evidence = begin("loading", __doc__)
     hardware = evidence.hardware()
     precision = precision_of(hardware)
     plain = workload_of(evidence.model(FAMILY), evidence.size(1024), rank=16, batch=1)
-    if evidence.slice_[0] == 1:
-        for storage in evidence.each(list(QUALITY_OF)):
-            chosen = candidate(plain, 1, 1.0, storage, precision=precision)
-            if why := closed_gate(hardware, chosen):
-                evidence.skip(storage, why)
-                continue
-            load(evidence, hardware, evidence.model(FAMILY), chosen, plain, source="random")
     folder = write_pipeline(evidence, hardware, plain, precision)
     workload, size = workload_on(folder, plain), bytes_of(Path(folder))
     cases = [(loader, cache, storage) for storage in ("none", "torchao-int8") for cache in ("cold", "warm")
@@ -80,7 +74,7 @@ def main() -> None:
         chosen = Candidate.model_validate(
             {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
         )
-        load(evidence, hardware, folder, chosen, workload, source=cache, bytes=size)
+        load(evidence, hardware, folder, chosen, workload, cache=cache, bytes=size)
 
 
 if __name__ == "__main__":

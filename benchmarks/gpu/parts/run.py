@@ -1,5 +1,5 @@
-"""`autotune plan` and `autotune train` at full size on synthetic images, as a user calls them: promise and reality, flat
-memory; killed without warning, stopped by a signal, and resumed both times."""
+"""`autotune plan` and `autotune train` at full size on synthetic images, as a user calls them: promise and reality,
+flat memory; killed without warning, stopped by a signal, and resumed both times."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from typing import Any
 
 from evidence import Evidence, begin, precision_of, workload_of
 from pipeline import FAMILY, write_pipeline
+from search import plan, plan_command
 
 CHECKPOINT_EVERY = 5
 
@@ -28,11 +29,6 @@ def write_images(folder: Path, side_px: int, count: int = 12) -> None:
         (folder / f"{number:02}.txt").write_text("a red square" if number % 2 else "a blue circle on the left")
 
 
-def autotune(*arguments: object) -> list[str]:
-    """The command line."""
-    return [sys.executable, "-m", "autotune", *map(str, arguments)]
-
-
 def steps_in(output: Path) -> list[dict[str, Any]]:
     """What the run has recorded of its steps."""
     path = output / "metrics.jsonl"
@@ -40,16 +36,25 @@ def steps_in(output: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "step" in row and "loss" in row]
 
 
-def train(evidence: Evidence, plan: Path, output: Path, num_steps: int, *, after: int | None, how: signal.Signals | None,
-          resume: bool) -> None:  # fmt: skip
+def train(
+    evidence: Evidence,
+    plan: Path,
+    output: Path,
+    num_steps: int,
+    *,
+    after: int,
+    how: signal.Signals | None,
+    resume: bool,
+) -> None:
     """One start of the run; sends `how` once `after` steps are recorded."""
     log = evidence.folder / "train.log"
     started = time.monotonic()
     with log.open("a") as file:
-        command = autotune("train", plan, "--output", output, "--steps", num_steps, "--json", *(["--resume"] * resume))
+        command = [sys.executable, "-m", "autotune", "train", str(plan), "--output", str(output), "--json",
+                   "--steps", str(num_steps), *(["--resume"] * resume)]  # fmt: skip
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
         while process.poll() is None and evidence.left() > 5:
-            if how is not None and after is not None and len(steps_in(output)) >= after:
+            if how is not None and len(steps_in(output)) >= after:
                 process.send_signal(how)
                 break
             time.sleep(0.5)
@@ -64,35 +69,28 @@ def train(evidence: Evidence, plan: Path, output: Path, num_steps: int, *, after
 
 
 def main() -> None:
+    """Measure the part."""
     evidence = begin("run", __doc__)
     hardware = evidence.hardware()
     plain = workload_of(evidence.model(FAMILY), evidence.size(1024), rank=16, batch=2)
     model = write_pipeline(evidence, hardware, plain, precision_of(hardware))
-    images, plan, output = (evidence.scratch() / name for name in ("images", "plan.yaml", "trained"))
+    images, plan_file, output = (evidence.scratch() / name for name in ("images", "plan.yaml", "trained"))
     write_images(images, evidence.size(1024))
-    done = subprocess.run(
-        autotune("plan", "--model", model, "--data", images, "--resolution", evidence.size(1024), "--batch", 2,
-                 "--max-trials", 3, "--search-time", 90, "--no-profiles", "--json", "-o", plan),
-        capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if done.returncode:
-        evidence.row("error", message=f"plan ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    made: Any = plan(evidence, plan_command(evidence, model, 16, 2, 90, "--data", str(images), "--max-trials", "3"))
+    if made is None:
         return
-    made = json.loads(done.stdout)
-    evidence.row("plan", plan=made)
-    text = re.sub(r"(checkpointing_steps|preview_every): \d+", lambda m: f"{m[1]}: {CHECKPOINT_EVERY * (m[1][0] == 'c')}",
-                  plan.read_text())  # fmt: skip
-    plan.write_text(text)
+    text = re.sub(r"checkpointing_steps: \d+", f"checkpointing_steps: {CHECKPOINT_EVERY}", plan_file.read_text())
+    plan_file.write_text(re.sub(r"preview_every: \d+", "preview_every: 0", text))
     promised = made["frozen"]["expected"]["step_seconds"]
     affordable = (evidence.left() - 150) / promised
     num_steps = 30 if evidence.small else int(max(20, min(2000, affordable)))
     third = max(CHECKPOINT_EVERY + 2, num_steps // 3)
-    train(evidence, plan, output, num_steps, after=third, how=signal.SIGKILL, resume=False)
-    train(evidence, plan, output, num_steps, after=2 * third, how=signal.SIGTERM, resume=True)
-    train(evidence, plan, output, num_steps, after=None, how=None, resume=True)
+    train(evidence, plan_file, output, num_steps, after=third, how=signal.SIGKILL, resume=False)
+    train(evidence, plan_file, output, num_steps, after=2 * third, how=signal.SIGTERM, resume=True)
+    train(evidence, plan_file, output, num_steps, after=0, how=None, resume=True)
     rows = steps_in(output)
     evidence.row("steps", seconds=[row.get("seconds") for row in rows], losses=[row["loss"] for row in rows],
-                 memory_bytes=[row.get("memory_bytes") for row in rows], steps=[row["step"] for row in rows])  # fmt: skip
+                 memory_bytes=[row.get("memory_bytes") for row in rows])  # fmt: skip
     for report in output.glob("*report*.json"):
         evidence.row("report", report=json.loads(report.read_text()))
 

@@ -4,9 +4,6 @@ All at the same effective batch, one after the other in turns, each in a process
 comparison: Qwen-Image, 1024 px, rank 8, batch 1, all blocks checkpointed, bf16: 1.20 s a step and 41 GiB on an H100.
 """
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +11,7 @@ from typing import Any
 
 from accuracy import ALL, INT8, closed_gate, tried
 from evidence import Evidence, begin, candidate, precision_of, workload_of
+from search import plan, plan_command
 
 from autotune.cost.composition import stretched_index
 from autotune.cost.kernels import kernel_for
@@ -94,34 +92,21 @@ def model_flops(predictor: Predictor, chosen: Candidate) -> float:
     return float(sum(item[2] * count for segment in (*once, *blocks) for item, count in segment.work.items()))
 
 
-def planned(evidence: Evidence, model: str) -> Candidate | None:
-    """The settings of `autotune plan`, as a user calls it; its plan stays beside the rows."""
-    path = evidence.folder / "training-plan.yaml"
-    command = [sys.executable, "-m", "autotune", "plan", "--model", model, "--resolution", str(evidence.size(1024)),
-               "--rank", str(RANK), "--batch", str(BATCH), "--max-trials", "6", "--no-profiles", "--json",
-               "--search-time", str(max(20, round(evidence.left() * 0.45))), "-o", str(path)]  # fmt: skip
-    started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        evidence.row("error", message=f"plan ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-        return None
-    plan = json.loads(done.stdout)
-    evidence.row("plan", seconds=time.monotonic() - started, plan=plan)
-    return Candidate.model_validate(plan["frozen"]["settings"])
-
-
 def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload) -> dict[str, Any]:
-    """What competes, by name; None stands for the plain loop."""
+    """What competes, by name; None for the plain loop, and where no plan was found."""
     precision = precision_of(hardware)
+    seconds = 0.45 * evidence.left()
+    made: Any = plan(evidence, plan_command(evidence, model, RANK, BATCH, seconds, "--max-trials", "6"))
     return {
         "bf16, all checkpointed, batch 1": candidate(workload, 1, ALL, precision=precision),
         "plain diffusers loop": None,
         "int8, all checkpointed, batch 1": candidate(workload, 1, ALL, INT8, precision=precision),
-        "planned": planned(evidence, model),
+        "planned": Candidate.model_validate(made["frozen"]["settings"]) if made else None,
     }
 
 
 def main() -> None:
+    """Measure the part."""
     evidence = begin("training", __doc__, published={"step_seconds": 1.20, "memory_gib": 41, "gpu": "H100"})
     hardware = evidence.hardware()
     model = evidence.model("qwen-image")
@@ -141,8 +126,8 @@ def main() -> None:
                                   runner.memory_cap_bytes, STEPS)  # fmt: skip
                 answer = runner.ask(plain, ("plain", turn))
                 row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
-            elif chosen is None or (why := closed_gate(hardware, chosen)):
-                evidence.skip(name, "no plan" if chosen is None else why)
+            elif why := "no plan" if chosen is None else closed_gate(hardware, chosen):
+                evidence.skip(name, why)
                 continue
             else:
                 row = tried(runner, chosen, STEPS)[0].model_dump(mode="json")
