@@ -139,6 +139,17 @@ class Candidate(Frozen):
         return ", ".join((main, *unusual))
 
 
+class PhasePeak(Frozen):
+    """How long a phase of a run took and the most memory it had."""
+
+    name: str
+    seconds: float = Field(ge=0)
+    device_bytes: int | None
+    """By the device's allocator; None on CPU, where the host's memory is the device's."""
+    host_bytes: int | None
+    """Largest resident memory of the process; None where the system does not tell."""
+
+
 class CachingSettings(Frozen):
     """How captions and images are encoded before training. Fields can be pinned: `--pin caching.FIELD=VALUE`."""
 
@@ -160,10 +171,20 @@ class TrialResult(Frozen):
     step_seconds: tuple[float, ...] = ()
     """Every steady optimizer step (the whole effective batch), in order; warm-up steps are apart."""
     warmup_seconds: tuple[float, ...] = ()
+    """The first steps, and the one whose memory was measured."""
     load_seconds: float | None = None
     peak_memory_bytes: int | None = None
     """Device memory of the step, as the allocator counts it."""
     load_peak_memory_bytes: int | None = None
+    """Device memory while the weights arrived; None on CPU."""
+    confirms: bool = False
+    """Whether this is the longer trial of a candidate that had won: its numbers are what a plan promises."""
+    phases: tuple[PhasePeak, ...] = ()
+    """Of a confirming trial: every phase of a run that could be rehearsed."""
+    allocator_retries: int = Field(default=0, ge=0)
+    """Times that the device's allocator ran out, freed what it kept, and went on."""
+    memory_cap_bytes: int | None = None
+    """Set where the user, not the device, decided how much memory there was: no evidence for a device of that size."""
     host_memory_bytes: int | None = None
     """Largest resident memory of the child process."""
     wall_seconds: float | None = Field(default=None, ge=0)
@@ -321,17 +342,6 @@ class TrainingPlan(Frozen):
     frozen: FrozenPart
     digest: str
     """Digest of `frozen`."""
-
-
-class PhasePeak(Frozen):
-    """How long a phase of a run took and the most memory it had."""
-
-    name: str
-    seconds: float = Field(ge=0)
-    device_bytes: int | None
-    """By the device's allocator; None on CPU, where the host's memory is the device's."""
-    host_bytes: int | None
-    """Largest resident memory of the process; None where the system does not tell."""
 
 
 class AdapterVerdict(Frozen):

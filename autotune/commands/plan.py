@@ -43,6 +43,9 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together, one process each.")] = 1,
     max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
     reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
+    cap_memory: Annotated[
+        str | None, typer.Option(help="Rehearse a device with only so much memory, e.g. 12GiB.")
+    ] = None,
     profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True,
     max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8,
     search_time: Annotated[
@@ -72,12 +75,13 @@ def plan(
     from autotune.planning.surroundings import Surroundings
     from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
     from autotune.search.storage import Place
+    from autotune.sharing.record import why_no_evidence
     from autotune.sharing.store import remember
     from autotune.terminal import err, out, trial_display
 
     if earlier is None and model is None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
-    if replay is not None and (hardware or join or study or max_memory or reserve):
+    if replay is not None and (hardware or join or study or max_memory or reserve or cap_memory):
         raise typer.BadParameter("a recording brings its machine and its trials", param_hint="--replay")
     base = question_of(read_plan(earlier)) if earlier else Question(model=str(model))
     wishes = _changed(
@@ -113,7 +117,8 @@ def plan(
     )
     recording = read_recording(replay) if replay else None
     around = replayed(recording) if recording else Surroundings()
-    machine = recording.hardware if recording else machine_for(hardware, max_memory=max_memory, reserve=reserve)
+    limits = {"max_memory": max_memory, "reserve": reserve, "cap_memory": cap_memory}
+    machine = recording.hardware if recording else machine_for(hardware, **limits)
     if list_knobs:
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
@@ -135,8 +140,7 @@ def plan(
     write_plan(output, made)
     if record is not None:
         write_recording(record, recording_of(made, machine, known))
-    capped = max_memory is not None or reserve is not None  # a rehearsal of a smaller device is no evidence for it
-    if recording is None and not capped and made.frozen.expected.evidence == "measured":
+    if recording is None and why_no_evidence(made, machine) is None:
         remember(made, machine)
     if as_json:
         typer.echo(made.model_dump_json(indent=1))

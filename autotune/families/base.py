@@ -112,6 +112,9 @@ class Family(ABC):
     transformer_class: ClassVar[str]
     transformer_config: ClassVar[Mapping[str, Any]]
     """Constructor arguments that give the published model; enough to build it without downloading anything."""
+    tiny_config: ClassVar[Mapping[str, Any]]
+    """Changes to a configuration that leave its class, its head size and every kind of block, and little else: for
+    checks that must not wait."""
     components: ClassVar[tuple[str, ...]]
     """Folders that a complete pipeline has, in the diffusers layout."""
     defaults: ClassVar[Defaults]

@@ -33,6 +33,13 @@ class Flux1Dev(Family):
     transformer_class = "FluxTransformer2DModel"
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {"guidance_embeds": True}
+    tiny_config: ClassVar[Mapping[str, Any]] = {
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+        "pooled_projection_dim": 32,
+    }
     # Rank 16 and 1e-4: ai-toolkit's example; shift 3.1582 = exp(1.15) on logit-normal timesteps: kohya's guide, and
     # what the pipeline itself uses at 1024 px. Weight decay: between diffusers' 1e-4 and torch's 1e-2.
     defaults = Defaults(

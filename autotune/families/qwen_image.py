@@ -29,6 +29,11 @@ class QwenImage(Family):
     transformer_class = "QwenImageTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {}  # the class's own defaults are the published model
+    tiny_config: ClassVar[Mapping[str, Any]] = {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 64,
+    }
     # Rank 16 and shift 2.2 on logit-normal timesteps: musubi-tuner's guide (its rate is 5e-5, diffusers' 1e-4).
     # Weight decay: between diffusers' 1e-4 and torch's 1e-2.
     defaults = Defaults(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from autotune.families.base import Family
-from autotune.knobs.base import Choices, Knob, Setting
+from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.schema import Choice, Quality, Rejected
 
 if TYPE_CHECKING:
@@ -18,6 +18,14 @@ QUALITY_OF: dict[str, Quality] = {
     "bnb-nf4": "compact",
 }
 """The strictest quality floor that admits each storage."""
+
+TOLERANCES = {
+    "torchao-int8": (0.05, "8 bits per row: weights are wrong by about 1%"),
+    "torchao-fp8": (0.12, "3 bits of mantissa: weights are wrong by about 3%"),
+    "bnb-int8": (0.08, "8 bits for weights and, in the forward pass, for activations"),
+    "bnb-nf4": (0.35, "4 bits: weights are wrong by about 10%"),
+}
+"""Of gradients with random weights, relative to unquantised ones', and why."""
 
 STRICTNESS: tuple[Quality, ...] = ("compact", "high", "exact")
 
@@ -43,6 +51,9 @@ class Quantization(Knob):
                 admitted.append(name)
         admitted.sort(key=lambda name: name == "none")  # the one that needs least memory first
         return Choices(admitted=tuple(admitted), rejected=tuple(rejected))
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return Parity(choice, *TOLERANCES[str(choice)]) if choice in TOLERANCES else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         quantize = quantize_on_arrival(family, transformer, str(choice))

@@ -16,11 +16,7 @@ Run = Callable[[Candidate], TrialResult]
 @contextmanager
 def child_processes(model: str, hardware: HardwareProfile, workload: Workload) -> Iterator[Run]:
     """Trials in child processes of this machine."""
-    device = hardware.device
-    name = f"cuda:{device.index}" if device.kind == "cuda" else device.kind
-    with ProcessTrialRunner(
-        model=model, workload=workload, device=name, memory_cap_bytes=device.budget_bytes
-    ) as runner:
+    with ProcessTrialRunner.on(hardware, model, workload) as runner:
         yield runner.run
 
 

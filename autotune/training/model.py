@@ -1,5 +1,6 @@
 """Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter on it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,10 +101,12 @@ def load_transformer(
     return transformer.eval()
 
 
-def synthetic_samples(model: ResolvedModel, workload: Workload, count: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+def synthetic_samples(
+    family: Family, config: Mapping[str, Any], workload: Workload, count: int, dtype: torch.dtype
+) -> list[dict[str, Any]]:
     """Random samples in the largest shapes of the workload: what a trial trains on."""
-    shapes = model.family.sample_shapes(
-        model.config, workload.largest_bucket, workload.max_text_tokens, workload.num_control_images
+    shapes = family.sample_shapes(
+        config, workload.largest_bucket, workload.max_text_tokens, workload.num_control_images
     )
     generator = torch.Generator().manual_seed(0)
     samples = [
