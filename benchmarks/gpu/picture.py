@@ -41,8 +41,8 @@ def main() -> None:
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13"'
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" {box}>',
            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-           text(WIDTH / 2, 24, f"{curve['model']}, {curve['side_px']} px, rank {curve['rank']}: all blocks checkpointed "
-                               f"(left) to none (right){small}"),
+           text(WIDTH / 2, 24, f"{curve['model']}, {curve['side_px']} px, rank {curve['rank']}: "
+                               f"all blocks checkpointed (left) to none (right){small}"),
            text(WIDTH / 2, HEIGHT - 14, "peak memory of a training step, GiB allocated"),
            f'<g transform="rotate(-90 18 {HEIGHT / 2})">{text(18, HEIGHT / 2, "seconds per image")}</g>']  # fmt: skip
     for step in range(6):
@@ -75,7 +75,7 @@ def main() -> None:
                 px, py = at(x, y)
                 fill = colour if plain else "white"
                 out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{fill}" stroke="{colour}"><title>'
-                           f'{chosen["quantization"]}, {chosen["attention"]}, {chosen["checkpointed_blocks"]} checkpointed'
+                           f'{chosen["quantization"]}, {chosen["attention"]}, {chosen["checkpointed_blocks"]} blocks'
                            "</title></circle>")  # fmt: skip
     out += [
         text(WIDTH - RIGHT, TOP + 18 * (len(lines) + 1), "hollow: other storage or attention than the line's", "end"),

@@ -1,13 +1,13 @@
-"""Gradients on the GPU against the fp32 reference: what is eligible is right, and what is wrong is excluded with a reason."""
+"""Gradients on the GPU against the fp32 reference: what is wrong is excluded and says why."""
 
 import pytest
-from autotune.trials.parity import proven
 
 from autotune.families.registry import FAMILIES, family_named
 from autotune.families.resolve import resolve_model
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
 from autotune.knobs.quantization import QUALITY_OF
+from autotune.trials.parity import proven
 from tests.gpu.conftest import CAPTIONS, work
 
 NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]

@@ -1,4 +1,4 @@
-"""Trials on the GPU: forked children use it, every open choice trains, failures are typed, memory is what the card says."""
+"""Trials on the GPU: forked children use it, every open choice trains, failures are typed."""
 
 import os
 import subprocess
@@ -84,8 +84,8 @@ import pynvml, os
 profile = probe(quick=True)
 pynvml.nvmlInit()
 handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-held = [p.usedGpuMemory or 0 for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h) if p.pid == os.getpid()]
-print(sum(held))
+running = [p for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h)]
+print(sum(p.usedGpuMemory or 0 for p in running if p.pid == os.getpid()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
     assert int(done.stdout.splitlines()[-1]) == 0

@@ -61,7 +61,8 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
                            targets=work.targets, padding=work.padding)  # fmt: skip
     predictor = Predictor(hardware, workload, resolved.family, resolved.config)
     about = {"model": name, **{key: getattr(work, key) for key in ("side_px", "rank", "targets", "padding", "batch")}}
-    curve(evidence, predictor, workload, about, precision_of(hardware))
+    if work is WORKS[0]:
+        curve(evidence, predictor, workload, about, precision_of(hardware))
     first: TrialResult | None = None
     with ProcessTrialRunner.on(hardware, model, workload) as runner:
         for run in evidence.each(
