@@ -14,6 +14,9 @@ from evidence import Evidence, begin, precision_of, workload_of
 from pipeline import FAMILY, write_pipeline
 from search import plan, plan_command
 
+from autotune.training.folder import REPORT_FILE
+from autotune.training.metrics import METRICS_FILE, read_metrics
+
 CHECKPOINT_EVERY = 5
 
 
@@ -27,13 +30,6 @@ def write_images(folder: Path, side_px: int, count: int = 12) -> None:
         pixels = np.random.default_rng(number).integers(0, 255, (side_px, side_px, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number:02}.png")
         (folder / f"{number:02}.txt").write_text("a red square" if number % 2 else "a blue circle on the left")
-
-
-def steps_in(output: Path) -> list[dict[str, Any]]:
-    """What the run has recorded of its steps."""
-    path = output / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [row for row in rows if "step" in row and "loss" in row]
 
 
 def train(
@@ -54,7 +50,7 @@ def train(
                    "--steps", str(num_steps), *(["--resume"] * resume)]  # fmt: skip
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
         while process.poll() is None and evidence.left() > 5:
-            if how is not None and len(steps_in(output)) >= after:
+            if how is not None and len(read_metrics(output / METRICS_FILE)) >= after:
                 process.send_signal(how)
                 break
             time.sleep(0.5)
@@ -65,7 +61,8 @@ def train(
             status = None
     tail = log.read_text()[-300:] if status else ""
     evidence.row("start", resumed=resume, sent=how.name if how else None, status=status, log=tail,
-                 seconds=time.monotonic() - started, recorded_steps=len(steps_in(output)))  # fmt: skip
+                 seconds=time.monotonic() - started,
+                 recorded_steps=len(read_metrics(output / METRICS_FILE)))  # fmt: skip
 
 
 def main() -> None:
@@ -88,10 +85,10 @@ def main() -> None:
     train(evidence, plan_file, output, num_steps, after=third, how=signal.SIGKILL, resume=False)
     train(evidence, plan_file, output, num_steps, after=2 * third, how=signal.SIGTERM, resume=True)
     train(evidence, plan_file, output, num_steps, after=0, how=None, resume=True)
-    rows = steps_in(output)
-    evidence.row("steps", seconds=[row.get("seconds") for row in rows], losses=[row["loss"] for row in rows],
-                 memory_bytes=[row.get("memory_bytes") for row in rows])  # fmt: skip
-    for report in output.glob("*report*.json"):
+    steps = read_metrics(output / METRICS_FILE)
+    evidence.row("steps", seconds=[step.seconds for step in steps], losses=[step.loss for step in steps],
+                 memory_bytes=[step.memory_bytes for step in steps])  # fmt: skip
+    if (report := output / REPORT_FILE).exists():
         evidence.row("report", report=json.loads(report.read_text()))
 
 
