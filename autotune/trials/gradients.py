@@ -105,7 +105,10 @@ def _gradients(request: GradientRequest, plain: "nn.Module", candidate: Candidat
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
-    batch = {name: tensor.to(request.device, dtype) for name, tensor in _batch(request, family).items()}
+    batch = {
+        name: tensor.to(request.device, dtype if tensor.is_floating_point() else None)  # masks stay masks
+        for name, tensor in _batch(request, family).items()
+    }
     drawn_loss(family, transformer, batch, (0, 1, 0), 1.0, "none").backward()  # type: ignore[no-untyped-call]
     return [None if p.grad is None else p.grad.double().cpu() for p in adapter]
 
