@@ -22,7 +22,7 @@ from autotune.trials.gradients import GradientRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 
-VERSION = 1
+VERSION = 2
 """Of the check: a change of it forgets earlier verdicts."""
 MOST_TEXT_TOKENS = 77
 TIMEOUT_SECONDS = 120.0
