@@ -229,6 +229,17 @@ class Expected(Frozen):
     """Of a training step, as the device's allocator counts it."""
     process_memory_bytes: int = NaturalInt
     """What the process takes besides: on CPU its libraries, on a GPU its context."""
+    phases: tuple[PhasePeak, ...] = ()
+    """What each phase of a run took when the winner was rehearsed; empty where none was."""
+
+    @property
+    def required_memory_bytes(self) -> int:
+        """Of the neediest phase that was rehearsed, and of a training step at least."""
+        measured = (
+            phase.host_bytes if phase.device_bytes is None else phase.device_bytes + self.process_memory_bytes
+            for phase in self.phases
+        )
+        return max(self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured))
 
 
 class PlannedHardware(Frozen):

@@ -123,14 +123,16 @@ def plan(
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
     known: list[Known] = []
+    proven = [machine]
     with trial_display(max_trials) as display:
 
-        def tell_survey(survey: Survey) -> None:
+        def tell_survey(survey: "Survey") -> None:
             known.extend(survey.known)
             err.print("\n".join(survey_lines(survey)), end="", markup=False)
 
         events = Events(
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
+            on_machine=proven.append,
             on_survey=tell_survey,
             on_start=display.start,
             on_trial=display.show,
@@ -139,7 +141,7 @@ def plan(
         made = make_plan(question, machine, events, around)
     write_plan(output, made)
     if record is not None:
-        write_recording(record, recording_of(made, machine, known))
+        write_recording(record, recording_of(made, proven[-1], known))
     if recording is None and why_no_evidence(made, machine) is None:
         remember(made, machine)
     if as_json:

@@ -12,6 +12,7 @@ from autotune.knobs.base import Setting
 from autotune.knobs.caching import PIN
 from autotune.planning.outlook import relaxation
 from autotune.planning.question import Question, data_of, job_of
+from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search.space import SearchSpace, search_space, without
 from autotune.training.describe import describe_workload, require_even_shares
@@ -69,20 +70,23 @@ class Case:
         return relaxation(self.trained_on, self.share, self.space, self.cost)
 
 
-def case_of(question: Question, hardware: HardwareProfile, *, needs_weights: bool) -> Case:
-    """Resolve model and data, enumerate what may be tried, and build the cost model.
+def case_of(question: Question, hardware: HardwareProfile, around: Surroundings) -> Case:
+    """Resolve model and data, enumerate what may be tried and learns the same, and build the cost model.
 
     Raises:
         InvalidInput: the model or the data cannot be used.
         NothingFits: the weights alone are too large in every storage, or nothing can be tried here.
     """
     model = resolve_model(question.model)
-    if needs_weights:
+    if around.needs_weights:
         _require_weights_and_room(model, hardware)
     dataset = data_of(question, model)
     workload = describe_workload(model, dataset, question.wishes)
     require_even_shares(workload, question.num_processes)
     share = workload.share(question.num_processes)
+    if question.here:
+        setting = Setting(hardware, model.family, share)
+        hardware = around.prove(setting, _space(question, setting).choices, model)
     cost, space = _strategy(question, model, share, _of_one_process(question, hardware))
     return Case(
         question, hardware, cost.hardware.device.budget_bytes, workload, space, cost, job_of(question, model, dataset)

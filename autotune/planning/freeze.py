@@ -33,6 +33,7 @@ def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor, worklo
         workload: of all processes.
     """
     cost.calibrate(trials)
+    rehearsals = [trial for trial in trials if trial.confirms and trial.candidate == best.candidate]
     prediction = cost.predict(best.candidate)
     overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
     if cost.hardware.device.kind == "cpu":
@@ -44,4 +45,5 @@ def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor, worklo
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=best.peak_memory_bytes if trials else prediction.allocated_memory_bytes,
         process_memory_bytes=max(0, overhead) + cost.kept_bytes,
+        phases=rehearsals[-1].phases if rehearsals else (),
     )

@@ -60,7 +60,7 @@ def seal_on_arrival(
     parallel = Parallel(plan.frozen.hardware.strategy, plan.frozen.hardware.num_processes)
     cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
     candidates = _predicted_to_fit(plan, cost)
-    with around.trials(plan.job.model, hardware, work) as run:
+    with around.trials(plan.job.model, cost) as run:
         trials = _until_one_runs(candidates, run, on_trial)
     sealed = seal(plan.job, _measured(plan, cost, trials))
     write_plan(sealed_path(path), sealed)

@@ -21,6 +21,7 @@ from autotune.schema import Candidate, HardwareProfile
 from autotune.sharing.record import Record, machine_of
 from autotune.training.describe import Wishes
 from tests import builders
+from tests.planning.machines import surroundings
 
 FOLDER = Path(__file__).parent / "golden"
 MODEL = "MODEL"
@@ -100,7 +101,7 @@ def replayed_text(golden: Golden, model: Path | None) -> str:
 def _simulated(golden: Golden) -> Recording:
     """Every candidate's trial on a machine that is a third slower than predicted, with 3% noise and a wall."""
     assert golden.hardware
-    case = case_of(golden.question, golden.hardware, needs_weights=False)
+    case = case_of(golden.question, golden.hardware, surroundings())
     rng = random.Random(golden.name)
     slow = {"none": 1.3, "torchao-int8": 1.1, "native": 1.0, "_native_cudnn": 0.85}
     trials = []
