@@ -8,7 +8,7 @@ Recognition and Machine Learning, section 3.3).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class Posterior:
         return Posterior(self.prior, self.index, tuple(weight * mean for mean in self.mean), _rows(covariance))
 
 
-def _rows(matrix: "NDArray[np.float64]") -> tuple[tuple[float, ...], ...]:
+def _rows(matrix: "NDArray[np.floating[Any]]") -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in matrix.tolist())
 
 
