@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
+from autotune.knobs.quantization import SLICE_BYTES
 from autotune.prediction import MemoryBreakdown, PhaseMemory
 from autotune.schema import Candidate, HardwareProfile
 
@@ -20,8 +21,8 @@ HOST_PROCESS_BYTES = 3 << 29
 """Resident memory of Python with torch, diffusers and transformers imported, with CUDA's libraries loaded."""
 VISITING_BLOCKS = 2
 """Swapped blocks on the device at once: the one that runs and the next."""
-QUANTIZING_LAYERS = 7
-"""torchao needs about seven times one layer's size for a moment."""
+QUANTIZING_BYTES = 12 * SLICE_BYTES
+"""Layers are quantised in slices, and torchao needs up to twelve times a slice's size for a moment."""
 PHASES = ("load", "cache", "train", "preview", "save")
 MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
 EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
@@ -82,7 +83,7 @@ def resident_of(
         adapter_bytes=storage.adapter_bytes,
         optimizer_bytes=masters + moments,
         optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
-        quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes * QUANTIZING_LAYERS,
+        quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes + QUANTIZING_BYTES,
         encoder_bytes=encoder_bytes,
         vae_bytes=vae.weight_bytes,
         encode_transient_bytes=vae.encode_transient_bytes,

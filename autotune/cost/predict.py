@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autotune.cost.allocator import Waste, waste_of
-from autotune.cost.calibration import Calibration
+from autotune.cost.calibration import Calibration, Lesson, residual_of
 from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
 from autotune.cost.kernels import CLASSES, DeviceRules, kernel_for
 from autotune.cost.memory import PHASES, Resident, away_bytes, phases_of, resident_of
@@ -21,7 +21,7 @@ from autotune.knobs.caching import EncoderSize, choose_caching, size_of
 from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE
 from autotune.knobs.precision import Precision
 from autotune.prediction import Prediction, StepTime
-from autotune.schema import CachingSettings, Candidate, HardwareProfile, Reason, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, HardwareProfile, Reason, Residual, TrialResult, Workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,11 +112,26 @@ class Predictor:
         storage = self.model.storage(candidate.precision, candidate.quantization)
         return self.parallel.weight_bytes(storage) - away_bytes(storage, candidate.swapped_blocks)
 
-    def calibrate(self, trials: Sequence[TrialResult]) -> None:
-        """Learn from all `trials` at once; earlier ones that are not among them are forgotten."""
-        pairs = [(trial, self._predicted(trial.candidate, None)) for trial in trials if trial.outcome == "ok"]
-        measured = all(self.rates_of(trial.candidate).measured for trial, _ in pairs)
-        self.calibration = Calibration.of(pairs, rates_measured=measured)
+    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
+        """Learn from all `trials` at once and from others' `lessons`; what is not among them is forgotten."""
+        pairs = [(t.candidate, residual) for t in trials if (residual := self.residual(t))]
+        measured = all(self.rates_of(candidate).measured for candidate, _ in pairs)
+        self.calibration = Calibration.of(pairs, rates_measured=measured, lessons=lessons)
+
+    def residual(self, trial: TrialResult) -> Residual | None:
+        """How far the trial was from what is predicted before any calibration; None where it did not run."""
+        return residual_of(trial, self.uncalibrated(trial.candidate)) if trial.outcome == "ok" else None
+
+    def uncalibrated(self, candidate: Candidate) -> Prediction:
+        """What is predicted as if nothing had been learned."""
+        return self._predicted(candidate, None)
+
+    def beside(self, hardware: HardwareProfile) -> "Predictor":
+        """The cost model of the same work on a machine with the same rules; they share the traces."""
+        known = (self.workload, self.family, self.config, self.parts, self.caching_pins, self.parallel)
+        other = Predictor(hardware, *known)
+        other.model = self.model
+        return other
 
     def _predicted(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
         accumulation = -(-self.workload.effective_batch_size // candidate.micro_batch_size)

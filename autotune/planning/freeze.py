@@ -46,6 +46,7 @@ def expected(
         price_per_hour: of the machine.
     """
     cost.calibrate(trials)
+    rehearsals = [trial for trial in trials if trial.confirms and trial.candidate == best.candidate]
     prediction = cost.predict(best.candidate)
     overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
     if cost.hardware.device.kind == "cpu":
@@ -57,6 +58,7 @@ def expected(
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=best.peak_memory_bytes if trials else prediction.allocated_memory_bytes,
         process_memory_bytes=max(0, overhead) + cost.kept_bytes,
+        phases=rehearsals[-1].phases if rehearsals else (),
         other_seconds=job_time(
             cost,
             prediction,

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from autotune.cost.arguments import checked_bucket, positive
 from autotune.errors import InvalidInput, nearest_of
+from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
-from autotune.schema import Bucket, Objective, Quality, Workload
+from autotune.schema import Bucket, Job, Objective, Quality, Workload
 from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.dataset import Dataset
 
@@ -50,6 +51,17 @@ def require_even_shares(workload: Workload, num_processes: int) -> None:
             f"an effective batch of {batch} cannot be shared evenly by {num_processes} processes",
             hint=f"make the plan with a multiple of --gpus, e.g. --batch {more}",
         )
+
+
+def check_job(job: Job, family: Family) -> None:
+    """Raise InvalidInput where the job asks of the model what its family does not have."""
+    if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
+        raise InvalidInput(
+            f"{family.name} has no timestep shift by resolution",
+            hint=f"give a number: --timestep-shift {family.defaults.timestep_shift}",
+        )
+    if job.guidance_scale is not None and family.defaults.training_guidance is None:
+        raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
 
 
 def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wishes) -> Workload:
@@ -104,7 +116,7 @@ def _text_lengths(
     model: ResolvedModel, dataset: Dataset | None, buckets: tuple[Bucket, ...], text_tokens: int | None
 ) -> list[int]:
     usual = positive("text tokens", given(text_tokens, model.family.defaults.text_tokens))
-    if model.folder is None or dataset is None:
+    if model.texts is None or dataset is None:
         return [usual, max(1, usual - 1)]  # captions differ in length unless data shows otherwise
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]
     controls = [
@@ -112,9 +124,9 @@ def _text_lengths(
         for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
     ]
     try:
-        return model.family.count_text_tokens(model.folder, [item.caption for item in dataset.items], controls)
+        return model.family.count_text_tokens(model.texts, [item.caption for item in dataset.items], controls)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidInput(
-            f"the tokenizer in {model.folder} cannot be read: {str(error).splitlines()[0]}",
+            f"the tokenizer in {model.texts} cannot be read: {str(error).splitlines()[0]}",
             hint="download the model again; a file is missing or damaged",
         ) from error
