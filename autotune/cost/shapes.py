@@ -12,8 +12,7 @@ import torch
 _known: dict[Hashable, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]] = {}
 """(shape, strides, dtype) of each tensor in the result, by function and what it was called with."""
 _functional: dict[Any, bool] = {}
-MOST_KNOWN = 20_000
-"""More than ten workloads' worth; then all are forgotten."""
+MOST_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,8 +31,7 @@ LAUNCH_SECONDS = {"cuda": 7e-6, "mps": 12e-6, "cpu": 4e-6}
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 """For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
-UNKNOWN_BUS_BANDWIDTH = 1.6e10
-"""PCIe 3.0 with 16 lanes."""
+UNKNOWN_BUS_BANDWIDTH = 1.6e10  # PCIe 3.0 with 16 lanes
 TILE = 128
 
 
