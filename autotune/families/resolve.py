@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
 from autotune.schema import ModelSpec, digest_of
@@ -58,10 +58,8 @@ def resolve_model(model: str) -> ResolvedModel:
     if snapshot is not None:
         return _from_folder(snapshot, repo, snapshot.name)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
-        raise InvalidInput(
-            f"{model!r} is neither a folder nor a known model", hint=f"known models: {known}; or a hub id, owner/name"
-        )
+        hint = f"{nearest_of(model, FAMILIES)}; or a hub id, owner/name"
+        raise InvalidInput(f"{model!r} is neither a folder nor a known model", hint=hint)
     return ResolvedModel(family, family.transformer_config, _spec(family, family.transformer_config, repo), None)
 
 

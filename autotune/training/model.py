@@ -1,6 +1,7 @@
 """Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter on it."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import nn
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
+from autotune.knobs.block_swap import waits_on_host
 from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_on_arrival
 from autotune.knobs.registry import KNOBS
+from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate, QuantizationError, Workload
 from autotune.training.quality import ErrorMeter, require_quality
 from autotune.training.sharding import shard_on_arrival
@@ -63,6 +66,7 @@ def load_model(
         dtype=dtype,
         seed=seed,
     )
+    Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, error)
     apply_settings(loaded, settings)
     return loaded
@@ -73,6 +77,19 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
     for knob in KNOBS:
         if not knob.needs_reload:
             knob.apply(model.transformer, model.family, getattr(settings, knob.name))
+
+
+@contextlib.contextmanager
+def as_written(transformer: nn.Module) -> Iterator[None]:
+    """Leave compiled code aside: it is made for training steps, and any other call would compile anew for a minute."""
+    compiled = [(module, module._compiled_call_impl) for module in transformer.modules()]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, code in compiled:
+            module._compiled_call_impl = code
 
 
 def load_transformer(
@@ -92,6 +109,8 @@ def load_transformer(
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
         transform = quantize_on_arrival(family, transformer, settings.quantization)
+    if settings.swapped_blocks:
+        transform = waits_on_host(family, transformer, settings.swapped_blocks, transform)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
     else:

@@ -1,9 +1,11 @@
 """All that is checked before a run's long work: plan, machine, model, data, output folder, disk."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from autotune.errors import DoesNotFit, InvalidInput
 from autotune.families.adapter import add_adapter
@@ -12,9 +14,10 @@ from autotune.fit import data_misfits, hardware_misfits, model_misfits
 from autotune.knobs.base import Setting
 from autotune.plan_file import with_job
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
-from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.describe import describe_workload, require_even_shares, wishes_of
+from autotune.training.data.dataset import Dataset, Reading, read_dataset
+from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
 from autotune.training.folder import claim_folder
+from autotune.training.metrics import require_tracker
 from autotune.training.processes import device_misfits
 from autotune.weights.sources import open_source
 
@@ -27,6 +30,8 @@ class Prepared:
     dataset: Dataset
     workload: Workload
     output: Path
+    claim: FileLock
+    """Held on the output folder."""
 
 
 def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> Prepared:
@@ -41,20 +46,18 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     if job.data is None:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
     require_even_shares(planned, processes)
+    require_tracker(job.report_to)
     model = resolve_model(job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
+    check_job(job, model.family)
     _require_weights(model)
-    dataset = read_dataset(
-        Path(job.data),
-        caption=job.caption,
-        trigger=job.trigger,
-        control=Path(job.control) if job.control else None,
-        num_frames=job.num_frames,
-    )
+    control = Path(job.control) if job.control else None
+    dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
     workload = describe_workload(model, dataset, wishes_of(planned))
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
-    output = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model))
-    return Prepared(model, dataset, workload, output)
+    first = os.environ.get("RANK", "0") == "0"  # of several processes one holds the folder for all
+    claim = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model), lock=first)
+    return Prepared(model, dataset, workload, Path(job.output), claim)
 
 
 def fetch_weights(plan: TrainingPlan) -> TrainingPlan:

@@ -11,6 +11,7 @@ from autotune.families.resolve import fetch_model
 from autotune.knobs.precision import torch_dtype
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
+from autotune.training.data.cache import Cache
 from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
@@ -22,6 +23,7 @@ def sample_run(
     folder: Path,
     hardware: HardwareProfile,
     prompt: str,
+    cache_folder: Path,
     *,
     count: int = 1,
     seed: int = 0,
@@ -57,7 +59,7 @@ def sample_run(
         Shot(prompt, plan.frozen.workload.largest_bucket, steps, seed + number, control_paths)
         for number in range(count)
     ]
-    studio.learn(shots[:1])
+    studio.learn(shots[:1], Cache(cache_folder))
     encoders.release()
     studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device)[0])
     studio.load_adapter(folder / ADAPTER_FILE)
