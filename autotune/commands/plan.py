@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str | None, typer.Option(help="A folder in the diffusers layout, or a model's name.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A folder in the diffusers layout, a known name, or a hub id.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of images with same-stem .txt captions.")] = None,
     control: Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")] = None,
     caption: Annotated[str | None, typer.Option(help="Caption of images that have none.")] = None,

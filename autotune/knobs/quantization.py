@@ -109,7 +109,7 @@ def quantize_inside(
 def quantised_in_slices(layer: "nn.Linear", config: Any) -> "nn.Parameter":
     """torchao's quantised weight of `layer`, from some rows at a time: a row has its own scale, so the bits are equal.
 
-    torchao takes several times of what it is given for a moment (int8 four, fp8 seven); so does a slice, and no more.
+    torchao takes many times what it is given for a moment: now of a slice, before of the layer.
     """
     import torch
     from torch import nn
