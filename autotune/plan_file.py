@@ -166,8 +166,10 @@ def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     Raises:
         InvalidPlan: a value is out of range.
     """
-    changed = {**plan.job.model_dump(), **{key: value for key, value in changes.items() if value is not None}}
-    return plan.model_copy(update={"job": job_from(changed)})
+    given = {key: value for key, value in changes.items() if value is not None}
+    if "model" in given:
+        given = {"revision": None, **given}  # a commit of another repository
+    return plan.model_copy(update={"job": job_from({**plan.job.model_dump(), **given})})
 
 
 def job_from(values: Mapping[str, object]) -> Job:

@@ -10,6 +10,7 @@ import typer
 from autotune.commands.options import Json, PlanFile, parse_shift
 
 if TYPE_CHECKING:
+    from autotune.schema import Residual
     from autotune.sharing.query import Known, Survey
 
 
@@ -47,7 +48,7 @@ def plan(
     list_knobs: Annotated[
         bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")
     ] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together, one process each.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
     reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
     cap_memory: Annotated[
@@ -67,6 +68,7 @@ def plan(
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None,
     replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, for the cost of the job.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the job; 0 by default.")] = None,
     run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
     as_json: Json = False,
@@ -123,6 +125,7 @@ def plan(
         num_processes=gpus,
         use_profiles=profiles,
         max_trials=max_trials,
+        price_per_hour=price,
         search_seconds=search_time,
         study=Place(study or "search", join) if study or join else None,
     )
@@ -134,26 +137,34 @@ def plan(
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
     known: list[Known] = []
+    proven = [machine]
+    calibration: list[Residual | None] = []
     with trial_display(max_trials) as display:
 
-        def tell_survey(survey: Survey) -> None:
+        def tell_survey(survey: "Survey") -> None:
             known.extend(survey.known)
             err.print("\n".join(survey_lines(survey)), end="", markup=False)
 
         events = Events(
-            on_left_out=lambda lines: [err.print(line, style="yellow", markup=False) for line in lines],
+            on_left_out=lambda lines: err.print(
+                *lines, sep="\n", end="\n" if lines else "", style="yellow", markup=False
+            ),
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
+            on_machine=proven.append,
+            on_note=lambda note: err.print(f"note      {note}", markup=False),
             on_survey=tell_survey,
             on_start=display.start,
             on_trial=display.show,
+            on_doubt=lambda line: err.print(f"profiles  {line}", markup=False),
+            on_calibration=calibration.extend,
             on_predictions=lambda all_: err.print("\n".join(prediction_lines(all_, machine.device.budget_bytes))),
         )
         made = make_plan(question, machine, events, around)
     write_plan(output, made)
     if record is not None:
-        write_recording(record, recording_of(made, machine, known))
+        write_recording(record, recording_of(made, proven[-1], known))
     if recording is None and why_no_evidence(made, machine) is None:
-        remember(made, machine)
+        remember(made, machine, tuple(calibration))
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return

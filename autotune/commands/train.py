@@ -53,19 +53,22 @@ def train(
     )
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
+    from autotune.reporting.plan import job_line
     from autotune.reporting.run import report_lines
-    from autotune.terminal import out, training_display
+    from autotune.terminal import err, out, training_display
     from autotune.training.events import Events
-    from autotune.training.prepare import prepare
+    from autotune.training.prepare import fetch_weights, prepare
     from autotune.training.processes import launch, started_by_launcher
     from autotune.training.run import train as run
 
     silence_progress_bars()
     hardware = read_machine(quick=True)
-    chosen = _measured_here(plan_file, chosen, hardware)
+    chosen = _measured_here(plan_file, fetch_weights(chosen), hardware)
     if chosen.frozen.hardware.num_processes > 1 and not started_by_launcher():
         prepare(chosen, hardware, resume=resume).claim.release()  # so that what is wrong is said once
         raise typer.Exit(launch(chosen.frozen.hardware.num_processes, sys.argv[1:]))
+    if os.environ.get("RANK", "0") == "0":
+        err.print(job_line(chosen), markup=False)
     with training_display() as display:
         events = Events(
             on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn

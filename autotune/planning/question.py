@@ -40,6 +40,8 @@ class Question:
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
+    price_per_hour: float | None = None
+    """Of the machine, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
     study: Place | None = None
@@ -52,7 +54,7 @@ def question_of(plan: TrainingPlan) -> Question:
     """The question that `plan` answered."""
     frozen, job = plan.frozen, plan.job
     return Question(
-        model=job.model,
+        model=job.pinned_model,
         data=Path(job.data) if job.data else None,
         control=Path(job.control) if job.control else None,
         caption=job.caption,
@@ -63,6 +65,7 @@ def question_of(plan: TrainingPlan) -> Question:
         learning_rate=job.learning_rate,
         seed=job.seed,
         num_processes=frozen.hardware.num_processes,
+        price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
         exclusions=frozen.exclusions,
         job=job,
@@ -102,7 +105,8 @@ def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None) ->
     defaults = model.family.defaults
     captions = [item.caption for item in dataset.items] if dataset else []
     asked = {
-        "model": question.model,
+        "model": question.model.partition("@")[0] if model.revision else question.model,
+        "revision": model.revision,
         "data": str(question.data) if question.data else None,
         "control": str(question.control) if question.control else None,
         "caption": question.caption,

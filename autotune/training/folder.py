@@ -22,7 +22,7 @@ CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
 
 NOT_LEARNED = frozenset(
-    {"model", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
+    {"model", "revision", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
     | {"preview_steps", "preview_every", "checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
 """Fields of a job that may differ when a run goes on: places, which the data's digest covers, and comforts."""

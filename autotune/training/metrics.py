@@ -87,7 +87,7 @@ def _tracker(report_to: str, folder: Path, resumed_at: int) -> tuple[Log, Callab
     from torch.utils.tensorboard import SummaryWriter
 
     # Steps after the checkpoint were perhaps logged by the start that died: TensorBoard then drops them.
-    writer: Any = SummaryWriter(str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30)  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30)
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():

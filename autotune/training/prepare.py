@@ -9,9 +9,10 @@ from filelock import FileLock
 
 from autotune.errors import DoesNotFit, InvalidInput
 from autotune.families.adapter import add_adapter
-from autotune.families.resolve import ResolvedModel, build_on_meta, resolve_model
+from autotune.families.resolve import ResolvedModel, build_on_meta, fetch_model, is_on_hub, resolve_model
 from autotune.fit import data_misfits, hardware_misfits, model_misfits
 from autotune.knobs.base import Setting
+from autotune.plan_file import with_job
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
 from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
@@ -46,7 +47,7 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
     require_even_shares(planned, processes)
     require_tracker(job.report_to)
-    model = resolve_model(job.model)
+    model = resolve_model(job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
     check_job(job, model.family)
     _require_weights(model)
@@ -59,12 +60,26 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     return Prepared(model, dataset, workload, Path(job.output), claim)
 
 
+def fetch_weights(plan: TrainingPlan) -> TrainingPlan:
+    """Bring a hub's model to this machine, with progress bars; the plan returned names the commit.
+
+    Nothing is fetched for a folder, or while the data folder is missing: `prepare` will say so.
+
+    Raises:
+        BadWeights: there is no such repository, its licence is not accepted, or offline files are missing.
+    """
+    job = plan.job
+    if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():
+        return plan
+    return with_job(plan, revision=fetch_model(job.pinned_model).revision)
+
+
 def _require_weights(model: ResolvedModel) -> None:
     """Read the headers of all components: damage shows now, not after an hour of caching."""
     if model.folder is None:
         raise InvalidInput(
             f"the weights of {model.spec.name} are not on this machine",
-            hint=f"download {model.family.hub_id} and pass its folder: --model FOLDER",
+            hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
         )
     for part in model.family.components:
         if part in ("transformer", "vae") or part.startswith("text_encoder"):

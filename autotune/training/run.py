@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autotune.atomic import replacing, write_whole
+from autotune.knobs.allocator import configure_allocator
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import HardwareProfile, RunReport, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
@@ -56,6 +57,7 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
+    configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
     try:
         return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
     finally:
@@ -269,6 +271,7 @@ class _Run:
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=tuple(loop.warnings),
             settings=self.plan.frozen.settings,
+            quantization_error=loop.model.quantization_error,
             adapter=ADAPTER_FILE,
         )
 

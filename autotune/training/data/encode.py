@@ -63,9 +63,11 @@ def encode_dataset(
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, or an item has more or fewer control images than the family takes.
+        InvalidInput: no image could be read, an item has more or fewer control images than the family takes, or pickled
+            caches of another program lie in the cache's folder.
     """
     _check_controls(family, dataset)
+    cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
     recipes: dict[int, Recipe] = {}
     problems: dict[int, Problem] = {}
