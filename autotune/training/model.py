@@ -23,9 +23,8 @@ from autotune.weights.building import build_empty, dtype_of_from_pretrained
 from autotune.weights.sources import open_source, weights_in
 from autotune.weights.streaming import Transform, fill_random, load_into
 
-
 GRAPHS_PER_BUCKET = 8
-"""Compiled code is for one shape: micro-batches of a bucket differ in size, in the longest caption, in having a mask."""
+"""Compiled code is for one shape: micro-batches of a bucket differ in size, longest caption and having a mask."""
 
 
 @dataclass
