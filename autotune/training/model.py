@@ -23,6 +23,9 @@ from autotune.weights.building import build_empty, dtype_of_from_pretrained
 from autotune.weights.sources import open_source, weights_in
 from autotune.weights.streaming import Transform, fill_random, load_into
 
+GRAPHS_PER_BUCKET = 8
+"""Compiled code is for one shape: micro-batches of a bucket differ in size, longest caption and having a mask."""
+
 
 @dataclass
 class TrainingModel:
@@ -68,8 +71,17 @@ def load_model(
     )
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, error)
+    if settings.compile != "off":
+        _allow_graphs(GRAPHS_PER_BUCKET * len(workload.buckets))
     apply_settings(loaded, settings)
     return loaded
+
+
+def _allow_graphs(number: int) -> None:
+    """Beyond its limit of eight graphs torch runs code as written, and says so in a log alone."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, number)
 
 
 def apply_settings(model: TrainingModel, settings: Candidate) -> None:

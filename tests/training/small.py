@@ -58,7 +58,7 @@ def make_plan(
         workload=workload,
         settings=settings,
         expected=Expected(
-            evidence="predicted",
+            evidence="measured",
             step_seconds=0.1,
             images_per_second=40.0,
             peak_memory_bytes=2**20,
