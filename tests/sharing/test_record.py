@@ -84,7 +84,7 @@ def test_a_new_field_is_judged_before_it_leaves() -> None:
 _LEAVES = """
     autotune_version measured_on schema_version search_seconds
     expected.evidence expected.images_per_second expected.peak_memory_bytes expected.process_memory_bytes
-    expected.phases expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
+    expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
     machine.hard_keys.cuda machine.hard_keys.device_kind machine.hard_keys.memory_kind
     machine.hard_keys.memory_model machine.hard_keys.torch machine.hard_keys.trial_protocol
     machine.logical_cores machine.noisy
@@ -95,12 +95,12 @@ _LEAVES = """
     machine.versions.fastsafetensors machine.versions.flash_attn machine.versions.kernels machine.versions.peft
     machine.versions.python machine.versions.sageattention machine.versions.torch machine.versions.torchao
     machine.versions.transformers machine.versions.triton machine.versions.xformers
-    settings.attention settings.checkpointed_blocks settings.micro_batch_size settings.precision
+    settings.attention settings.checkpointed_blocks settings.loader settings.micro_batch_size settings.precision
     settings.quantization trials.candidate.attention trials.candidate.checkpointed_blocks
-    trials.candidate.micro_batch_size trials.candidate.precision trials.candidate.quantization
-    trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
+    trials.candidate.loader trials.candidate.micro_batch_size trials.candidate.precision trials.candidate.quantization
+    trials.allocator_retries trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
     trials.load_seconds trials.memory_cap_bytes trials.message trials.outcome trials.peak_memory_bytes trials.phases
-    trials.step_seconds trials.warmup_seconds
+    trials.confirms trials.step_seconds trials.wall_seconds trials.warmup_seconds
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
     workload.effective_batch_size workload.lora_alpha workload.max_text_tokens workload.model.architecture
     workload.model.family workload.model.name workload.model.num_blocks workload.model.num_parameters
