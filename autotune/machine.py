@@ -42,6 +42,8 @@ class Device(Frozen):
     budget_bytes: int = NaturalInt
     """What a run may really take, overhead of its own process included."""
     budget_reason: str
+    budget_set_by_user: bool = False
+    """True where an option changed the budget: what is measured within it is no evidence for others."""
     pcie_generation: int | None = None
     """Highest that card and slot agree on: an idle card shows less."""
     pcie_width: int | None = None

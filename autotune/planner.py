@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import optuna
 
+from autotune.hardware.memory import shares_host_memory
 from autotune.plan_file import seal
 from autotune.planning.case import Case, case_of
+from autotune.planning.confirming import LEAST_SECONDS, SHARE_OF_SEARCH, confirmed_winner, unverified_rung
 from autotune.planning.evidence import confirmed, confirmed_trials, records_to_stand_on, trials_of_same_work
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.outlook import larger_batch_advice
@@ -19,11 +21,18 @@ from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, FrozenPart, HardwareProfile, TrainingPlan, TrialResult, Workload
-from autotune.search.residual import ResidualSearch
+from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
 from autotune.search.storage import opened_study, safe_words
-from autotune.search.study import Limits, freeze, frozen_plan, run_search, search_cost_seconds
-from autotune.search.winner import fallbacks_of, measured_scores, predicted_scores, reasons_for, require_winner
+from autotune.search.study import Limits, freeze, frozen_plan, run_search, search_cost_seconds, timed
+from autotune.search.winner import (
+    fallbacks_of,
+    measured_scores,
+    predicted_scores,
+    promised_scores,
+    reasons_for,
+    require_winner,
+)
 from autotune.sharing.query import Known, Survey, first_candidates
 
 
@@ -31,7 +40,10 @@ from autotune.sharing.query import Known, Survey, first_candidates
 class Events:
     """Where progress is told."""
 
+    on_machine: Callable[[HardwareProfile], None] = lambda hardware: None
+    on_left_out: Callable[[tuple[str, ...]], None] = lambda lines: None
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
+    on_note: Callable[[str], None] = lambda note: None
     on_survey: Callable[[Survey], None] = lambda survey: None
     on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
@@ -54,7 +66,11 @@ def make_plan(
         AutotuneError: the study's storage failed.
     """
     events, around = events or Events(), around or Surroundings()
-    case = case_of(question, hardware, needs_weights=around.needs_weights)
+    case = case_of(question, hardware, around)
+    events.on_machine(case.hardware)
+    events.on_left_out(case.left_out)
+    for note in case.notes:
+        events.on_note(note)
     events.on_space(case.space, case.work_of_all)
     if not case.can_try:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
@@ -66,6 +82,7 @@ def make_plan(
         if settled is None:
             stood_on = _stood_on(case, around, events)
             trials = _search(case, around, stood_on, study, events)
+            trials = _confirmed(case, around, trials, events)
             plan = _plan(case, around.autotune_version, (), trials, stood_on)
             settled = freeze(study, plan.model_dump_json())
     return TrainingPlan.model_validate_json(settled)
@@ -90,9 +107,10 @@ def _search(
         elsewhere=trials_of_same_work(stood_on, case.workload),
         first=first_candidates(stood_on, case.space.candidates, case.budget_bytes),
         objective=case.workload.objective,
+        ascending=shares_host_memory(case.hardware.device.memory_kind),
     )
     limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
-    with around.trials(question.model, case.trained_on, case.workload) as run:
+    with around.trials(question.model, case.cost) as run:
 
         def tell_and_run(candidate: Candidate) -> TrialResult:
             events.on_start(candidate)
@@ -101,7 +119,30 @@ def _search(
         def enough(results: Sequence[TrialResult]) -> bool:
             return confirmed(stood_on, results) is not None
 
-        return run_search(search, tell_and_run, limits, events.on_trial, enough=enough, study=study)
+        trials = run_search(search, tell_and_run, limits, events.on_trial, enough=enough, study=study)
+        rung = unverified_rung(trials, case)
+        if rung is None:
+            return trials
+        verified = timed(tell_and_run, rung)
+        events.on_trial(verified)
+        return (*trials, verified)
+
+
+def _confirmed(
+    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], events: Events
+) -> tuple[TrialResult, ...]:
+    question = case.question
+    limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
+    seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * limits.allowed_seconds(best_seconds(trials)))
+
+    def rehearse(candidate: Candidate) -> TrialResult | None:
+        events.on_start(candidate)
+        longer = around.rehearse(question.model, case.cost, candidate, seconds)
+        if longer:
+            events.on_trial(longer)
+        return longer
+
+    return confirmed_winner(trials, case, rehearse)
 
 
 def _plan(
@@ -114,7 +155,7 @@ def _plan(
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
     scores = measured_scores(trials) if case.can_try else predicted_scores(predictions, case.budget_bytes)
-    best = require_winner(scores, objective, case.relaxation)
+    best = require_winner(promised_scores(trials) if trials else scores, objective, case.relaxation)
     scores += measured_scores(confirmed_trials(stood_on, trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
     frozen = FrozenPart(
@@ -124,7 +165,7 @@ def _plan(
         workload=case.work_of_all,
         settings=best.candidate,
         caching=caching,
-        expected=expected(best, trials, case.cost, case.work_of_all),
+        expected=expected(best, trials, case.cost, case.work_of_all, case.job, case.question.price_per_hour),
         reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=tuple(item.name for item in stood_on),

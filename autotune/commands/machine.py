@@ -25,14 +25,18 @@ def parse_bytes(text: str) -> int:
 
 
 def machine_for(
-    hardware: str | None, *, max_memory: str | None = None, reserve: str | None = None
+    hardware: str | None,
+    *,
+    max_memory: str | None = None,
+    reserve: str | None = None,
+    cap_memory: str | None = None,
 ) -> "HardwareProfile":
     """The named hardware, or this machine; with the budget that the options leave.
 
     Raises:
         InvalidInput: there is no such hardware, or an option is no size.
     """
-    from autotune.hardware.probe import with_budget, with_reserve
+    from autotune.hardware.probe import with_budget, with_cap, with_reserve
     from autotune.hardware.store import cached_profile, hardware_named
     from autotune.terminal import err
 
@@ -43,8 +47,10 @@ def machine_for(
             machine = cached_profile(on_progress=status.update)
     if reserve is not None:
         machine = with_reserve(machine, parse_bytes(reserve))
+    if cap_memory is not None:
+        machine = with_cap(machine, parse_bytes(cap_memory))
     if max_memory is not None:
-        machine = with_budget(machine, parse_bytes(max_memory))
+        machine = with_budget(machine, parse_bytes(max_memory), by_user=True)
     return machine
 
 

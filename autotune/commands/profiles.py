@@ -25,7 +25,8 @@ def group() -> None:
 @app.command()
 def push(url: Url) -> None:
     """Add your records to a team's store; `show --raw` prints exactly what leaves."""
-    from autotune.sharing.store import merge, open_store
+    from autotune.sharing.exchange import merge
+    from autotune.sharing.store import open_store
 
     _tell(merge(_store(None), team := open_store(url)), team.where)
 
@@ -34,7 +35,8 @@ def push(url: Url) -> None:
 def pull(url: Url) -> None:
     """Add a team's records to your own; only new ones travel."""
     from autotune.errors import InvalidInput
-    from autotune.sharing.store import Merged, merge, open_store
+    from autotune.sharing.exchange import merge
+    from autotune.sharing.store import Merged, open_store
 
     merged = merge(team := open_store(url), mine := _store(None))
     if merged == Merged(0, 0, ()):
@@ -71,8 +73,8 @@ def show(
     """Show one record: its machine, its work, every trial."""
     from autotune.reporting.profiles import record_lines
 
-    entry, record = _store(store).find(name)
-    typer.echo(record.model_dump_json(indent=1) if raw else "\n".join(record_lines(entry.name, record)))
+    found, record = _store(store).find(name)
+    typer.echo(record.model_dump_json(indent=1) if raw else "\n".join(record_lines(found, record)))
 
 
 @app.command()
@@ -87,7 +89,7 @@ def diff(first: Id, second: Id, store: Where = None) -> None:
 @app.command("export")
 def export_records(file: Annotated[Path, typer.Argument(metavar="FILE")], store: Where = None) -> None:
     """Write all records into one file, to send where there is no store."""
-    from autotune.sharing.store import export_to
+    from autotune.sharing.exchange import export_to
 
     typer.echo(f"records: {export_to(_store(store), file)}; written to {file}")
 
@@ -95,7 +97,7 @@ def export_records(file: Annotated[Path, typer.Argument(metavar="FILE")], store:
 @app.command("import")
 def import_records(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     """Add the records of an exported file to your own; what is wrong is refused and named."""
-    from autotune.sharing.store import import_from
+    from autotune.sharing.exchange import import_from
 
     _tell(import_from(file, mine := _store(None)), mine.where)
 
@@ -107,7 +109,7 @@ def prune(
     store: Where = None,
 ) -> None:
     """Delete records that are superseded, damaged, or of another trial protocol."""
-    from autotune.sharing.store import prune as delete_useless
+    from autotune.sharing.exchange import prune as delete_useless
 
     reasons = delete_useless(_store(store), older_than_days=older_than, dry_run=dry_run)
     typer.echo("\n".join((*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}")))
@@ -116,10 +118,10 @@ def prune(
 @app.command()
 def verify(store: Where = None) -> None:
     """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
-    from autotune.sharing.store import verify as check
+    from autotune.sharing.exchange import verify as check
 
     count, bad = check(_store(store))
-    typer.echo("\n".join((*(problem.reason for problem in bad), f"records: {count}, bad: {len(bad)}")))
+    typer.echo("\n".join((*bad, f"records: {count}, bad: {len(bad)}")))
     if bad:
         raise typer.Exit(1)
 
@@ -132,7 +134,7 @@ def _store(url: str | None) -> "Store":
 
 def _tell(merged: "Merged", where: str) -> None:
     for refused in merged.refused:
-        typer.echo(f"refused: {refused.reason}", err=True)
+        typer.echo(f"refused: {refused}", err=True)
     typer.echo(f"new: {merged.new}, already there: {merged.present}, refused: {len(merged.refused)}; in {where}")
 
 
@@ -144,8 +146,8 @@ def _verdicts(store: "Store") -> dict[str, dict[str, object]]:
 
     hardware = probe(quick=True)
     verdicts: dict[str, dict[str, object]] = {}
-    for entry, record in store.records():
+    for name, record in store.records():
         matched, impossible = compare_machine(record, hardware), implausible(record)
         kind = "impossible" if impossible else matched.kind
-        verdicts[entry.name] = {"match": kind, "reasons": list(impossible or matched.reasons)}
+        verdicts[name] = {"match": kind, "reasons": list(impossible or matched.reasons)}
     return verdicts

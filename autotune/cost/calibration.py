@@ -28,7 +28,9 @@ NOISE = {"time": 0.03, "memory": 0.005}
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
     """The terms that a candidate has: the offset and one per choice that changes how a step runs."""
+    rare = {"compiles": candidate.compile != "off", "swaps": candidate.swapped_blocks > 0}
     return (
+        *(name for name, does in rare.items() if does),
         OFFSET,
         f"quantization={candidate.quantization}",
         f"attention={candidate.attention}",

@@ -30,6 +30,15 @@ class Kandinsky5(Family):
     """Prompts are encoded by Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
+    tiny_config: ClassVar[Mapping[str, Any]] = {
+        "model_dim": 128,  # two heads of the published size
+        "ff_dim": 128,
+        "time_dim": 64,
+        "in_text_dim": 64,
+        "in_text_dim2": 32,
+        "num_text_blocks": 1,
+        "num_visual_blocks": 2,
+    }
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     size_multiple_px = VAE_FACTOR * PATCH
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {

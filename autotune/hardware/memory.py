@@ -67,18 +67,27 @@ def budget(
     whole = total if total is not None else most
     why = f"{_gib(most)} " + ("free" if free is not None else "in total (what is free is unknown)")
     margin = 0
-    if kind == "integrated":
-        usual = min(MOST_SHARED_RESERVE_BYTES, whole // 8)
-    elif kind == "host":
-        usual = min(MOST_HOST_RESERVE_BYTES, whole // 8)
-    else:
+    if not shares_host_memory(kind):
         margin = max(LEAST_MARGIN_BYTES, whole // 50)
-        usual = DISPLAY_RESERVE_BYTES if drives_display else 0
         why += f", less a margin of {_gib(margin)}"
-    kept = usual if reserve is None else reserve
+    kept = usual_reserve(kind, whole, drives_display) if reserve is None else reserve
     if kept:
         why += f", less a reserve of {_gib(kept)}" + (" for the display" if drives_display and reserve is None else "")
     return max(0, most - margin - kept), why
+
+
+def usual_reserve(kind: MemoryKind, whole_bytes: int, drives_display: bool | None = None) -> int:
+    """What is left to others of a memory of `whole_bytes`; see `budget`."""
+    if kind == "integrated":
+        return min(MOST_SHARED_RESERVE_BYTES, whole_bytes // 8)
+    if kind == "host":
+        return min(MOST_HOST_RESERVE_BYTES, whole_bytes // 8)
+    return DISPLAY_RESERVE_BYTES if drives_display else 0
+
+
+def shares_host_memory(kind: MemoryKind) -> bool:
+    """Whether what the device takes is the host's: where running out hangs the machine before anything raises."""
+    return kind in ("integrated", "host")
 
 
 def _gib(num_bytes: int) -> str:

@@ -137,16 +137,30 @@ def with_reserve(profile: HardwareProfile, reserve_bytes: int) -> HardwareProfil
     num_bytes, why = budget(
         device.memory_kind, device.total_memory_bytes, device.free_memory_bytes, device.drives_display, reserve_bytes
     )
-    return _changed(profile, {"device": _changed(device, {"budget_bytes": num_bytes, "budget_reason": why})})
+    return _with_budget(profile, num_bytes, why)
 
 
-def with_budget(profile: HardwareProfile, most_bytes: int) -> HardwareProfile:
-    """The profile with a budget of at most `most_bytes`."""
+def with_cap(profile: HardwareProfile, cap_bytes: int) -> HardwareProfile:
+    """The profile with the budget that a device of only `cap_bytes` would leave, its usual reserve and margin off."""
     device = profile.device
-    if most_bytes >= device.budget_bytes:
+    total, free = device.total_memory_bytes or cap_bytes, device.free_memory_bytes or cap_bytes
+    if cap_bytes >= total:
         return profile
-    changes: dict[str, object] = {"budget_bytes": most_bytes, "budget_reason": "limited by the user"}
-    return _changed(profile, {"device": _changed(device, changes)})
+    num_bytes, why = budget(device.memory_kind, cap_bytes, min(cap_bytes, free), device.drives_display)
+    return _with_budget(profile, min(num_bytes, device.budget_bytes), f"rehearsed: {why}")
+
+
+def with_budget(profile: HardwareProfile, most_bytes: int, *, by_user: bool = False) -> HardwareProfile:
+    """The profile with a budget of at most `most_bytes`."""
+    if most_bytes >= profile.device.budget_bytes:
+        return profile
+    return _with_budget(profile, most_bytes, "limited by the user" if by_user else "limited", by_user=by_user)
+
+
+def _with_budget(profile: HardwareProfile, num_bytes: int, reason: str, *, by_user: bool = True) -> HardwareProfile:
+    by_user = by_user or profile.device.budget_set_by_user
+    changes = {"budget_bytes": num_bytes, "budget_reason": reason, "budget_set_by_user": by_user}
+    return _changed(profile, {"device": _changed(profile.device, changes)})
 
 
 def _changed(whole: T, changes: dict[str, object]) -> T:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
-from autotune.knobs.base import Choices, Knob, Setting
+from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.schema import Candidate, Choice, Rejected
 
 if TYPE_CHECKING:
@@ -42,6 +42,11 @@ class Attention(Knob):
         if masked and candidate.attention in REFUSES_MASKS:
             return f"{candidate.attention} refuses masks, and captions of different lengths in one batch need one"
         return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        if choice == "native":
+            return None
+        return Parity(choice, 0.02, "another kernel sums in another order and rounds other intermediate results")
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         transformer.set_attention_backend(choice)  # type: ignore[operator]

@@ -34,6 +34,23 @@ class Choices:
     settles the knob, or where the value pays only in rare cases."""
 
 
+@dataclass(frozen=True)
+class Parity:
+    """How far adapter gradients under a choice may lie from the reference's before it counts as another computation."""
+
+    runs: Choice
+    """The value that is run to find out, on a model of a few blocks: one for all choices that run the same code."""
+    tolerance: float
+    """Root mean square, over the adapter's tensors, of the relative error; beside that of the compute dtype."""
+    because: str
+    """Where an error of this size comes from."""
+
+
+def parity_gate(knob: str, runs: Choice) -> str:
+    """Name of the gate that tells whether gradients under a knob's value are right on a machine."""
+    return f"parity.{knob}.{runs}"
+
+
 class Knob(ABC):
     """One tunable dimension. Stateless: instances live in the registry."""
 
@@ -50,6 +67,10 @@ class Knob(ABC):
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         """Why this knob's value cannot go with the candidate's other values; None when it can."""
+        return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        """How gradients under `choice` are held against the reference's; None where it changes nothing about them."""
         return None
 
     def shown(self, choice: Choice, workload: Workload) -> str:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from autotune.families.base import Family
-from autotune.knobs.base import Choices, Knob, Setting
+from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.schema import Choice, Rejected, Workload
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class Checkpointing(Knob):
 
     def shown(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks"
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return Parity(1, 1e-5, "the same operations on the same values, run twice") if choice else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         from torch.utils.checkpoint import checkpoint

@@ -2,11 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.knobs.base import Choices, Knob, Setting
-from autotune.schema import Rejected
+from autotune.knobs.base import Choices, Knob, Parity, Setting
+from autotune.schema import Choice, Rejected
 
 if TYPE_CHECKING:
     import torch
+
+
+TOLERANCES = {
+    "bf16": (0.05, "8 bits of mantissa: each rounding is wrong by up to 0.4%, and errors add up over layers"),
+    "fp16": (0.02, "11 bits of mantissa, and gradients near its smallest number"),
+}
+"""Of gradients, relative to fp32's, and why."""
 
 
 class Precision(Knob):
@@ -28,6 +35,9 @@ class Precision(Knob):
         if fastest["bf16"] > fastest["fp32"]:
             return Choices(admitted=("bf16", "fp32"))
         return Choices(admitted=("fp32",), rejected=(slower,))
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return Parity(choice, *TOLERANCES[str(choice)]) if choice in TOLERANCES else None
 
 
 def _fastest_matmul(setting: Setting, dtype: str) -> float:

@@ -1,20 +1,22 @@
 """One question on one machine, with all that follows from it before anything is tried."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
-from autotune.errors import NothingFits
-from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
+from autotune.errors import InvalidInput, NothingFits
+from autotune.families.resolve import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, resolve_model
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import PIN
 from autotune.planning.outlook import relaxation
 from autotune.planning.question import Question, data_of, job_of
+from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search.space import SearchSpace, search_space, without
 from autotune.training.describe import describe_workload, require_even_shares
+from autotune.weights.errors import BadWeights
 from autotune.weights.sources import open_source, weights_in
 
 
@@ -32,6 +34,10 @@ class Case:
     space: SearchSpace
     cost: Predictor
     job: Job
+    notes: tuple[str, ...] = ()
+    """What the user should know of how the question was understood."""
+    left_out: tuple[str, ...] = ()
+    """What is wrong with files of the data folder, if anything."""
 
     @property
     def trained_on(self) -> HardwareProfile:
@@ -64,22 +70,41 @@ class Case:
         return relaxation(self.workload, self.space, self.cost)
 
 
-def case_of(question: Question, hardware: HardwareProfile, *, needs_weights: bool) -> Case:
-    """Resolve model and data, enumerate what may be tried, and build the cost model.
+def case_of(question: Question, hardware: HardwareProfile, around: Surroundings) -> Case:
+    """Resolve model and data, enumerate what may be tried and learns the same, and build the cost model.
 
     Raises:
         InvalidInput: the model or the data cannot be used.
         NothingFits: the weights alone are too large in every storage, or nothing can be tried here.
     """
-    model = resolve_model(question.model)
-    if needs_weights:
+    model, notes = _resolved(question)
+    if around.needs_weights:
         _require_weights_and_room(model, hardware)
     dataset = data_of(question, model)
     whole = describe_workload(model, dataset, question.wishes)
     require_even_shares(whole, question.num_processes)
     workload = whole.share(question.num_processes)
+    if question.here:
+        setting = Setting(hardware, model.family, workload)
+        hardware = around.prove(setting, _space(question, setting).choices, model)
     cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
-    return Case(question, hardware, whole, workload, space, cost, job_of(question, model, dataset))
+    job, left_out = job_of(question, model, dataset), dataset.left_out if dataset else ()
+    pinned = replace(question, model=job.pinned_model)
+    return Case(pinned, hardware, whole, workload, space, cost, job, notes, left_out)
+
+
+def _resolved(question: Question) -> tuple[ResolvedModel, tuple[str, ...]]:
+    """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
+    known = is_family(question.model)
+    if not is_on_hub(question.model) or (known and not (question.here and question.data)):
+        return resolve_model(question.model), ()
+    try:
+        return fetch_model(question.model, weights=False), ()
+    except BadWeights as error:
+        if not known:
+            raise
+        note = f"captions are assumed to have the usual length: {error.message}"
+        return resolve_model(question.model), (note,)
 
 
 def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
@@ -107,6 +132,11 @@ def _strategy(
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
     budget = cost.hardware.device.budget_bytes
     space = _space(question, Setting(cost.hardware, model.family, workload))
+    if number > 1:
+        why = "several processes share the weights out instead"
+        space = without(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
+        if not space.candidates:
+            raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
         lighter = _without_too_heavy(space, cost)
         if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
@@ -125,7 +155,7 @@ def _strategy(
 
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
-    model = resolve_model(question.model)
+    model, _ = _resolved(question)
     workload = describe_workload(model, data_of(question, model), question.wishes)
     return _space(question, Setting(hardware, model.family, workload))
 
@@ -152,7 +182,10 @@ def _cost_beside_kept(
 def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
     """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
     budget = cost.hardware.device.budget_bytes
-    sizes = {c.quantization: cost.weight_bytes(c) for c in space.candidates}
+    sizes: dict[str, int] = {}
+    for candidate in space.candidates:
+        size = cost.weight_bytes(candidate)
+        sizes[candidate.quantization] = min(size, sizes.get(candidate.quantization, size))
     dropped: dict[Choice, str] = {
         name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
         for name, size in sizes.items()

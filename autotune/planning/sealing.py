@@ -52,14 +52,14 @@ def seal_on_arrival(
         DoesNotFit: neither its settings nor its fallbacks run here.
     """
     require_fit(key_misfits(plan, hardware))
-    around, model = around or Surroundings(), resolve_model(plan.job.model)
+    around, model = around or Surroundings(), resolve_model(plan.job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)
     cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
     candidates = _predicted_to_fit(plan, cost)
-    with around.trials(plan.job.model, hardware, work) as run:
+    with around.trials(plan.job.pinned_model, cost) as run:
         trials = _until_one_runs(candidates, run, on_trial)
     sealed = seal(plan.job, _measured(plan, cost, trials))
     write_plan(sealed_path(path), sealed)
@@ -107,7 +107,7 @@ def _measured(plan: TrainingPlan, cost: Predictor, trials: tuple[TrialResult, ..
             **dict(frozen),
             "hardware": planned_hardware(cost.hardware, cost.parallel),
             "settings": best.candidate,
-            "expected": expected(best, trials, cost, frozen.workload),
+            "expected": expected(best, trials, cost, frozen.workload, plan.job, frozen.expected.price_per_hour),
             "reasons": tuple(_reason(reason, plan, best.candidate, trials[0]) for reason in frozen.reasons),
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs.base import Choices, Setting
+from autotune.knobs.base import Choices, Knob, Setting, parity_gate
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Rejected
 
@@ -31,7 +31,7 @@ def search_space(setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequen
         InvalidInput: there is no such knob or value.
         NothingFits: some knob has no admissible value here.
     """
-    per_knob = {knob.name: knob.choices(setting) for knob in KNOBS}
+    per_knob = {knob.name: _that_learn_the_same(knob, setting) for knob in KNOBS}
     for name, value in pins:
         per_knob[name] = _pinned(name, value, _known(name, value, per_knob))
     for name, value in exclusions:
@@ -55,6 +55,21 @@ def search_space(setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequen
             if clash not in rejected[name]:
                 rejected[name].append(clash)
     return SearchSpace(tuple(candidates), admitted, {name: tuple(found) for name, found in rejected.items()})
+
+
+def _that_learn_the_same(knob: Knob, setting: Setting) -> Choices:
+    """The knob's choices less those whose gradients were found to be others than the reference's on this machine."""
+    choices = knob.choices(setting)
+    wrong = {gate.name: gate.reason for gate in setting.hardware.gates if not gate.available}
+    admitted, rejected = [], list(choices.rejected)
+    for choice in choices.admitted:
+        parity = knob.parity(choice)
+        reason = wrong.get(parity_gate(knob.name, parity.runs)) if parity else None
+        if reason is None:
+            admitted.append(choice)
+        else:
+            rejected.append(Rejected(choice=choice, reason=reason))
+    return Choices(tuple(admitted), tuple(rejected), choices.on_request)
 
 
 def without(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:

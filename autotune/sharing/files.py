@@ -70,17 +70,19 @@ class LocalFiles:
                     yield key, entry.stat(follow_symlinks=False).st_size
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
+        linked = {folder: self._has_link(folder) for folder in {_checked(key).rpartition("/")[0] for key in sizes}}
         for key, size in sizes.items():
             try:
-                yield key, self._content(key, size)
+                yield key, self._content(key, size, linked[key.rpartition("/")[0]])
             except OSError as error:
                 yield key, error
 
-    def _content(self, key: str, size: int) -> bytes:
-        descriptor = os.open(
-            self._place(key), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        )
-        with open(descriptor, "rb") as file:  # noqa: PTH123
+    def _content(self, key: str, size: int, linked: bool) -> bytes:
+        if linked:
+            raise OSError(f"a folder of {key} is a link")
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(f"{self.root}/{key}", flags)
+        with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(f"{key} is no regular file")
             return file.read(size)
@@ -97,12 +99,13 @@ class LocalFiles:
 
     def _place(self, key: str) -> Path:
         """The path of a key: one of the layout, with no link between the root and it."""
-        folder = self.root
-        for part in _checked(key).split("/")[:DEPTH]:
-            folder /= part
-            if folder.is_symlink():
-                raise OSError(f"{folder.name}, a folder of the store, is a link")
+        if self._has_link(_checked(key).rpartition("/")[0]):
+            raise OSError(f"a folder of {key} is a link")
         return self.root / key
+
+    def _has_link(self, folder: str) -> bool:
+        path = self.root / folder
+        return any(each.is_symlink() for each in (path, *path.parents[: DEPTH - 1]))
 
 
 class RemoteFiles:

@@ -93,9 +93,10 @@ def survey(
     stale: dict[str, str] = {}
     refused: dict[str, str] = {}
     for store in (own_store(), shipped_store()) if stores is None else stores:
-        for entry, _, record in store.contents(_candidates(store, workload)):
-            if not isinstance(record, Record):
-                refused[entry.name] = record.message
+        for entry in store.contents(_candidates(store, workload)):
+            record = entry.record
+            if record is None:
+                refused[entry.name] = entry.damage
                 continue
             matched = match(record, hardware, workload)
             if matched.kind != "none" and (reasons := implausible(record, predict)):
@@ -155,8 +156,8 @@ def broken_promise(record: Record, trial: TrialResult) -> str | None:
 def _candidates(store: Store, workload: Workload) -> list[Entry]:
     """Where records of this architecture lie, those of the same class of work first."""
     architecture, work = architecture_folder(workload), class_of(workload)
-    entries = [entry for entry in store.entries() if entry.architecture == architecture]
-    return sorted(entries, key=lambda entry: (entry.work != work, entry.key))[:MAX_CONSIDERED]
+    entries = [entry for entry in store.entries() if entry.key.split("/")[1] == architecture]
+    return sorted(entries, key=lambda entry: (entry.key.split("/")[2] != work, entry.key))[:MAX_CONSIDERED]
 
 
 def _was_here(record: Record, hardware: HardwareProfile, workload: Workload) -> bool:

@@ -7,8 +7,8 @@ listed field by field here: free text (messages, notes, reasons), paths, names o
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from datetime import UTC, date, datetime
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -36,7 +36,8 @@ MAX_RECORD_BYTES = 1 << 18
 """A record of 8 trials has about 4 KiB."""
 MAX_TRIALS = 512
 MAX_TEXT = 160
-MAX_NUMBER = 2**63
+TOO_LARGE = re.compile(r"\d\d{21}|[eE]\+?\d{3}")
+"""A number that arithmetic might choke on: 10^21 and more as an integer, 10^100 and more as a float."""
 
 
 class DamagedRecord(InvalidInput):
@@ -76,14 +77,11 @@ class Record(Frozen):
     """Corrections of the cost model that these trials taught, by name."""
 
     @model_validator(mode="after")
-    def _is_harmless(self) -> "Record":
-        for value in _leaves(self.model_dump(mode="json")):
-            if isinstance(value, str) and (len(value) > MAX_TEXT or not value.isprintable()):
-                raise ValueError("a text in it is too long or not printable")
-            if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
-                raise ValueError("a number in it is too large")
+    def _is_evidence(self) -> "Record":
         if self.expected.evidence != "measured":
             raise ValueError("predictions are no evidence")
+        if any(trial.memory_cap_bytes is not None for trial in self.trials):
+            raise ValueError("trials under a cap on memory are no evidence")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
         return self
@@ -120,19 +118,37 @@ def parse_record(content: bytes, name: str) -> Record:
     Raises:
         DamagedRecord: it is not.
     """
-    hint = "`autotune profiles verify` lists such files; delete them, the others are not touched by it"
     if len(content) > MAX_RECORD_BYTES:
-        raise DamagedRecord(f"{name[:12]} is too large for a record", hint=hint)
+        raise _damaged(name, "is too large for a record")
     if name_of(content) != name:
-        raise DamagedRecord(f"{name[:12]} was altered or cut off: its content does not match its name", hint=hint)
+        raise _damaged(name, "was altered or cut off: its content does not match its name")
+    other = "is no record of this version of autotune"
     try:
+        if harm := _harm_in(content.decode()):
+            raise _damaged(name, f"{other}: {harm}")
         return Record.model_validate_json(content)
+    except UnicodeDecodeError as error:
+        raise _damaged(name, f"{other}: it is no text") from error
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))[:80]
-        where = "".join(c if c.isprintable() else "?" for c in where) or "the whole"
-        reason = f"{name[:12]} is no record of this version of autotune: {where}: {first['msg'].lower()}"
-        raise DamagedRecord(reason, hint=hint) from error
+        where = ".".join(map(str, first["loc"]))[:80] or "the whole"
+        raise _damaged(name, f"{other}: {where}: {first['msg'].lower()}") from error
+
+
+def _damaged(name: str, why: str) -> DamagedRecord:
+    hint = "`autotune profiles verify` lists such files; delete them, the others are not touched by it"
+    return DamagedRecord(f"{name[:12]} {why}", hint=hint)
+
+
+def _harm_in(text: str) -> str | None:
+    """What in a record's JSON could hurt a terminal or a calculation, found before it is parsed.
+
+    No text of ours needs an escape, so that a backslash is refused and every second part between quotes is a text.
+    """
+    parts = text.split('"')
+    if "\\" in text or not text.isprintable() or max(map(len, parts[1::2]), default=0) > MAX_TEXT:
+        return "a text in it is too long or not printable"
+    return "a number in it is too large" if TOO_LARGE.search(" ".join(parts[::2])) else None
 
 
 def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: date | None = None) -> Record:
@@ -144,9 +160,10 @@ def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: dat
         InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on memory.
     """
     frozen = plan.frozen
-    _require_evidence(plan, hardware)
+    if why := why_no_evidence(plan, hardware):
+        raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
     processes = frozen.hardware.num_processes
-    return Record(
+    record = Record(
         schema_version=1,
         autotune_version=frozen.autotune_version,
         measured_on=measured_on or datetime.now(UTC).date(),
@@ -154,11 +171,12 @@ def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: dat
         workload=_without_names(frozen.workload.share(processes)),  # what its trials ran
         settings=frozen.settings,
         expected=frozen.expected.model_copy(
-            update={"images_per_second": frozen.expected.images_per_second / processes}
+            update={"images_per_second": frozen.expected.images_per_second / processes, "phases": ()}
         ),
         trials=tuple(_bare(trial) for trial in frozen.trials),
         search_seconds=frozen.search_seconds,
     )
+    return parse_record(record.content, record.name)  # what is written here can be read elsewhere
 
 
 def machine_of(hardware: HardwareProfile) -> Machine:
@@ -179,13 +197,13 @@ def machine_of(hardware: HardwareProfile) -> Machine:
 
 def hard_folder(hard_keys: dict[str, str | None]) -> str:
     """Folder of all machines with these hard keys."""
-    return _short(digest_of(dict(hard_keys)))
+    return _short_digest(tuple(sorted(hard_keys.items())))
 
 
 def architecture_folder(workload: Workload) -> str:
     """Folder of all work on this architecture: its family's name for people, its digest for certainty."""
     model = workload.model
-    return f"{_slug(model.family)}-{_short(digest_of({'architecture': model.architecture}))}"
+    return f"{_slug(model.family)}-{_short_digest((('architecture', model.architecture),))}"
 
 
 def class_of(workload: Workload) -> str:
@@ -195,16 +213,16 @@ def class_of(workload: Workload) -> str:
     return f"{parts}-b{workload.effective_batch_size}-{workload.text_padding}"
 
 
-def _require_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> None:
-    planned, why = plan.frozen.hardware, None
+def why_no_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> str | None:
+    """Why what the plan holds tells nothing about machines like this one; None when it does."""
+    planned = plan.frozen.hardware
     if plan.frozen.expected.evidence != "measured" or hardware.origin != "probe":
-        why = "it was predicted, not measured"
-    elif planned.fingerprint != hardware.fingerprint or planned.device_name != hardware.device.name:
-        why = "it was made on another machine or with other versions than these"
-    elif planned.budget_bytes < hardware.device.budget_bytes:
-        why = "it was measured under a cap on memory"
-    if why:
-        raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
+        return "it was predicted, not measured"
+    if planned.fingerprint != hardware.fingerprint or planned.device_name != hardware.device.name:
+        return "it was made on another machine or with other versions than these"
+    if any(trial.memory_cap_bytes is not None for trial in plan.frozen.trials):
+        return "it was measured under a cap on memory"
+    return None
 
 
 def _without_names(workload: Workload) -> Workload:
@@ -228,6 +246,8 @@ def _bare(trial: TrialResult) -> TrialResult:
         warmup_seconds=trial.warmup_seconds,
         load_seconds=trial.load_seconds,
         peak_memory_bytes=trial.peak_memory_bytes,
+        allocator_retries=trial.allocator_retries,
+        confirms=trial.confirms,
         load_peak_memory_bytes=trial.load_peak_memory_bytes,
         host_memory_bytes=trial.host_memory_bytes,
     )
@@ -238,23 +258,11 @@ def _public(version: str | None) -> str | None:
     return None if version is None else version.split("+")[0]
 
 
-def _leaves(data: Any) -> Iterator[Any]:
-    """Every key and every value that holds no others."""
-    pending = [data]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            yield from value
-            pending.extend(value.values())
-        elif isinstance(value, list):
-            pending.extend(value)
-        else:
-            yield value
-
-
+@lru_cache(maxsize=1024)
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "other"
 
 
-def _short(digest: str) -> str:
-    return digest.removeprefix("sha256:")[:16]
+@lru_cache(maxsize=1024)
+def _short_digest(pairs: tuple[tuple[str, str | None], ...]) -> str:
+    return digest_of(dict(pairs)).removeprefix("sha256:")[:16]

@@ -5,61 +5,64 @@
 What is read is data from elsewhere: taken only if it is whole, unaltered, valid, filed where it belongs and possible.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
 import autotune
-from autotune.atomic import replacing
 from autotune.errors import InvalidInput
-from autotune.frozen import TRIAL_PROTOCOL_VERSION
 from autotune.schema import HardwareProfile, TrainingPlan
-from autotune.sharing.files import KEY, Files, LocalFiles, open_files
+from autotune.sharing.files import Files, LocalFiles, open_files
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, Record, parse_record, record_of
 
 MAX_RECORDS = 100_000
 """In one store or file."""
-MAX_TRANSFER_BYTES = 1 << 30
-"""Of new records in one push, pull or import: more than any team has measured, less than a disk."""
 BATCH = 64
 """Files asked for at once; object stores answer them side by side."""
-LINE = re.compile(rb'\{"name":"(?P<name>[0-9a-f]{64})","record":(?P<record>\{.*\})\}\r?\n?')
-"""Of an exported file. The record's bytes stay as they are: they are what its name stands for."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One record's place in a store, known without opening it."""
 
-    hard: str
-    architecture: str
-    work: str
-    name: str
+    key: str
+    """Path inside the store."""
     size: int
 
     @property
     def folder(self) -> str:
         """Folder inside the store."""
-        return f"{self.hard}/{self.architecture}/{self.work}"
+        return self.key.rpartition("/")[0]
 
     @property
-    def key(self) -> str:
-        """Path inside the store."""
-        return f"{self.folder}/{self.name}.json"
+    def name(self) -> str:
+        """The record's name, as far as its file tells the truth."""
+        return self.key.rpartition("/")[2].removesuffix(".json")
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A file that was not taken, and why."""
+class Found:
+    """The bytes of one record with what is in them."""
 
     name: str
-    reason: str
+    content: bytes
+    record: Record | None
+    damage: str = ""
+    """Why there is no record in them."""
+    key: str = ""
+    """Path inside a store."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why nobody should take it: what is damaged, or cannot be true."""
+        if self.record is None:
+            return self.damage
+        reasons = implausible(self.record)
+        return f"{self.name[:12]} cannot be true: {reasons[0]}" if reasons else None
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,8 @@ class Merged:
 
     new: int
     present: int
-    refused: tuple[Refused, ...]
-
-
-Found = tuple[str, bytes, Record | DamagedRecord]
-"""A name, the bytes under it, and the record in them or why there is none."""
+    refused: tuple[str, ...]
+    """Why each was not taken, with its name."""
 
 
 class Store:
@@ -81,8 +81,8 @@ class Store:
     def __init__(self, files: Files) -> None:
         self.files, self.where = files, files.where
 
-    def entries(self) -> tuple[Entry, ...]:
-        """Every record's place, in a fixed order; opens no file.
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of every record by its path; opens no file.
 
         Raises:
             InvalidInput: there are more than any team could have measured.
@@ -91,47 +91,43 @@ class Store:
         sizes = self.files.sizes()
         if len(sizes) > MAX_RECORDS:
             raise InvalidInput(f"{self.where} has over {MAX_RECORDS} records", hint="prune it, or use several stores")
-        matches = ((KEY.fullmatch(key), size) for key, size in sorted(sizes.items()))
-        return tuple(Entry(**found.groupdict(), size=size) for found, size in matches if found)
+        return sizes
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every record by its key."""
-        return {entry.key: entry.size for entry in self.entries()}
+    def entries(self) -> tuple[Entry, ...]:
+        """Every record's place, in a fixed order; opens no file, raises what `sizes` does."""
+        return tuple(Entry(key, size) for key, size in sorted(self.sizes().items()))
 
-    def contents(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes, Record | DamagedRecord]]:
-        """The bytes of each entry with the record in them, or why there is none."""
-        todo = list(entries)
+    def contents(self, entries: Iterable[Entry] | None = None) -> Iterator[Found]:
+        """What is in each entry, or in all."""
+        todo = list(self.entries() if entries is None else entries)
         for start in range(0, len(todo), BATCH):
             batch = {entry.key: entry for entry in todo[start : start + BATCH]}
             sizes = {key: min(entry.size, MAX_RECORD_BYTES + 1) for key, entry in batch.items()}
             for key, content in self.files.read(sizes):
-                entry = batch[key]
+                name = batch[key].name
                 if isinstance(content, Exception):
-                    damage = DamagedRecord(f"{entry.name[:12]} cannot be read: {type(content).__name__}", hint="")
-                    yield entry, b"", damage
+                    damage = f"{name[:12]} cannot be read: {type(content).__name__}"
+                    yield Found(name, b"", None, damage, key)
                 else:
-                    yield entry, content, _record_or_damage(content, entry.name, entry.folder)
+                    yield examined(name, content, key)
 
-    def records(self, entries: Iterable[Entry] | None = None) -> Iterator[tuple[Entry, Record]]:
-        """The sound records among the entries, or among all."""
-        for entry, _, record in self.contents(self.entries() if entries is None else entries):
-            if isinstance(record, Record):
-                yield entry, record
+    def records(self, entries: Iterable[Entry] | None = None) -> Iterator[tuple[str, Record]]:
+        """The sound records among the entries, or among all, by name."""
+        return ((found.name, found.record) for found in self.contents(entries) if found.record)
 
     def take(self, found: Iterable[Found], there: Mapping[str, int]) -> Merged:
         """File what is sound, possible and not `there`, in batches: what was filed stays if a later batch fails."""
         new, present, refused = 0, 0, []
         batch: dict[str, bytes] = {}
-        for name, content, record in found:
-            if isinstance(record, DamagedRecord):
-                refused.append(Refused(name, record.message))
-            elif reasons := implausible(record):
-                refused.append(Refused(name, f"{name[:12]} cannot be true: {reasons[0]}"))
-            elif there.get(key := f"{record.folder}/{name}.json") == len(content):  # else absent, or cut off
+        for one in found:
+            if problem := one.problem:
+                refused.append(problem)
+                continue
+            if there.get(one.key) == len(one.content):  # else absent, or cut off
                 present += 1
-            else:
-                batch[key] = content
-                new += 1
+                continue
+            batch[one.key] = one.content
+            new += 1
             if len(batch) == BATCH:
                 self.files.write(batch)
                 batch = {}
@@ -146,22 +142,34 @@ class Store:
         self.files.write(absent)
         return len(absent)
 
-    def find(self, prefix: str) -> tuple[Entry, Record]:
-        """The one record whose name begins with `prefix`.
+    def find(self, prefix: str) -> tuple[str, Record]:
+        """The name that begins with `prefix`, and its record.
 
         Raises:
             InvalidInput: none does, or several do.
             DamagedRecord: its file is no record.
         """
-        found = [entry for entry in self.entries() if len(prefix) >= 4 and entry.name.startswith(prefix.lower())]
-        if len(found) != 1:
-            which = "no record begins" if not found else f"{len(found)} records begin"
+        entries = [entry for entry in self.entries() if len(prefix) >= 4 and entry.name.startswith(prefix.lower())]
+        if len(entries) != 1:
+            which = "no record begins" if not entries else f"{len(entries)} records begin"
             hint = "`autotune profiles list` shows their names; give at least 4 digits"
             raise InvalidInput(f"{which} with {prefix!r} in {self.where}", hint=hint)
-        ((entry, _, record),) = self.contents(found)
-        if isinstance(record, DamagedRecord):
-            raise record
-        return entry, record
+        (found,) = self.contents(entries)
+        if found.record is None:
+            raise DamagedRecord(found.damage, hint="`autotune profiles prune` deletes such files")
+        return found.name, found.record
+
+
+def examined(name: str, content: bytes, key: str = "") -> Found:
+    """What is in these bytes, that are said to be the record of this name (and to lie at this path)."""
+    try:
+        record = parse_record(content, name)
+    except DamagedRecord as error:
+        return Found(name, content, None, error.message, key)
+    place = f"{record.folder}/{name}.json"
+    if key not in ("", place):
+        return Found(name, content, None, f"{name[:12]} lies in a folder where it does not belong", key)
+    return Found(name, content, record, key=place)
 
 
 def open_store(url: str, **options: Any) -> Store:
@@ -192,127 +200,3 @@ def remember(plan: TrainingPlan, hardware: HardwareProfile) -> str:
     record = record_of(plan, hardware)
     own_store().add(record)
     return record.name
-
-
-def merge(source: Store, target: Store) -> Merged:
-    """File in `target` whatever `source` has more; only what is new there is read."""
-    there = target.sizes()
-    entries = source.entries()
-    wanted = [entry for entry in entries if there.get(entry.key) != entry.size]
-    _require_moderate(sum(min(entry.size, MAX_RECORD_BYTES) for entry in wanted), source.where)
-    found = ((entry.name, content, record) for entry, content, record in source.contents(wanted))
-    merged = target.take(found, there)
-    return Merged(merged.new, merged.present + len(entries) - len(wanted), merged.refused)
-
-
-def _require_moderate(num_bytes: int, where: str) -> None:
-    if num_bytes > MAX_TRANSFER_BYTES:
-        raise InvalidInput(f"{where} has {num_bytes / 2**30:.1f} GiB of new records", hint="no team has that many")
-
-
-def verify(store: Store) -> tuple[int, tuple[Refused, ...]]:
-    """How many records there are, and which are damaged, altered, misfiled or impossible."""
-    count, bad = 0, []
-    for count, (entry, _, record) in enumerate(store.contents(store.entries()), start=1):  # noqa: B007
-        if isinstance(record, DamagedRecord):
-            bad.append(Refused(entry.key, record.message))
-        elif reasons := implausible(record):
-            bad.append(Refused(entry.key, f"{entry.name[:12]} cannot be true: {reasons[0]}"))
-    return count, tuple(bad)
-
-
-def useless(store: Store, *, today: date, older_than_days: int | None = None) -> Iterator[tuple[Entry, str]]:
-    """What `prune` would delete, and why: of another trial protocol, damaged, too old, or superseded.
-
-    A newer record of the same machine, versions and work supersedes one of no more trials.
-    """
-    fullest: dict[tuple[object, ...], tuple[str, int]] = {}
-    sound: list[tuple[Entry, Record]] = []
-    for entry, _, record in store.contents(store.entries()):
-        if isinstance(record, DamagedRecord):
-            yield entry, record.message
-        else:
-            sound.append((entry, record))
-    for entry, record in sorted(sound, key=lambda pair: (pair[1].measured_on, len(pair[1].trials)), reverse=True):
-        newer, most = fullest.get(_subject(record), ("", 0))
-        if record.machine.hard_keys.get("trial_protocol") != str(TRIAL_PROTOCOL_VERSION):
-            yield entry, f"{entry.name[:12]} was measured by another trial protocol"
-        elif len(record.trials) <= most:
-            yield entry, f"{entry.name[:12]} is superseded by {newer[:12]}"
-        elif older_than_days is not None and record.measured_on < today - timedelta(days=older_than_days):
-            yield entry, f"{entry.name[:12]} is of {record.measured_on}"
-        else:
-            fullest[_subject(record)] = (entry.name, len(record.trials))
-
-
-def prune(store: Store, *, older_than_days: int | None = None, dry_run: bool = False) -> tuple[str, ...]:
-    """Delete what is useless; one line for each, saying why."""
-    today = datetime.now(UTC).date()
-    found = tuple(useless(store, today=today, older_than_days=older_than_days))
-    for entry, _ in () if dry_run else found:
-        store.files.delete(entry.key)
-    return tuple(reason for _, reason in found)
-
-
-def export_to(store: Store, file: Path) -> int:
-    """Write all sound records into one file of JSON lines; how many."""
-    count = 0
-    with replacing(file) as part, part.open("wb") as lines:
-        for entry, content, record in store.contents(store.entries()):
-            if isinstance(record, Record):
-                lines.write(b'{"name":"' + entry.name.encode() + b'","record":' + content + b"}\n")
-                count += 1
-    return count
-
-
-def import_from(file: Path, store: Store) -> Merged:
-    """File the records of a file that `export_to` wrote; what is wrong is refused by line, the rest is taken.
-
-    Raises:
-        InvalidInput: the file cannot be read.
-    """
-    try:
-        _require_moderate(file.stat().st_size, str(file))
-        with file.open("rb") as lines:
-            return store.take(_found_in(lines), store.sizes())
-    except OSError as error:
-        raise InvalidInput(f"cannot read {file}: {error.strerror}", hint="give a file of `profiles export`") from error
-
-
-def _found_in(lines: Any) -> Iterator[Found]:
-    longest = MAX_RECORD_BYTES + 128
-    for number in range(1, MAX_RECORDS + 2):
-        line = lines.readline(longest + 1)
-        if not line:
-            return
-        if number > MAX_RECORDS or len(line) > longest:
-            yield f"line {number}", b"", DamagedRecord(f"line {number} and what follows is too much", hint="")
-            return
-        yield _found_on(line, number)
-
-
-def _found_on(line: bytes, number: int) -> Found:
-    matched = LINE.fullmatch(line)
-    if matched is None:
-        return f"line {number}", b"", DamagedRecord(f"line {number} is no exported record", hint="")
-    name, content = matched["name"].decode(), matched["record"]
-    return name, content, _record_or_damage(content, name)
-
-
-def _record_or_damage(content: bytes, name: str, folder: str | None = None) -> Record | DamagedRecord:
-    try:
-        record = parse_record(content, name)
-    except DamagedRecord as error:
-        return error
-    if folder not in (None, record.folder):
-        return DamagedRecord(
-            f"{name[:12]} lies in a folder where it does not belong", hint="move it back, or delete it"
-        )
-    return record
-
-
-def _subject(record: Record) -> tuple[object, ...]:
-    """What a newer record of the same replaces."""
-    machine = record.machine
-    versions = machine.versions.model_copy(update={"python": "", "driver": None})
-    return record.folder, machine.device_name, machine.total_memory_bytes, versions, record.workload

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from autotune.atomic import write_whole
 from autotune.schema import Frozen
-from autotune.sharing.record import Record
+from autotune.sharing.record import Record, class_of
 from autotune.sharing.store import Store
 
 
@@ -37,7 +37,7 @@ def summaries(store: Store) -> tuple[Summary, ...]:
     index = _read(path)
     entries = store.entries()
     unseen = [entry for entry in entries if entry.name not in index]
-    fresh = {entry.name: _summary(entry.name, entry.work, record) for entry, record in store.records(unseen)}
+    fresh = {name: _summary(name, record) for name, record in store.records(unseen)}
     if fresh:
         index |= fresh
         write_whole(path, _Index.dump_json(index).decode())
@@ -52,13 +52,13 @@ def _read(path: Path) -> dict[str, Summary]:
         return {}
 
 
-def _summary(name: str, work: str, record: Record) -> Summary:
+def _summary(name: str, record: Record) -> Summary:
     return Summary(
         name=name,
         measured_on=record.measured_on.isoformat(),
         device_name=record.machine.device_name,
         family=record.workload.model.family,
-        work=work,
+        work=class_of(record.workload),
         settings=record.settings.label(),
         num_trials=len(record.trials),
         step_seconds=record.expected.step_seconds,

@@ -15,12 +15,7 @@ ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 def save_trained(
     path: Path, model: TrainingModel, optimizer: AdapterOptimizer, plan: TrainingPlan, training_steps: int
 ) -> None:
-    """Write the fp32 master weights of the adapter under the keys that diffusers loads, whole or not at all."""
-    from peft.utils import get_peft_model_state_dict
-
-    masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
-    named = {name: masters[id(p)].detach() for name, p in model.transformer.named_parameters() if id(p) in masters}
-    state = get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER)
+    """Write what `plan` trained; see `save_masters`."""
     workload = plan.frozen.workload
     info = AdapterInfo(
         model=workload.model.name,
@@ -29,4 +24,14 @@ def save_trained(
         alpha=workload.lora_alpha,
         training_steps=training_steps,
     )
+    save_masters(path, model, optimizer, info)
+
+
+def save_masters(path: Path, model: TrainingModel, optimizer: AdapterOptimizer, info: AdapterInfo) -> None:
+    """Write the fp32 master weights of the adapter under the keys that diffusers loads, whole or not at all."""
+    from peft.utils import get_peft_model_state_dict
+
+    masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
+    named = {name: masters[id(p)].detach() for name, p in model.transformer.named_parameters() if id(p) in masters}
+    state = get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER)
     save_adapter(path, state, info)

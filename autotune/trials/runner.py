@@ -1,19 +1,33 @@
-"""The parent's side of trials: starts warm children, hands them candidates, and survives whatever they do."""
+"""The parent's side of trials: starts warm children, hands them requests, and survives whatever they do."""
 
 import contextlib
+import dataclasses
+import math
 import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+from autotune.cost.memory import process_overhead_bytes
+from autotune.hardware.memory import LEAST_MARGIN_BYTES, shares_host_memory, usual_reserve
 from autotune.knobs.registry import KNOBS
-from autotune.schema import Candidate, Choice, TrialResult, Workload
-from autotune.trials.worker import TrialRequest, serve
+from autotune.prediction import Prediction
+from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, TrialResult, Workload
+from autotune.trials.lock import DeviceLock, lock_path
+from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
+from autotune.trials.phases import RehearsalRequest
+from autotune.trials.steps import TrialRequest
+from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_floor_bytes
+from autotune.trials.worker import Allowance, Failure, Request, serve
 
 STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
@@ -23,7 +37,9 @@ STEADY_STEPS = 3
 class _Child:
     process: ForkServerProcess
     requests: Connection
-    load_key: tuple[Choice, ...]
+    key: tuple[Choice, ...]
+    available_before: int
+    """What the host had when the child started."""
 
 
 @dataclass
@@ -35,6 +51,12 @@ class ProcessTrialRunner:
         device: torch's name of the device.
         memory_cap_bytes: what a trial may take.
         timeout_seconds: limit of one trial, loading included.
+        predict: what is expected of a candidate; without it no spill is told by its step time.
+        watchdog: ends a child before the host suffers.
+        lock: held from the first trial to the end, or until another search wants a turn between two trials.
+        reserve_bytes: left of what a card has free when a child starts.
+        mark_cap: whether results say that the user, not the device, decided the cap.
+        shares_memory: whether what the device takes is the host's; None for what the device's name suggests.
     """
 
     model: str
@@ -43,75 +65,196 @@ class ProcessTrialRunner:
     memory_cap_bytes: int
     timeout_seconds: float = 600.0
     num_steps: int = STEADY_STEPS
+    predict: Callable[[Candidate], Prediction] | None = None
+    watchdog: Watchdog | None = None
+    lock: DeviceLock | None = None
+    reserve_bytes: int = LEAST_MARGIN_BYTES
+    mark_cap: bool = False
+    shares_memory: bool | None = None
     _child: _Child | None = field(default=None, init=False)
+    _ran: list[tuple[TrialResult, Timed]] = field(default_factory=list, init=False)
     _log: Path = field(init=False)
 
     def __post_init__(self) -> None:
         handle, name = tempfile.mkstemp(prefix="autotune-trial-", suffix=".log")
         os.close(handle)
         self._log = Path(name)
+        if self.watchdog is None:
+            self.watchdog = Watchdog(usual_floor_bytes(self.device))
+        if self.shares_memory is None:
+            self.shares_memory = not self.device.startswith("cuda")
+
+    @classmethod
+    def on(
+        cls,
+        hardware: HardwareProfile,
+        model: str,
+        workload: Workload,
+        *,
+        predict: Callable[[Candidate], Prediction] | None = None,
+    ) -> "ProcessTrialRunner":
+        """For trials on this machine's device: within its budget, under its lock."""
+        device = hardware.device
+        overhead = 0 if shares_host_memory(device.memory_kind) else process_overhead_bytes(hardware)
+        return cls(
+            model=model,
+            workload=workload,
+            device=f"cuda:{device.index}" if device.kind == "cuda" else device.kind,
+            memory_cap_bytes=device.budget_bytes - overhead,
+            predict=predict,
+            lock=DeviceLock(lock_path(device)),
+            reserve_bytes=LEAST_MARGIN_BYTES
+            + usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display),
+            mark_cap=device.budget_set_by_user,
+            shares_memory=shares_host_memory(device.memory_kind),
+        )
 
     def run(self, candidate: Candidate) -> TrialResult:
-        """Run the candidate in a child that has, or loads, what it needs."""
-        child = self._child_for(candidate)
-        request = TrialRequest(
+        """Run the candidate in a child that has, or loads, what it needs.
+
+        Raises:
+            AutotuneError: another search has the device and does not end.
+        """
+        best = min((result for result, _ in self._ran), key=_seconds, default=None)
+        request = self._request(candidate, TrialRequest, hopeless_seconds=hopeless_seconds(best))
+        key = tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)
+        return self.judged(candidate, self.ask(request, key))
+
+    def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
+        """Run a candidate that has won through every phase of a run, and until its steps are steady.
+
+        Where that takes longer than a trial may, what is known after training stands, and the message says so.
+
+        Raises:
+            AutotuneError: another search has the device and does not end.
+        """
+        self.close_child()  # phases are measured from an empty device on
+        request = self._request(candidate, RehearsalRequest, caching=caching, most_seconds=most_seconds)
+        answer = self.ask(request)
+        if isinstance(answer, Failure) and answer.outcome == "timeout" and answer.so_far is not None:
+            known = ", ".join(phase.name for phase in answer.so_far.phases)
+            answer = _changed(answer.so_far, message=f"confirmed as far as {known}: {answer.message}")
+        return _changed(self.judged(candidate, answer), confirms=True)
+
+    def _request(self, candidate: Candidate, kind: type[TrialRequest], **more: Any) -> TrialRequest:
+        return kind(
             model=self.model,
             workload=self.workload,
             candidate=candidate,
             device=self.device,
             num_steps=self.num_steps,
-            memory_cap_bytes=self.memory_cap_bytes,
+            **more,
         )
-        log_start = self._log.stat().st_size
-        try:
-            child.requests.send(request)
-            if not child.requests.poll(self.timeout_seconds):
-                self.close_child()
-                return TrialResult(
-                    candidate=candidate, outcome="timeout", message=f"no answer within {self.timeout_seconds:.0f} s"
-                )
-            result: TrialResult = child.requests.recv()
-        except (EOFError, OSError):
-            return self._died(child, candidate, log_start)
-        if result.outcome not in ("ok", "numerics"):
+
+    def judged(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
+        """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""
+        mark = self.memory_cap_bytes if self.mark_cap else None
+        if isinstance(answer, Failure):
             self.close_child()
+            return TrialResult(
+                candidate=candidate,
+                outcome=answer.outcome,
+                message=answer.message,
+                host_memory_bytes=answer.host_memory_bytes,
+                memory_cap_bytes=mark,
+            )
+        result = _changed(answer, memory_cap_bytes=mark)
+        seconds = result.median_step_seconds
+        if result.outcome != "ok" or seconds is None:
+            return result
+        now = Timed(seconds, self.predict(candidate).step_seconds) if self.predict else Timed(seconds, seconds)
+        why = spilled(result, now, [timed for _, timed in self._ran], self.memory_cap_bytes)
+        if why:
+            self.close_child()
+            return _changed(result, outcome="spill", message=why)
+        self._ran.append((result, now))
         return result
 
-    def _died(self, child: _Child, candidate: Candidate, log_start: int) -> TrialResult:
+    def ask(self, request: Request, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None) -> Any:
+        """What a child with that `key` answers to the request, or the Failure; after one the child is gone.
+
+        Raises:
+            AutotuneError: another search has the device and does not end.
+        """
+        child = self._child_for(key)
+        log_start = self._log.stat().st_size
+        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        so_far = None
+        try:
+            child.requests.send(request)
+            for final, answer in self._answers(child, limit):
+                if final:
+                    break
+                so_far = answer
+        except (EOFError, OSError):
+            answer = self._death(child, log_start)
+        if isinstance(answer, Failure):
+            self.close_child()
+            answer = dataclasses.replace(answer, so_far=so_far)
+        if self.lock and self.lock.is_wanted():
+            self.close_child()  # the other must find the device empty
+            self.lock.give_back()
+        return answer
+
+    def _answers(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
+        """(is final, answer) as they come, while the host lives and time is left."""
+        assert self.watchdog is not None
+        deadline = time.monotonic() + limit_seconds
+        while True:
+            if child.requests.poll(WATCH_SECONDS):
+                yield child.requests.recv()
+            elif alarm := self.watchdog.alarm():
+                yield True, Failure("oom", alarm)
+            elif time.monotonic() > deadline:
+                yield True, Failure("timeout", f"no answer within {limit_seconds:.0f} s")
+
+    def _death(self, child: _Child, log_start: int) -> Failure:
         child.process.join(timeout=10)
         code = child.process.exitcode
-        self.close_child()
         if code == -signal.SIGKILL:
-            return TrialResult(
-                candidate=candidate, outcome="oom", message="killed by the system, most likely out of host memory"
-            )
+            return Failure("oom", "killed by the system, most likely out of host memory")
         with self._log.open("rb") as log:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
         last = f": {lines[-1][:200]}" if lines else ""
-        return TrialResult(candidate=candidate, outcome="crash", message=f"the trial process died, {cause}{last}")
+        return Failure("crash", f"the trial process died, {cause}{last}")
 
-    def _child_for(self, candidate: Candidate) -> _Child:
-        key = tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)
-        if self._child and (self._child.load_key != key or not self._child.process.is_alive()):
+    def _cap_bytes(self) -> int:
+        """What a trial may take now: on shared memory never what the watchdog would end it for."""
+        assert self.watchdog is not None
+        if not self.shares_memory:  # the child asks the card itself
+            return self.memory_cap_bytes
+        return max(0, min(self.memory_cap_bytes, self.watchdog.available() - self.watchdog.floor_bytes))
+
+    def _child_for(self, key: tuple[Choice, ...]) -> _Child:
+        if self._child and (self._child.key != key or not self._child.process.is_alive()):
             self.close_child()
         if self._child is None:
+            if self.lock:
+                self.lock.take()
+            assert self.watchdog is not None
+            available = self.watchdog.available()
+            allowance = Allowance(self.device, self._cap_bytes(), self.reserve_bytes)
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["autotune.trials.preload"])
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, str(self._log)), name="autotune-trial")
+            process = context.Process(target=serve, args=(theirs, str(self._log), allowance), name="autotune-trial")
             with _imports_kept_quiet(self._log):
                 process.start()
             theirs.close()
-            self._child = _Child(process, ours, key)
+            self._child = _Child(process, ours, key, available)
         return self._child
 
     def close_child(self) -> None:
-        """End the child and everything it started."""
+        """End the child and everything it started, and wait until the host has its memory back."""
         child, self._child = self._child, None
         if child is None:
             return
+        assert self.watchdog is not None
+        wanted = child.available_before
+        if self.device == "cpu":  # exactly known, however much others take meanwhile
+            wanted = self.watchdog.available() + _private_bytes(child.process.pid)
         child.requests.close()
         child.process.join(timeout=0.5)
         if child.process.is_alive() and child.process.pid is not None:
@@ -120,13 +263,32 @@ class ProcessTrialRunner:
             child.process.kill()
             child.process.join()
         child.process.close()
+        self.watchdog.wait_for_return(wanted)
 
     def __enter__(self) -> "ProcessTrialRunner":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close_child()
+        if self.lock:
+            self.lock.give_back()
         self._log.unlink(missing_ok=True)
+
+
+def _seconds(result: TrialResult) -> float:
+    return result.median_step_seconds or math.inf
+
+
+def _changed(result: TrialResult, **changes: object) -> TrialResult:
+    return TrialResult.model_validate({**dict(result), **changes})
+
+
+def _private_bytes(process_id: int | None) -> int:
+    """What the system gets back when the process ends."""
+    try:
+        return int(psutil.Process(process_id).memory_full_info().uss)
+    except psutil.Error:
+        return 0
 
 
 @contextlib.contextmanager

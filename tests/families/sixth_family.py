@@ -16,6 +16,7 @@ class StableDiffusion3(Family):
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
     transformer_config = {}  # noqa: RUF012
+    tiny_config = {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128}  # noqa: RUF012
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     defaults = Defaults(
         rank=16,

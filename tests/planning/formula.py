@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from autotune.cost.parallel import Parallel
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
-from autotune.planning import case, outlook, sealing
+from autotune.planning import case, freeze, outlook, sealing
 from autotune.prediction import PhaseMemory, Prediction
 from autotune.schema import CachingSettings, Candidate, ModelSpec, Reason, TrialResult
 
@@ -67,19 +68,21 @@ class FormulaPredictor:
         )
 
 
-def _resolve(model: str) -> ResolvedModel:
-    """Of a known name, without building it."""
-    family = family_named(model)
-    spec = ModelSpec(family=model, architecture="sha256:0", num_parameters=6 * 10**9, num_blocks=50, name=model)
-    return ResolvedModel(family, family.transformer_config, spec, None)
-
-
 @contextmanager
-def by_formula() -> Iterator[None]:
-    """Planning that predicts by formula, and builds no model: torch is never imported."""
+def by_formula(num_blocks: int = 50) -> Iterator[None]:
+    """Planning that predicts by formula and builds no model: torch is never imported."""
+
+    def resolve(model: str) -> ResolvedModel:
+        family = family_named(model)
+        spec = ModelSpec(
+            family=model, architecture="sha256:0", num_parameters=6 * 10**9, num_blocks=num_blocks, name=model
+        )
+        return ResolvedModel(family, family.transformer_config, spec, None)
+
     with pytest.MonkeyPatch.context() as patch:
         for module in (case, outlook, sealing):
             patch.setattr(module, "Predictor", FormulaPredictor)
         for module in (case, sealing):
-            patch.setattr(module, "resolve_model", _resolve)
+            patch.setattr(module, "resolve_model", resolve)
+        patch.setattr(freeze, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0))
         yield

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError
+from autotune.sharing.exchange import merge, verify
 from autotune.sharing.files import LocalFiles
-from autotune.sharing.store import Store, merge, open_store, verify
+from autotune.sharing.store import Store, open_store
 from autotune.sharing.summary import summaries
 from tests.sharing.conftest import git
 from tests.sharing.examples import fill, record, several

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from autotune.sharing.exchange import verify
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import MAX_CONSIDERED, broken_promise, first_candidates, known, priors, survey
-from autotune.sharing.store import Store, own_store, remember, shipped_store, verify
+from autotune.sharing.store import Store, own_store, remember, shipped_store
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import TRIALS, fill, machine, plan, record
 

@@ -7,8 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune.cli import app
+from autotune.sharing.exchange import merge, verify
 from autotune.sharing.files import LocalFiles, Unreachable
-from autotune.sharing.store import Store, merge, open_store, own_store, verify
+from autotune.sharing.store import Store, open_store, own_store
 from tests.sharing.examples import several
 from tests.sharing.s3_server import Faults
 

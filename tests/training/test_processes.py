@@ -16,8 +16,8 @@ from autotune.plan_file import write_plan
 from autotune.training.metrics import read_metrics
 from autotune.training.prepare import prepare
 from autotune.training.processes import join
-from autotune.training.sharding import is_sharded
 from autotune.training.save import ADAPTER_FILE, save_trained
+from autotune.training.sharding import is_sharded
 from tests.training.conftest import CPU, Bench
 
 

@@ -22,5 +22,7 @@ print(list(asked), "bitsandbytes" in sys.modules, torch.cuda.is_available(), has
 
 
 def test_no_import_asks_the_gpu_anything_that_starts_cuda():
-    done = subprocess.run([sys.executable, "-c", PRETEND_A_GPU], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PRETEND_A_GPU], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.splitlines()[-1] == "[] False True 0"

@@ -4,47 +4,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from autotune.demo import draw_images
-from autotune.families.registry import family_named
-from autotune.families.resolve import resolve_model
-from autotune.schema import Bucket, Candidate, Workload
+from autotune.schema import Candidate
 from autotune.trials.runner import ProcessTrialRunner
-
-GIB = 2**30
-FIRST = Candidate(micro_batch_size=1, checkpointed_blocks=5, precision="fp32")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trial")
-    family_named("qwen-image").write_small_pipeline(folder / "model", draw_images(folder / "images"), seed=0)
-    return folder / "model"
-
-
-def workload(model: Path, side_px: int = 64) -> Workload:
-    return Workload(
-        model=resolve_model(str(model)).spec,
-        resolution_px=side_px,
-        buckets=(Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=12),),
-        max_text_tokens=12,
-        text_padding="masked",
-        rank=4,
-        lora_alpha=4.0,
-        targets="attention",
-        effective_batch_size=4,
-    )
-
-
-@pytest.fixture
-def runner(model: Path) -> Iterator[ProcessTrialRunner]:
-    with ProcessTrialRunner(str(model), workload(model), "cpu", memory_cap_bytes=8 * GIB) as runner:
-        yield runner
+from tests.trials.conftest import FIRST, GIB, workload
 
 
 def child(runner: ProcessTrialRunner) -> psutil.Process:
@@ -76,17 +43,17 @@ def test_the_same_learning_whatever_the_micro_batch_and_backend(runner: ProcessT
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
 
-def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(model: Path) -> None:
-    large = workload(model, side_px=1024)
-    with ProcessTrialRunner(str(model), large, "cpu", memory_cap_bytes=GIB) as runner:
+def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(small_model: Path) -> None:
+    large = workload(small_model, side_px=1024)
+    with ProcessTrialRunner(str(small_model), large, "cpu", memory_cap_bytes=GIB) as runner:
         result = runner.run(FIRST.model_copy(update={"checkpointed_blocks": 0}))
         assert result.outcome == "oom", result
-        runner.memory_cap_bytes, runner.workload = 8 * GIB, workload(model)
+        runner.memory_cap_bytes, runner.workload = 8 * GIB, workload(small_model)
         assert runner.run(FIRST).outcome == "ok"
 
 
-def test_a_hanging_trial_times_out_and_its_child_is_gone(model: Path) -> None:
-    with ProcessTrialRunner(str(model), workload(model), "cpu", 8 * GIB, timeout_seconds=600) as runner:
+def test_a_hanging_trial_times_out_and_its_child_is_gone(small_model: Path) -> None:
+    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 8 * GIB, timeout_seconds=600) as runner:
         assert runner.run(FIRST).outcome == "ok"
         stopped = child(runner)
         stopped.send_signal(signal.SIGSTOP)
@@ -123,8 +90,8 @@ def test_a_backend_that_refuses_masks_is_named_not_hidden(runner: ProcessTrialRu
     assert "mask" in result.message
 
 
-def test_leaving_the_runner_leaves_no_child_and_no_log(model: Path) -> None:
-    with ProcessTrialRunner(str(model), workload(model), "cpu", 8 * GIB) as runner:
+def test_leaving_the_runner_leaves_no_child_and_no_log(small_model: Path) -> None:
+    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 8 * GIB) as runner:
         assert runner.run(FIRST).outcome == "ok"
         running = child(runner)
         log = runner._log

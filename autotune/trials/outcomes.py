@@ -1,0 +1,82 @@
+"""What a trial amounts to: which failures are which outcome, when a step spilled, when it may stop early. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autotune.schema import Outcome, TrialResult
+
+CLIFF = 3.0
+"""A step this many times slower than everything foretells has left the device's memory: spilling costs 5 to 20 times,
+a wrong prediction that was right about other settings seldom 3."""
+NEAR_BUDGET = 0.85
+"""Of what a trial may take: nothing spills that needs less."""
+CLEARLY_SLOWER = 1.25
+"""Times the best: a settled trial would not change the order."""
+SPREADS = 4.0
+"""Spreads of the best trial's steps that `clearly` takes on a noisy machine."""
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "resource temporarily unavailable")
+"""What errors of other types say then; the last is what starting a thread under a cap on memory says."""
+
+
+def classify(error: BaseException) -> Outcome:
+    """The outcome that an exception amounts to."""
+    import torch
+
+    from autotune.training.quality import QualityMissed
+
+    if isinstance(error, QualityMissed):
+        return "numerics"
+    text = str(error).lower()
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "oom"
+    if any(words in text for words in OUT_OF_MEMORY):
+        return "oom"
+    if isinstance(error, NotImplementedError | ImportError) or "not supported" in text or "not implemented" in text:
+        return "unsupported"
+    return "crash"
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, and the notes on where it happened."""
+    lines = str(error).strip().splitlines()
+    where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return (lines[0][:200] if lines else "no message") + where
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A trial that ran, and what was predicted for it at that time."""
+
+    seconds: float
+    predicted_seconds: float
+
+
+def spilled(result: TrialResult, now: Timed | None, earlier: Sequence[Timed], cap_bytes: int) -> str | None:
+    """Why a trial that ran must have gone beyond the device's memory; None when nothing says so.
+
+    Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap. Steps are then far slower
+    than predicted, and than what earlier trials say about predictions; all are of the same effective batch.
+    """
+    if result.allocator_retries:
+        times = "once" if result.allocator_retries == 1 else f"{result.allocator_retries} times"
+        return f"the allocator ran out and started over {times}: a longer run would run out"
+    near = (result.peak_memory_bytes or 0) >= NEAR_BUDGET * cap_bytes
+    if now is None or not near or not earlier:
+        return None
+    slowest = max(timed.seconds for timed in earlier)
+    ratio = now.seconds / now.predicted_seconds
+    usual = max(1.0, *(timed.seconds / timed.predicted_seconds for timed in earlier))
+    if ratio < CLIFF * usual or now.seconds < CLIFF * slowest:
+        return None
+    return f"a step took {now.seconds:.3g} s, {ratio:.1f} times what was predicted, at the edge of memory: it spilled"
+
+
+def hopeless_seconds(best: TrialResult | None) -> float | None:
+    """Steps slower than this cannot win against `best`, noise included; None where nothing has run."""
+    median = best.median_step_seconds if best else None
+    if best is None or median is None:
+        return None
+    ordered = sorted(best.step_seconds)
+    spread = (ordered[-1 - len(ordered) // 4] - ordered[len(ordered) // 4]) / median
+    return median * max(CLEARLY_SLOWER, 1 + SPREADS * spread)

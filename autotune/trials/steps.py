@@ -1,0 +1,203 @@
+"""A trial in the child: load what the candidate needs, take real steps, tell how long and how large they were."""
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autotune.schema import Candidate, TrialResult, Workload
+from autotune.trials.worker import peak_host_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from autotune.training.model import TrainingModel
+    from autotune.training.step import StepOutcome
+
+SETTLED_SPREAD = 0.1
+"""Of the median: steps whose middle half differs by more are repeated, as on a machine that others use."""
+MOST_REPEATS = 4
+COMPARED_STEP = 3
+"""Of the steady ones: its loss is kept, so that losses of trials compare however many steps each took."""
+EXTRA_SECONDS = 5.0
+"""No further steps once the timed ones have taken this long."""
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """One candidate to run for a few steps."""
+
+    model: str
+    """What the user calls the model."""
+    workload: Workload
+    candidate: Candidate
+    device: str
+    num_steps: int
+    """Steady optimizer steps to time."""
+    hopeless_seconds: float | None = None
+    """A first steady step slower than this ends the trial: others are clearly faster."""
+
+    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> TrialResult:
+        """Run the candidate on the model in `kept`, which is loaded where it is not."""
+        if "loaded" not in kept:
+            kept["loaded"] = load(self)
+        loaded: Loaded = kept["loaded"]
+        steps = Steps(loaded, self.workload, self.candidate)
+        try:
+            return steps.result(self.goes_on)
+        finally:
+            del steps
+            _release(loaded.model.device)
+
+    def goes_on(self, times: list[float]) -> bool:
+        """Whether another step is worth its time after steady ones of `times` seconds."""
+        if times and self.hopeless_seconds is not None and min(times) > self.hopeless_seconds:
+            return False
+        return len(times) < self.num_steps or _unsettled(times, self.num_steps)
+
+
+def _unsettled(times: list[float], num_steps: int) -> bool:
+    """Whether the steps disagree so much that a few more are worth their time."""
+    middle = sorted(times)[len(times) // 4 : -(len(times) // 4) or None]
+    disagree = max(middle) - min(middle) > SETTLED_SPREAD * middle[len(middle) // 2]
+    return disagree and len(times) < MOST_REPEATS * num_steps and sum(times) < EXTRA_SECONDS
+
+
+@dataclass
+class Loaded:
+    """A model in memory, shared by candidates that differ only in settings that need no reload."""
+
+    model: "TrainingModel"
+    samples: "list[dict[str, torch.Tensor]]"
+    initial: "list[torch.Tensor]"
+    """Values of the adapter that every candidate begins with."""
+    seconds: float
+    peak_bytes: int | None
+    """Device memory while loading; None on CPU, where the process's memory tells."""
+
+
+def load(request: TrialRequest) -> Loaded:
+    """Load the transformer as the candidate wants it, with an adapter and random samples."""
+    import torch
+
+    from autotune.families.resolve import resolve_model
+    from autotune.training.model import load_model, synthetic_samples
+
+    device, workload = torch.device(request.device), request.workload
+    started = time.perf_counter()
+    resolved = resolve_model(request.model)
+    model = load_model(resolved, workload, request.candidate, device, seed=0)
+    count = workload.effective_batch_size
+    samples = synthetic_samples(resolved.family, resolved.config, workload, count, model.dtype)
+    initial = [parameter.detach().clone() for parameter in model.adapter]
+    seconds = time.perf_counter() - started
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Loaded(model, samples, initial, seconds, peak)
+
+
+class Steps:
+    """One candidate's steps, on training's own step function."""
+
+    def __init__(self, loaded: Loaded, workload: Workload, candidate: Candidate) -> None:
+        from autotune.training.model import apply_settings
+        from autotune.training.step import AdapterOptimizer
+
+        model = self.model = loaded.model
+        self.loaded, self.workload, self.candidate = loaded, workload, candidate
+        self.retries_before = _allocator_retries(model.device)
+        apply_settings(model, candidate)
+        for parameter, value in zip(model.adapter, loaded.initial, strict=True):
+            parameter.data.copy_(value)
+            parameter.grad = None
+        self.optimizer = AdapterOptimizer(model.adapter, learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1.0)
+        size, samples = candidate.micro_batch_size, loaded.samples
+        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+        self.batches = [
+            {name: tensor.to(model.device) for name, tensor in model.family.collate(group).items()} for group in groups
+        ]
+        self.step_number = 0
+
+    def result(self, goes_on: Callable[[list[float]], bool]) -> TrialResult:
+        """Take steps while `goes_on` of the steady ones' seconds, at least one, and tell all about them."""
+        # The first step allocates the optimizer's state; the second is measured for memory, which can slow it down.
+        _, first = self.timed()
+        peak, second = self.measured()
+        times: list[float] = []
+        losses: list[float] = []
+        while not times or goes_on(times):
+            outcome, seconds = self.timed()
+            losses.append(outcome.loss)
+            times.append(seconds)
+        final_loss = losses[min(len(losses), COMPARED_STEP) - 1]
+        reason = self.broken(outcome)
+        return TrialResult(
+            candidate=self.candidate,
+            outcome="numerics" if reason else "ok",
+            step_seconds=tuple(times),
+            warmup_seconds=(first, second),
+            load_seconds=self.loaded.seconds,
+            load_peak_memory_bytes=self.loaded.peak_bytes,
+            peak_memory_bytes=peak,
+            allocator_retries=_allocator_retries(self.model.device) - self.retries_before,
+            host_memory_bytes=peak_host_bytes(),
+            quantization_error=self.model.quantization_error,
+            final_loss=final_loss if math.isfinite(final_loss) else None,
+            message=reason or "",
+        )
+
+    def step(self) -> "StepOutcome":
+        """Take one optimizer step."""
+        from autotune.training.step import optimizer_step
+
+        self.step_number += 1
+        return optimizer_step(
+            self.model.family,
+            self.model.transformer,
+            self.optimizer,
+            self.batches,
+            effective_batch_size=self.workload.effective_batch_size,
+            seed=0,
+            step=self.step_number,
+        )
+
+    def timed(self) -> "tuple[StepOutcome, float]":
+        """Take one and tell its seconds. The loss is read back inside, so the device has finished when it returns."""
+        started = time.perf_counter()
+        outcome = self.step()
+        return outcome, time.perf_counter() - started
+
+    def measured(self) -> tuple[int, float]:
+        """Take one and tell its peak of memory in bytes, and its seconds."""
+        from autotune.training.memory import live_tensors, peak_memory_bytes
+
+        batches = [tensor for batch in self.batches for tensor in batch.values()]
+        live = [*live_tensors(self.model.transformer, self.optimizer), *batches]
+        started = time.perf_counter()
+        peak = peak_memory_bytes(self.model.device, live, self.step)
+        return peak, time.perf_counter() - started
+
+    def broken(self, outcome: "StepOutcome") -> str | None:
+        """Why what was computed cannot be training: a non-finite loss, or layers that never moved."""
+        if not math.isfinite(outcome.loss):
+            return "the loss is not finite"
+        unmoved = sum(1 for master in self.optimizer.masters if not self.optimizer.adamw.state.get(master))
+        if outcome.gradient_norm == 0 or unmoved:
+            return f"no gradient reached {unmoved or 'any'} adapter tensors: this attention has no backward pass"
+        return None
+
+
+def _release(device: "torch.device") -> None:
+    """Give back what the candidate held: the next one must not find the allocator full of its blocks."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _allocator_retries(device: "torch.device") -> int:
+    import torch
+
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0

@@ -1,0 +1,42 @@
+"""A small model for trials, and runners on it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune.demo import draw_images
+from autotune.families.registry import family_named
+from autotune.families.resolve import resolve_model
+from autotune.schema import Bucket, Candidate, Workload
+from autotune.trials.runner import ProcessTrialRunner
+
+GIB = 2**30
+FIRST = Candidate(micro_batch_size=1, checkpointed_blocks=5, precision="fp32")
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trial")
+    family_named("qwen-image").write_small_pipeline(folder / "model", draw_images(folder / "images"), seed=0)
+    return folder / "model"
+
+
+def workload(model: Path, side_px: int = 64) -> Workload:
+    return Workload(
+        model=resolve_model(str(model)).spec,
+        resolution_px=side_px,
+        buckets=(Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=12),),
+        max_text_tokens=12,
+        text_padding="masked",
+        rank=4,
+        lora_alpha=4.0,
+        targets="attention",
+        effective_batch_size=4,
+    )
+
+
+@pytest.fixture
+def runner(small_model: Path) -> Iterator[ProcessTrialRunner]:
+    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", memory_cap_bytes=8 * GIB) as runner:
+        yield runner

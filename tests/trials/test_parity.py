@@ -1,0 +1,141 @@
+"""Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.families.registry import FAMILIES, family_named
+from autotune.families.resolve import resolve_model
+from autotune.hardware.probe import probe
+from autotune.knobs.attention import Attention
+from autotune.knobs.base import Parity, Setting, parity_gate
+from autotune.knobs.registry import KNOBS
+from autotune.schema import Candidate, Choice, Gate, HardwareProfile, ModelSpec
+from autotune.search.space import search_space
+from autotune.trials import parity
+from autotune.trials.gradients import GradientRequest, relative_error
+from autotune.trials.worker import Failure
+from tests.builders import workload
+
+CHOICES: dict[str, tuple[Choice, ...]] = {
+    "precision": ("fp32", "bf16"),
+    "attention": ("native", "_native_math", "_native_flash"),
+    "quantization": ("none", "torchao-int8", "torchao-fp8"),
+    "checkpointed_blocks": (0, 1, 2),
+}
+
+
+def request_of(family_name: str, **settings: object) -> GradientRequest:
+    family = family_named(family_name)
+    spec = ModelSpec(family=family_name, architecture="x", num_parameters=1, num_blocks=2, name="x")
+    work = workload(model=spec, num_control_images=1 if family.max_controls else 0, text_padding="exact")
+    return GradientRequest(
+        family=family_name,
+        config={**family.transformer_config, **family.tiny_config},
+        workload=parity.small_work(family, work),
+        candidate=Candidate.model_validate({"micro_batch_size": 2, "checkpointed_blocks": 0, **settings}),
+        device="cpu",
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> None:
+    kept: dict[str, object] = {}
+    for name, choices in CHOICES.items():
+        knob = next(knob for knob in KNOBS if knob.name == name)
+        for choice in choices:
+            if rule := knob.parity(choice):
+                precision = str(choice) if name == "precision" else "fp32"
+                request = request_of(family, **{"precision": precision, name: rule.runs})
+                error = request.perform(kept, lambda _: None)
+                assert error <= rule.tolerance, f"{name} {choice}: {error}"
+
+
+def test_a_backend_that_loses_gradients_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def no_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: object) -> torch.Tensor:
+        return plain(query.detach(), key.detach(), value.detach(), **named)  # type: ignore[arg-type]
+
+    kept: dict[str, object] = {}
+    request = request_of("qwen-image", precision="fp32", attention="native")
+    assert request.perform(kept, lambda _: None) < 1e-6
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", no_backward)
+    assert request.perform(kept, lambda _: None) > 0.3
+
+
+def test_a_missing_gradient_is_wrong_by_all_of_itself() -> None:
+    one = torch.ones(3)
+    assert relative_error([one, None], [one, one]) == pytest.approx(0.5**0.5)
+    assert relative_error([one, one], [one, None]) == 0.0
+    assert relative_error([None], [torch.zeros(3)]) == float("inf")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    spec = resolve_model("qwen-image").spec
+    return Setting(probe(quick=True), family_named("qwen-image"), workload(model=spec))
+
+
+def prove(setting: Setting, **choices: tuple[Choice, ...]) -> HardwareProfile:
+    asked = {"precision": ("fp32",), **choices}
+    return parity.proven(setting, asked, resolve_model("qwen-image"))
+
+
+def test_verdicts_come_from_a_child_once_and_are_then_kept(here: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = {"attention": CHOICES["attention"], "quantization": ("none", "torchao-int8")}
+    first = prove(here, **choices)
+    gates = {gate.name: gate for gate in first.gates if gate.name.startswith("parity.")}
+    assert set(gates) == {
+        parity_gate(*pair)
+        for pair in (("attention", "_native_math"), ("attention", "_native_flash"), ("quantization", "torchao-int8"))
+    }
+    assert all(gate.available and "differ by" in gate.reason for gate in gates.values())
+    monkeypatch.setattr(parity, "ProcessTrialRunner", None)  # no child is needed any more
+    assert prove(here, **choices).gates == first.gates
+    assert first.fingerprint == here.hardware.fingerprint
+
+
+def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(here: Setting) -> None:
+    gate = Gate(name=parity_gate("attention", "_native_math"), available=False, reason="adapter gradients differ by 1")
+    hardware = HardwareProfile.model_validate({**dict(here.hardware), "gates": (*here.hardware.gates, gate)})
+    space = search_space(Setting(hardware, here.family, here.workload))
+    assert "_native_math" not in space.choices["attention"]
+    assert {"_native_math": gate.reason}.items() <= {r.choice: r.reason for r in space.rejected["attention"]}.items()
+
+
+def ask_for(answer: "float | Failure") -> Callable[[GradientRequest], "float | Failure"]:
+    return lambda request: answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "available", "kept", "words"),
+    [
+        (0.001, True, True, "differ by 0.001"),
+        (0.9, False, True, "differ by 0.9"),
+        (float("inf"), False, True, "not finite"),
+        (float("nan"), False, True, "not finite"),
+        (Failure("crash", "SIGSEGV"), False, True, "SIGSEGV"),
+        (Failure("timeout", "no answer"), False, False, "no answer"),
+        (Failure("oom", "full"), False, False, "full"),
+    ],
+)
+def test_verdicts(answer: "float | Failure", available: bool, kept: bool, words: str) -> None:
+    rule = Attention().parity("_native_math")
+    assert isinstance(rule, Parity)
+    request = request_of("qwen-image")
+    gate, lasting = parity.verdict("attention", rule, "fp32", ask_for(answer), lambda candidate: request)
+    assert (gate.available, lasting) == (available, kept)
+    assert words in gate.reason
+
+
+def test_a_damaged_file_of_verdicts_is_found_out_again(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts.json"
+    parity._keep(path, Gate(name="parity.a.b", available=True, reason="x"))
+    assert set(parity._kept(path)) == {"parity.a.b"}
+    path.write_text(path.read_text() + "{")
+    assert parity._kept(path) == {}

@@ -1,0 +1,88 @@
+"""The host survives a child that takes its memory: the parent sees it and ends the child with all it started."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.watchdog import Watchdog, available_bytes, usual_floor_bytes
+from autotune.trials.worker import Failure
+from tests.trials.conftest import FIRST, GIB, workload
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Grab:
+    """Takes host memory without end, after starting a process of its own."""
+
+    pids: str
+
+    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> None:
+        import numpy as np
+
+        sleeper = subprocess.Popen(["sleep", "600"])
+        Path(self.pids).write_text(str(sleeper.pid))
+        held = []
+        for _ in range(256):  # 16 GiB at most, should the watchdog fail
+            held.append(np.ones(64 * MIB, dtype=np.uint8))
+            time.sleep(0.02)
+
+
+def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model: Path, tmp_path: Path) -> None:
+    watchdog = Watchdog(floor_bytes=0)
+    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 64 * GIB, watchdog=watchdog) as runner:
+        before = available_bytes()
+        watchdog.floor_bytes = before - 600 * MIB
+        answer = runner.ask(Grab(str(tmp_path / "pid")))
+        assert isinstance(answer, Failure)
+        result = runner.judged(FIRST, answer)
+        assert result.outcome == "oom"
+        assert "the host had" in result.message
+        assert "the trial was ended" in result.message
+        sleeper = int((tmp_path / "pid").read_text())
+        assert not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE
+        watchdog.floor_bytes = 0
+        assert runner.run(FIRST).outcome == "ok"
+
+
+def test_nothing_is_tried_beyond_what_the_watchdog_would_allow(small_model: Path) -> None:
+    """The allocator's own cap comes first: the watchdog is for what no cap holds."""
+    watchdog = Watchdog(floor_bytes=3 * GIB, available=lambda: 4 * GIB)
+    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 64 * GIB, watchdog=watchdog) as runner:
+        assert runner._cap_bytes() == GIB
+
+
+def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:
+    assert 0 < usual_floor_bytes("cpu") <= 2 * GIB
+    assert usual_floor_bytes("cuda:0") <= available_bytes() // 4 + 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("readings", "looks"),
+    [
+        ([10 * GIB], 1),  # it is there already
+        ([1 * GIB, 4 * GIB, 10 * GIB], 3),  # it comes back
+    ],
+)
+def test_the_next_trial_waits_for_memory_to_return(readings: list[int], looks: int) -> None:
+    seen: list[int] = []
+
+    def available() -> int:
+        seen.append(readings[min(len(seen), len(readings) - 1)])
+        return seen[-1]
+
+    Watchdog(0, available).wait_for_return(10 * GIB)
+    assert len(seen) == looks
+
+
+def test_what_someone_else_took_meanwhile_is_not_waited_for() -> None:
+    started = time.monotonic()
+    Watchdog(0, lambda: GIB).wait_for_return(10 * GIB)
+    assert time.monotonic() - started < 2
