@@ -31,7 +31,7 @@ Prior = Literal["good", "bad"]
 BIAS: Mapping[Prior, tuple[float, float]] = {"good": (0.10, 0.03), "bad": (0.35, 0.25)}
 """One sigma of the logarithm by which the prior is wrong about speed and about memory."""
 
-DEVELOPMENT_BASES = (("flux1-dev", "nvidia-rtx-3090"), ("kandinsky5-image-lite", "nvidia-rtx-3090"))
+DEVELOPMENT_BASES = (("flux1-dev", "nvidia-rtx-3090"), ("qwen-image", "nvidia-l40s"))
 BASES = (
     ("qwen-image", "nvidia-h100-sxm"),
     ("flux1-dev", "nvidia-rtx-4090"),

