@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from autotune.errors import DoesNotFit
 from autotune.knobs.base import Setting
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
@@ -80,6 +81,16 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
     if plan.frozen.settings.micro_batch_size > share:
         misfits.append(f"processes: each gets {share} image(s) per step, less than a micro-batch")
     return tuple(misfits)
+
+
+def require_fit(misfits: tuple[str, ...]) -> None:
+    """Raise DoesNotFit when there is any misfit, naming the first and counting the rest."""
+    if misfits:
+        more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
+        raise DoesNotFit(
+            f"the plan does not fit: {misfits[0]}{more}",
+            hint="see all with `autotune check PLAN`; make one for this machine and data with `autotune plan`",
+        )
 
 
 def _pixels(bucket: Bucket) -> int:

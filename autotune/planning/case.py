@@ -16,7 +16,6 @@ from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search.space import SearchSpace, search_space, without
 from autotune.training.describe import describe_workload, require_even_shares
-from autotune.training.processes import device_misfits
 from autotune.weights.errors import BadWeights
 from autotune.weights.sources import open_source, weights_in
 
@@ -110,9 +109,13 @@ def _resolved(question: Question) -> tuple[ResolvedModel, tuple[str, ...]]:
 
 def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
     """Each process has a device of its own, but on CPU they share the memory."""
+    if question.num_processes == 1:
+        return hardware
+    from autotune.training.processes import device_misfits  # imports torch
+
     if question.here and (misfits := device_misfits(question.num_processes, hardware)):
         raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
-    if hardware.device.kind != "cpu" or question.num_processes == 1:
+    if hardware.device.kind != "cpu":
         return hardware
     return with_budget(hardware, hardware.device.budget_bytes // question.num_processes)
 

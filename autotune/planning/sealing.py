@@ -11,15 +11,13 @@ from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.families.resolve import parts_of, resolve_model
-from autotune.fit import key_misfits, model_misfits
+from autotune.fit import key_misfits, model_misfits, require_fit
 from autotune.plan_file import read_plan, seal, write_plan
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.surroundings import Run, Surroundings
 from autotune.schema import Candidate, FrozenPart, HardwareProfile, Reason, TrainingPlan, TrialResult
 from autotune.search.study import search_cost_seconds, timed
 from autotune.search.winner import measured_scores, winner_of
-from autotune.training.prepare import require_fit
-from autotune.training.processes import device_misfits
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 
@@ -53,7 +51,7 @@ def seal_on_arrival(
     Raises:
         DoesNotFit: neither its settings nor its fallbacks run here.
     """
-    require_fit((*key_misfits(plan, hardware), *device_misfits(plan.frozen.hardware.num_processes, hardware)))
+    require_fit(key_misfits(plan, hardware))
     around, model = around or Surroundings(), resolve_model(plan.job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
     planned = plan.frozen.hardware

