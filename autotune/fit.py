@@ -46,7 +46,7 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
 
 def _memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     planned = plan.frozen.hardware
-    needed = plan.frozen.expected.peak_memory_bytes + plan.frozen.expected.process_memory_bytes
+    needed = plan.frozen.expected.required_memory_bytes
     if planned.device_kind == "cpu":
         needed *= planned.num_processes  # they share it
     budget = hardware.device.budget_bytes

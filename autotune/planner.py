@@ -10,19 +10,28 @@ from dataclasses import dataclass
 
 import optuna
 
+from autotune.hardware.memory import shares_host_memory
 from autotune.plan_file import seal
 from autotune.planning.case import Case, case_of
+from autotune.planning.confirming import LEAST_SECONDS, SHARE_OF_SEARCH, confirmed_winner, unverified_rung
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.outlook import larger_batch_advice
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
-from autotune.search.residual import ResidualSearch
+from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
 from autotune.search.storage import opened_study, safe_words
-from autotune.search.study import Limits, freeze, frozen_plan, run_search, search_cost_seconds
-from autotune.search.winner import fallbacks_of, measured_scores, predicted_scores, reasons_for, require_winner
+from autotune.search.study import Limits, freeze, frozen_plan, run_search, search_cost_seconds, timed
+from autotune.search.winner import (
+    fallbacks_of,
+    measured_scores,
+    predicted_scores,
+    promised_scores,
+    reasons_for,
+    require_winner,
+)
 from autotune.sharing.advice import NO_ADVICE, Advice, advise
 from autotune.sharing.query import Survey
 
@@ -31,7 +40,10 @@ from autotune.sharing.query import Survey
 class Events:
     """Where progress is told."""
 
+    on_machine: Callable[[HardwareProfile], None] = lambda hardware: None
+    on_left_out: Callable[[tuple[str, ...]], None] = lambda lines: None
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
+    on_note: Callable[[str], None] = lambda note: None
     on_survey: Callable[[Survey], None] = lambda survey: None
     on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
@@ -58,9 +70,13 @@ def make_plan(
         AutotuneError: the study's storage failed.
     """
     events, around = events or Events(), around or Surroundings()
-    case = case_of(question, hardware, needs_weights=around.needs_weights)
-    events.on_space(case.space, case.workload)
-    if not case.can_be_tried:
+    case = case_of(question, hardware, around)
+    events.on_machine(case.hardware)
+    events.on_left_out(case.left_out)
+    for note in case.notes:
+        events.on_note(note)
+    events.on_space(case.space, case.work_of_all)
+    if not case.can_try:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
         events.on_predictions(predictions)
         return _plan(case, around.autotune_version, predictions)
@@ -70,6 +86,8 @@ def make_plan(
         if settled is None:
             advice = _advice(case, around, events)
             trials = _search(case, around, advice, study, events)
+            if not advice.kept(trials):  # else a record has confirmed them
+                trials = _confirmed(case, around, trials, events)
             plan = _plan(case, around.autotune_version, (), trials, advice)
             settled = freeze(study, plan.model_dump_json())
     made = TrainingPlan.model_validate_json(settled)
@@ -80,8 +98,8 @@ def make_plan(
 def _advice(case: Case, around: Surroundings, events: Events) -> Advice:
     if not case.question.use_profiles:
         return NO_ADVICE
-    found = around.survey(case.trained_on, case.share)
-    found, advice = advise(found, case.space.candidates, case.budget_bytes, case.share, case.cost)
+    found = around.survey(case.trained_on, case.workload)
+    found, advice = advise(found, case.space.candidates, case.budget_bytes, case.workload, case.cost)
     events.on_survey(found)
     return advice
 
@@ -97,18 +115,40 @@ def _search(
         lessons=advice.lessons,
         first=advice.first,
         objective=case.workload.objective,
+        ascending=shares_host_memory(case.hardware.device.memory_kind),
     )
     limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
-    with around.trials(question.model, case.trained_on, case.share) as run:
+    with around.trials(question.model, case.cost) as run:
 
         def tell_and_run(candidate: Candidate) -> TrialResult:
             events.on_start(candidate)
             return run(candidate)
 
         trials = run_search(search, tell_and_run, limits, events.on_trial, enough=advice.kept, study=study)
+        rung = None if advice.kept(trials) else unverified_rung(trials, case)
+        if rung is not None:
+            trials = (*trials, timed(tell_and_run, rung))
+            events.on_trial(trials[-1])
     for doubt in advice.doubts(trials):
         events.on_doubt(doubt)
     return trials
+
+
+def _confirmed(
+    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], events: Events
+) -> tuple[TrialResult, ...]:
+    question = case.question
+    limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
+    seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * limits.allowed_seconds(best_seconds(trials)))
+
+    def rehearse(candidate: Candidate) -> TrialResult | None:
+        events.on_start(candidate)
+        longer = around.rehearse(question.model, case.cost, candidate, seconds)
+        if longer:
+            events.on_trial(longer)
+        return longer
+
+    return confirmed_winner(trials, case, rehearse)
 
 
 def _plan(
@@ -120,18 +160,18 @@ def _plan(
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
-    scores = measured_scores(trials) if case.can_be_tried else predicted_scores(predictions, case.budget_bytes)
-    best = require_winner(scores, objective, case.relaxation)
+    scores = measured_scores(trials) if case.can_try else predicted_scores(predictions, case.budget_bytes)
+    best = require_winner(promised_scores(trials) if trials else scores, objective, case.relaxation)
     scores += measured_scores(advice.evidence(trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=autotune_version,
         hardware=planned_hardware(case.hardware, case.cost.parallel),
-        workload=case.workload,
+        workload=case.work_of_all,
         settings=best.candidate,
         caching=caching,
-        expected=expected(best, trials, case.cost, case.workload),
+        expected=expected(best, trials, case.cost, case.work_of_all, case.job, case.question.price_per_hour),
         reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=advice.records,

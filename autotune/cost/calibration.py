@@ -8,7 +8,7 @@ Recognition and Machine Learning, section 3.3).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +32,9 @@ NOISE = {"time": 0.03, "memory": 0.005}
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
     """The terms that a candidate has: the offset and one per choice that changes how a step runs."""
+    rare = {"compiles": candidate.compile != "off", "swaps": candidate.swapped_blocks > 0}
     return (
+        *(name for name, does in rare.items() if does),
         OFFSET,
         f"quantization={candidate.quantization}",
         f"attention={candidate.attention}",
@@ -74,7 +76,7 @@ class Posterior:
         return Posterior(self.prior, self.index, tuple(weight * mean for mean in self.mean), _rows(covariance))
 
 
-def _rows(matrix: "NDArray[np.float64]") -> tuple[tuple[float, ...], ...]:
+def _rows(matrix: "NDArray[np.floating[Any]]") -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in matrix.tolist())
 
 

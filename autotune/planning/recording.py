@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from autotune.atomic import write_whole
+from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput
 from autotune.planning.surroundings import Run, Surroundings
 from autotune.schema import Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload
@@ -81,7 +82,8 @@ def _parsed(kind: Any, data: object) -> Any:
 
 def replayed(recording: Recording) -> Surroundings:
     """Surroundings in which everything goes as it went then."""
-    results = {trial.candidate: trial for trial in recording.trials}
+    results = {trial.candidate: trial for trial in recording.trials if not trial.confirms}
+    confirmed = {trial.candidate: trial for trial in recording.trials if trial.confirms}
 
     def run(candidate: Candidate) -> TrialResult:
         if candidate not in results:
@@ -93,7 +95,7 @@ def replayed(recording: Recording) -> Surroundings:
         return TrialResult.model_validate({**dict(trial), "wall_seconds": trial.wall_seconds or 0.0})
 
     @contextmanager
-    def trials(model: str, hardware: HardwareProfile, workload: Workload) -> Iterator[Run]:
+    def trials(model: str, cost: Predictor) -> Iterator[Run]:
         yield run
 
     def survey(hardware: HardwareProfile, workload: Workload) -> Survey:
@@ -106,4 +108,11 @@ def replayed(recording: Recording) -> Surroundings:
             refused=(),
         )
 
-    return Surroundings(trials, survey, recording.autotune_version, needs_weights=False)
+    return Surroundings(
+        trials,
+        survey,
+        recording.autotune_version,
+        needs_weights=False,
+        prove=lambda setting, choices, model: setting.hardware,
+        rehearse=lambda model, cost, candidate, most_seconds: confirmed.get(candidate),
+    )

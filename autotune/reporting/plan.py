@@ -18,7 +18,8 @@ TRIAL_HEADER = (
 
 def trial_row(number: int, result: TrialResult) -> str:
     """One line per trial, aligned under TRIAL_HEADER."""
-    return _row(number, result.candidate, result.median_step_seconds, result.peak_memory_bytes, result.outcome)
+    verdict = "confirmed" if result.confirms and result.outcome == "ok" else result.outcome
+    return _row(number, result.candidate, result.median_step_seconds, result.peak_memory_bytes, verdict)
 
 
 def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes: int | None, verdict: str) -> str:
@@ -96,7 +97,7 @@ def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
     """The answer in a few lines: settings, speed, memory, total time."""
-    expected, job, hardware = plan.frozen.expected, plan.job, plan.frozen.hardware
+    expected, hardware = plan.frozen.expected, plan.frozen.hardware
     several = [f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"]
     return [
         *settings_lines(plan.frozen.settings, plan.frozen.workload.share(hardware.num_processes)),
@@ -105,21 +106,34 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",
         f"memory         {memory_text(expected.peak_memory_bytes)} at the peak of a step",
-        f"the job        {job.num_steps} steps in about {seconds_text(job.num_steps * expected.step_seconds)}",
+        job_line(plan),
         _search_line(plan),
         *_notes(plan),
     ]
 
 
+def job_line(plan: TrainingPlan) -> str:
+    """How long the job will take, from loading to the last checkpoint, and what it costs where the plan knows."""
+    cost = plan.job_cost
+    price = f", {cost:.2f} at {plan.frozen.expected.price_per_hour:.2f} an hour" if cost is not None else ""
+    return f"the job        {plan.job.num_steps} steps, {seconds_text(plan.job_seconds)} in all{price}"
+
+
 def _notes(plan: TrainingPlan) -> list[str]:
     indent = 15 * " "
-    return [line for text in plan.frozen.advice for line in wrap(f"{'note':<15}{text}", 79, subsequent_indent=indent)]
+    caps = [t.memory_cap_bytes for t in plan.frozen.trials if t.memory_cap_bytes is not None]
+    capped = [f"tried within {memory_text(max(caps))}, as you asked: never shared as evidence"] if caps else []
+    return [
+        line
+        for text in (*plan.frozen.advice, *capped)
+        for line in wrap(f"{'note':<15}{text}", 79, subsequent_indent=indent)
+    ]
 
 
 def _search_line(plan: TrainingPlan) -> str:
     if plan.frozen.expected.evidence == "predicted":
         return "the search     predictions alone; nothing has run"
-    count = len(plan.frozen.trials)
+    count = sum(not trial.confirms for trial in plan.frozen.trials)
     cost = f"{count} trial{'s' * (count > 1)} in {seconds_text(plan.frozen.search_seconds)}"
     return f"the search     {cost}{_saving(plan)}"
 

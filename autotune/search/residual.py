@@ -24,6 +24,12 @@ CAUTION = 1.0
 WORTHWHILE_GAIN = 0.03
 """The search stops when the best remaining candidate is not expected to save more than this share."""
 
+GROWTH = 1.5
+"""Times the largest that has run, that the next may be predicted to need on shared memory: predictions are corrected by
+every trial, and stay right that near to it."""
+SAFE_SHARE = 0.5
+"""Of the budget: what is predicted to need less may be wrong by a factor of two and still fits."""
+
 BROKEN = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
 
@@ -69,6 +75,7 @@ class ResidualSearch:
         budget_bytes: what a run may take on the device.
         lessons: what similar machines have learned, as far as trials here leave it believable.
         first: tried before all others, e.g. what won elsewhere.
+        ascending: never reach far beyond what has run: where memory is the host's, an over-allocation hangs it.
     """
 
     def __init__(
@@ -80,9 +87,10 @@ class ResidualSearch:
         lessons: Callable[[Sequence[TrialResult]], Sequence[Lesson]] = lambda results: (),
         first: Sequence[Candidate] = (),
         objective: Objective = "throughput",
+        ascending: bool = False,
     ) -> None:
         self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
-        self.lessons, self.first, self.objective = lessons, first, objective
+        self.lessons, self.first, self.objective, self.ascending = lessons, first, objective, ascending
 
     def next_candidate(
         self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
@@ -97,7 +105,8 @@ class ResidualSearch:
             return None
         if any(result.outcome == "ok" for result in results):
             unseen = self._unseen(tried)
-            return min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope)).candidate
+            best = min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope))
+            return (self._on_the_way(best, outlooks, results) if self.ascending else best).candidate
         return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
 
     def outlooks(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> list[Outlook]:
@@ -131,6 +140,17 @@ class ResidualSearch:
         if self.objective == "memory":
             return math.log(prediction.allocated_memory_bytes) - OPTIMISM * prediction.memory_uncertainty
         return math.log(prediction.step_seconds) - OPTIMISM * prediction.time_uncertainty
+
+    def _on_the_way(self, best: Outlook, outlooks: Sequence[Outlook], results: Sequence[TrialResult]) -> Outlook:
+        """`best` where it is within reach of what has run, else the largest that is: predictions err by factors."""
+        largest = max(self._required(result) for result in results if result.outcome == "ok")
+        reach = max(GROWTH * largest, SAFE_SHARE * self.budget_bytes)
+        if best.required_bytes <= reach:
+            return best
+        nearer = [outlook for outlook in outlooks if outlook.required_bytes <= reach]
+        if nearer:
+            return max(nearer, key=lambda outlook: outlook.required_bytes)
+        return min(outlooks, key=lambda outlook: outlook.required_bytes)
 
     def _unseen(self, tried: Collection[Candidate]) -> set[tuple[str, str]]:
         """Storages and backends that no trial has used: their names cannot be interpolated, so each gets one look."""

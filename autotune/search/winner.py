@@ -23,7 +23,12 @@ class Score:
 
 
 def measured_scores(results: Sequence[TrialResult]) -> list[Score]:
-    """From trials."""
+    """From trials; of a candidate that was tried again the last one counts, unless it only took too long."""
+    last: dict[Candidate, TrialResult] = {}
+    for result in results:
+        known = last.get(result.candidate)
+        if known is None or known.outcome != "ok" or result.outcome != "timeout":
+            last[result.candidate] = result
     return [
         Score(
             result.candidate,
@@ -31,8 +36,15 @@ def measured_scores(results: Sequence[TrialResult]) -> list[Score]:
             result.peak_memory_bytes or 0,
             None if result.outcome == "ok" else f"{result.outcome}: {result.message}",
         )
-        for result in results
+        for result in last.values()
     ]
+
+
+def promised_scores(results: Sequence[TrialResult]) -> list[Score]:
+    """What a winner is chosen from: candidates that longer trials confirmed, where there are any, else all."""
+    confirmed = {result.candidate for result in results if result.confirms and result.outcome == "ok"}
+    scores = measured_scores(results)
+    return [score for score in scores if score.candidate in confirmed] or scores
 
 
 def predicted_scores(predictions: Sequence[Prediction], budget_bytes: int) -> list[Score]:

@@ -184,7 +184,7 @@ def record_of(
         workload=_without_names(frozen.workload.share(processes)),  # what its trials ran
         settings=frozen.settings,
         expected=frozen.expected.model_copy(
-            update={"images_per_second": frozen.expected.images_per_second / processes}
+            update={"images_per_second": frozen.expected.images_per_second / processes, "phases": ()}
         ),
         trials=tuple(_bare(trial) for trial in frozen.trials),
         search_seconds=frozen.search_seconds,
@@ -261,10 +261,10 @@ def _bare(trial: TrialResult) -> TrialResult:
         load_seconds=trial.load_seconds,
         peak_memory_bytes=trial.peak_memory_bytes,
         allocator_retries=trial.allocator_retries,
+        confirms=trial.confirms,
         load_peak_memory_bytes=trial.load_peak_memory_bytes,
         host_memory_bytes=trial.host_memory_bytes,
         wall_seconds=trial.wall_seconds,
-        confirms=trial.confirms,
     )
 
 

@@ -32,7 +32,6 @@ class GradientRequest:
     """Shapes to run, small ones."""
     candidate: Candidate
     device: str
-    memory_cap_bytes: int
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> float:
         """Relative error against fp32 with native attention, nothing quantised, nothing recomputed."""
@@ -83,11 +82,11 @@ def _gradients(request: GradientRequest, plain: "nn.Module", candidate: Candidat
     import torch
 
     from autotune.families.adapter import add_adapter
+    from autotune.families.loss import flow_matching_loss
     from autotune.families.precision import cast_as_loaded
     from autotune.families.registry import family_named
     from autotune.knobs.precision import torch_dtype
     from autotune.knobs.registry import KNOBS
-    from autotune.training.step import drawn_loss
 
     family, dtype = family_named(request.family), torch_dtype(candidate.precision)
     transformer = copy.deepcopy(plain)
@@ -105,8 +104,15 @@ def _gradients(request: GradientRequest, plain: "nn.Module", candidate: Candidat
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
-    batch = {name: tensor.to(request.device, dtype) for name, tensor in _batch(request, family).items()}
-    drawn_loss(family, transformer, batch, (0, 1, 0), 1.0, "none").backward()  # type: ignore[no-untyped-call]
+    batch = {
+        name: tensor.to(request.device, dtype if tensor.is_floating_point() else None)
+        for name, tensor in _batch(request, family).items()
+    }
+    clean = batch["latents"]
+    noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)
+    # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings magnify the change.
+    sigmas = torch.linspace(0.25, 0.5, len(clean), device=clean.device)
+    flow_matching_loss(family, transformer, batch, noise, sigmas, "none").backward()  # type: ignore[no-untyped-call]
     return [None if p.grad is None else p.grad.double().cpu() for p in adapter]
 
 

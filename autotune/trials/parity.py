@@ -13,8 +13,10 @@ from pathlib import Path
 import platformdirs
 from pydantic import ValidationError
 
+from autotune import __version__
 from autotune.atomic import write_whole
 from autotune.families.base import Family
+from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Parity, Setting, parity_gate
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
@@ -22,8 +24,6 @@ from autotune.trials.gradients import GradientRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 
-VERSION = 1
-"""Of the check: a change of it forgets earlier verdicts."""
 MOST_TEXT_TOKENS = 77
 TIMEOUT_SECONDS = 120.0
 PASSING = ("timeout", "oom")
@@ -35,24 +35,22 @@ Ask = Callable[[GradientRequest], "float | Failure"]
 def proven(
     setting: Setting,
     choices: Mapping[str, Sequence[Choice]],
-    model: str,
-    config: Mapping[str, object],
-    on_wait: Callable[[str], None] = lambda message: None,
+    model: ResolvedModel,
 ) -> HardwareProfile:
-    """The machine with a gate for each of `choices` that changes what is computed, from a run here or from an earlier one.
+    """The machine with a gate for each of `choices` that changes what is computed, from now or from an earlier plan.
 
     Raises:
         AutotuneError: another search has the device and does not end.
     """
     hardware, family = setting.hardware, setting.family
     to_prove = _to_prove(choices)
-    tiny = {**config, **family.tiny_config}
-    path = _path(setting, tiny)
+    tiny = {**model.config, **family.tiny_config}
+    precision = str(choices["precision"][0])
+    path = _path(setting, tiny, precision)
     known = _kept(path)
     missing = [(name, parity) for name, parity in to_prove if parity_gate(name, parity.runs) not in known]
     if missing:
-        precision = str(choices["precision"][0])
-        with ProcessTrialRunner.on(hardware, model, setting.workload, on_wait=on_wait) as runner:
+        with ProcessTrialRunner.on(hardware, model.spec.name, setting.workload) as runner:
 
             def ask(request: GradientRequest) -> "float | Failure":
                 answer: float | Failure = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
@@ -112,7 +110,6 @@ def _requests(
             workload=Workload.model_validate(fields),
             candidate=candidate,
             device=runner.device,
-            memory_cap_bytes=runner.memory_cap_bytes,
         )
 
     return make
@@ -133,11 +130,12 @@ def small_work(family: Family, workload: Workload) -> Workload:
     return Workload.model_validate({**dict(workload), **changes})
 
 
-def _path(setting: Setting, tiny: Mapping[str, object]) -> Path:
+def _path(setting: Setting, tiny: Mapping[str, object], precision: str) -> Path:
     """Where verdicts on this machine, with these libraries, for this kind of work are kept."""
     work = small_work(setting.family, setting.workload).model_dump(mode="json", exclude={"model"})
     key = {
-        "version": VERSION,
+        "autotune": __version__,
+        "precision": precision,
         "machine": setting.hardware.fingerprint,
         "device": setting.hardware.device.name,
         "libraries": setting.hardware.versions.model_dump(mode="json"),

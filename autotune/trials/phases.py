@@ -1,7 +1,6 @@
 """A rehearsal of a whole run, in the child: every phase once with the real settings, and enough steps to be steady."""
 
 import contextlib
-import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.schema import CachingSettings, Candidate, TrialResult, Workload
+from autotune.schema import CachingSettings, TrialResult
 from autotune.trials.steps import Steps, TrialRequest, load
 
 if TYPE_CHECKING:
@@ -25,19 +24,14 @@ WORDS_PER_TOKEN = 0.5
 """Of the rehearsed caption: tokenizers split unusual words."""
 
 
-@dataclass(frozen=True)
-class RehearsalRequest:
+@dataclass(frozen=True, kw_only=True)
+class RehearsalRequest(TrialRequest):
     """One candidate to run through every phase: caching, loading, training, previews and saving.
 
     Without the model's files only loading (random weights), training and saving can be.
     """
 
-    model: str
-    workload: Workload
-    candidate: Candidate
     caching: CachingSettings
-    device: str
-    memory_cap_bytes: int
     most_seconds: float
     """No further steps after so much of training."""
 
@@ -45,6 +39,12 @@ class RehearsalRequest:
         """The result; what is known after each phase is told."""
         with tempfile.TemporaryDirectory(prefix="autotune-rehearsal-") as folder:
             return _Rehearsal(self, Path(folder), tell).run()
+
+    def goes_on(self, times: list[float]) -> bool:
+        """Until steps are steady, within the time there is."""
+        if len(times) < self.num_steps or (len(times) < LEAST_STEPS and sum(times) < self.most_seconds):
+            return True
+        return not _steady(times) and len(times) < MOST_STEPS and sum(times) < self.most_seconds
 
 
 class _Rehearsal:
@@ -57,7 +57,7 @@ class _Rehearsal:
         self.request, self.folder, self.tell = request, folder, tell
         self.device = torch.device(request.device)
         self.model: ResolvedModel = resolve_model(request.model)
-        self.watch: PhaseWatch = PhaseWatch(self.device)
+        self.watch = PhaseWatch(self.device)
         self.result: TrialResult | None = None
 
     def run(self) -> TrialResult:
@@ -66,17 +66,13 @@ class _Rehearsal:
         if self.model.folder is not None:
             with self._phase("caching"):
                 studio = self._cache(shot)
-        request = self.request
         with self._phase("loading"):
-            trial = TrialRequest(
-                request.model, request.workload, request.candidate, request.device, request.memory_cap_bytes, 0
-            )
-            loaded = load(trial)
+            loaded = load(self.request)
             if studio:
                 studio.attach(loaded.model.transformer)
         with self._phase("training"):
-            steps = Steps(loaded, request.workload, request.candidate)
-            self.result = self._train(steps)
+            steps = Steps(loaded, self.request.workload, self.request.candidate)
+            self.result = steps.result(self.request.goes_on)
         if studio:
             with self._phase("previews"):
                 studio.sample(shot)
@@ -97,10 +93,9 @@ class _Rehearsal:
 
     def _so_far(self) -> TrialResult:
         assert self.result is not None
-        phases = tuple(self.watch.peaks.values())
-        training = self.watch.peaks.get("training")
-        host = training.host_bytes if training else None
-        return TrialResult.model_validate({**dict(self.result), "phases": phases, "host_memory_bytes": host})
+        peaks = self.watch.peaks
+        known = {"confirms": True, "phases": tuple(peaks.values()), "host_memory_bytes": peaks["training"].host_bytes}
+        return TrialResult.model_validate({**dict(self.result), **known})
 
     def _shot(self) -> "Shot":
         """The largest shape of the workload, with a caption of about its length."""
@@ -120,6 +115,7 @@ class _Rehearsal:
         import torch
 
         from autotune.knobs.precision import torch_dtype
+        from autotune.training.data.cache import Cache
         from autotune.training.data.pixels import open_pixels
         from autotune.training.encoders import Encoders
         from autotune.training.preview import Studio
@@ -128,7 +124,7 @@ class _Rehearsal:
         dtype = torch_dtype(candidate.precision)
         encoders = Encoders(self.model, self.request.caching, dtype, self.device, candidate.loader)
         studio = Studio(encoders)
-        studio.learn([shot])
+        studio.learn([shot], Cache(self.folder / "cache"))
         pipeline = encoders.pipeline()
         controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in shot.control_paths]
         pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)
@@ -137,26 +133,6 @@ class _Rehearsal:
             family.encode_pixels(pipeline, pixels)
         encoders.release()
         return studio
-
-    def _train(self, steps: Steps) -> TrialResult:
-        _, first = steps.timed()
-        peak, second = steps.measured()
-        times: list[float] = []
-        while not _steady(times) and len(times) < MOST_STEPS and sum(times) < self.request.most_seconds:
-            outcome, seconds = steps.timed()
-            times.append(seconds)
-        reason = steps.broken(outcome)
-        return TrialResult(
-            candidate=self.request.candidate,
-            outcome="numerics" if reason else "ok",
-            confirms=True,
-            step_seconds=tuple(times),
-            warmup_seconds=(first, second),
-            peak_memory_bytes=peak,
-            allocator_retries=steps.allocator_retries(),
-            final_loss=outcome.loss if math.isfinite(outcome.loss) else None,
-            message=reason or "",
-        )
 
     def _save(self, steps: Steps) -> None:
         from autotune.training.save import ADAPTER_FILE, save_masters
@@ -175,7 +151,5 @@ class _Rehearsal:
 
 def _steady(times: list[float]) -> bool:
     """Whether the second half of the steps was as fast as the first: nothing warms up, throttles or grows."""
-    if len(times) < LEAST_STEPS:
-        return False
     first, second = (statistics.median(half) for half in (times[: len(times) // 2], times[len(times) // 2 :]))
     return abs(second - first) <= STEADY * first

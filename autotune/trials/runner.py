@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from autotune.cost.memory import process_overhead_bytes
-from autotune.hardware.memory import shares_host_memory
+from autotune.hardware.memory import LEAST_MARGIN_BYTES, shares_host_memory, usual_reserve
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
 from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, TrialResult, Workload
@@ -27,7 +27,7 @@ from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
 from autotune.trials.phases import RehearsalRequest
 from autotune.trials.steps import TrialRequest
 from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_floor_bytes
-from autotune.trials.worker import Failure, Request, serve
+from autotune.trials.worker import Allowance, Failure, Request, serve
 
 STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
@@ -53,7 +53,8 @@ class ProcessTrialRunner:
         timeout_seconds: limit of one trial, loading included.
         predict: what is expected of a candidate; without it no spill is told by its step time.
         watchdog: ends a child before the host suffers.
-        lock: held from the first trial to the end, so that no other search measures this one.
+        lock: held from the first trial to the end, or until another search wants a turn between two trials.
+        reserve_bytes: left of what a card has free when a child starts.
         mark_cap: whether results say that the user, not the device, decided the cap.
         shares_memory: whether what the device takes is the host's; None for what the device's name suggests.
     """
@@ -67,6 +68,7 @@ class ProcessTrialRunner:
     predict: Callable[[Candidate], Prediction] | None = None
     watchdog: Watchdog | None = None
     lock: DeviceLock | None = None
+    reserve_bytes: int = LEAST_MARGIN_BYTES
     mark_cap: bool = False
     shares_memory: bool | None = None
     _child: _Child | None = field(default=None, init=False)
@@ -90,9 +92,8 @@ class ProcessTrialRunner:
         workload: Workload,
         *,
         predict: Callable[[Candidate], Prediction] | None = None,
-        on_wait: Callable[[str], None] = lambda message: None,
     ) -> "ProcessTrialRunner":
-        """For trials on this machine's device: within its budget, under its lock; `on_wait` hears of other searches."""
+        """For trials on this machine's device: within its budget, under its lock."""
         device = hardware.device
         overhead = 0 if shares_host_memory(device.memory_kind) else process_overhead_bytes(hardware)
         return cls(
@@ -101,7 +102,9 @@ class ProcessTrialRunner:
             device=f"cuda:{device.index}" if device.kind == "cuda" else device.kind,
             memory_cap_bytes=device.budget_bytes - overhead,
             predict=predict,
-            lock=DeviceLock(lock_path(device), on_wait),
+            lock=DeviceLock(lock_path(device)),
+            reserve_bytes=LEAST_MARGIN_BYTES
+            + usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display),
             mark_cap=device.budget_set_by_user,
             shares_memory=shares_host_memory(device.memory_kind),
         )
@@ -113,15 +116,7 @@ class ProcessTrialRunner:
             AutotuneError: another search has the device and does not end.
         """
         best = min((result for result, _ in self._ran), key=_seconds, default=None)
-        request = TrialRequest(
-            model=self.model,
-            workload=self.workload,
-            candidate=candidate,
-            device=self.device,
-            memory_cap_bytes=self._cap_bytes(),
-            num_steps=self.num_steps,
-            hopeless_seconds=hopeless_seconds(best),
-        )
+        request = self._request(candidate, TrialRequest, hopeless_seconds=hopeless_seconds(best))
         key = tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)
         return self.judged(candidate, self.ask(request, key))
 
@@ -134,20 +129,22 @@ class ProcessTrialRunner:
             AutotuneError: another search has the device and does not end.
         """
         self.close_child()  # phases are measured from an empty device on
-        request = RehearsalRequest(
-            model=self.model,
-            workload=self.workload,
-            candidate=candidate,
-            caching=caching,
-            device=self.device,
-            memory_cap_bytes=self._cap_bytes(),
-            most_seconds=most_seconds,
-        )
+        request = self._request(candidate, RehearsalRequest, caching=caching, most_seconds=most_seconds)
         answer = self.ask(request)
         if isinstance(answer, Failure) and answer.outcome == "timeout" and answer.so_far is not None:
             known = ", ".join(phase.name for phase in answer.so_far.phases)
             answer = _changed(answer.so_far, message=f"confirmed as far as {known}: {answer.message}")
         return _changed(self.judged(candidate, answer), confirms=True)
+
+    def _request(self, candidate: Candidate, kind: type[TrialRequest], **more: Any) -> TrialRequest:
+        return kind(
+            model=self.model,
+            workload=self.workload,
+            candidate=candidate,
+            device=self.device,
+            num_steps=self.num_steps,
+            **more,
+        )
 
     def judged(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
         """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""
@@ -193,7 +190,10 @@ class ProcessTrialRunner:
             answer = self._death(child, log_start)
         if isinstance(answer, Failure):
             self.close_child()
-            return dataclasses.replace(answer, so_far=so_far)
+            answer = dataclasses.replace(answer, so_far=so_far)
+        if self.lock and self.lock.is_wanted():
+            self.close_child()  # the other must find the device empty
+            self.lock.give_back()
         return answer
 
     def _answers(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
@@ -235,10 +235,11 @@ class ProcessTrialRunner:
                 self.lock.take()
             assert self.watchdog is not None
             available = self.watchdog.available()
+            allowance = Allowance(self.device, self._cap_bytes(), self.reserve_bytes)
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["autotune.trials.preload"])
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, str(self._log)), name="autotune-trial")
+            process = context.Process(target=serve, args=(theirs, str(self._log), allowance), name="autotune-trial")
             with _imports_kept_quiet(self._log):
                 process.start()
             theirs.close()

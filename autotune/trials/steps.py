@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SETTLED_SPREAD = 0.1
 """Of the median: steps whose middle half differs by more are repeated, as on a machine that others use."""
 MOST_REPEATS = 4
+COMPARED_STEP = 3
+"""Of the steady ones: its loss is kept, so that losses of trials compare however many steps each took."""
 EXTRA_SECONDS = 5.0
 """No further steps once the timed ones have taken this long."""
 
@@ -32,7 +34,6 @@ class TrialRequest:
     workload: Workload
     candidate: Candidate
     device: str
-    memory_cap_bytes: int
     num_steps: int
     """Steady optimizer steps to time."""
     hopeless_seconds: float | None = None
@@ -45,39 +46,13 @@ class TrialRequest:
         loaded: Loaded = kept["loaded"]
         steps = Steps(loaded, self.workload, self.candidate)
         try:
-            return self._timed(steps, loaded)
+            return steps.result(self.goes_on)
         finally:
             del steps
             _release(loaded.model.device)
 
-    def _timed(self, steps: "Steps", loaded: "Loaded") -> TrialResult:
-        # The first step allocates the optimizer's state; the second is measured for memory, which can slow it down.
-        _, first = steps.timed()
-        peak, second = steps.measured()
-        times: list[float] = []
-        outcomes: list[StepOutcome] = []
-        while self._goes_on(times):
-            outcome, seconds = steps.timed()
-            outcomes.append(outcome)
-            times.append(seconds)
-        # Of the same step in every trial that took so many, however many repeats follow.
-        final_loss = outcomes[min(len(outcomes), self.num_steps) - 1].loss
-        reason = steps.broken(outcomes[-1])
-        return TrialResult(
-            candidate=self.candidate,
-            outcome="numerics" if reason else "ok",
-            step_seconds=tuple(times),
-            warmup_seconds=(first, second),
-            load_seconds=loaded.seconds,
-            load_peak_memory_bytes=loaded.peak_bytes,
-            peak_memory_bytes=peak,
-            allocator_retries=steps.allocator_retries(),
-            host_memory_bytes=peak_host_bytes(),
-            final_loss=final_loss if math.isfinite(final_loss) else None,
-            message=reason or "",
-        )
-
-    def _goes_on(self, times: list[float]) -> bool:
+    def goes_on(self, times: list[float]) -> bool:
+        """Whether another step is worth its time after steady ones of `times` seconds."""
         if times and self.hopeless_seconds is not None and min(times) > self.hopeless_seconds:
             return False
         return len(times) < self.num_steps or _unsettled(times, self.num_steps)
@@ -130,7 +105,7 @@ class Steps:
         from autotune.training.step import AdapterOptimizer
 
         model = self.model = loaded.model
-        self.workload = workload
+        self.loaded, self.workload, self.candidate = loaded, workload, candidate
         self.retries_before = _allocator_retries(model.device)
         apply_settings(model, candidate)
         for parameter, value in zip(model.adapter, loaded.initial, strict=True):
@@ -144,6 +119,34 @@ class Steps:
         ]
         self.step_number = 0
 
+    def result(self, goes_on: Callable[[list[float]], bool]) -> TrialResult:
+        """Take steps while `goes_on` of the steady ones' seconds, at least one, and tell all about them."""
+        # The first step allocates the optimizer's state; the second is measured for memory, which can slow it down.
+        _, first = self.timed()
+        peak, second = self.measured()
+        times: list[float] = []
+        losses: list[float] = []
+        while not times or goes_on(times):
+            outcome, seconds = self.timed()
+            losses.append(outcome.loss)
+            times.append(seconds)
+        final_loss = losses[min(len(losses), COMPARED_STEP) - 1]
+        reason = self.broken(outcome)
+        return TrialResult(
+            candidate=self.candidate,
+            outcome="numerics" if reason else "ok",
+            step_seconds=tuple(times),
+            warmup_seconds=(first, second),
+            load_seconds=self.loaded.seconds,
+            load_peak_memory_bytes=self.loaded.peak_bytes,
+            peak_memory_bytes=peak,
+            allocator_retries=_allocator_retries(self.model.device) - self.retries_before,
+            host_memory_bytes=peak_host_bytes(),
+            quantization_error=self.model.quantization_error,
+            final_loss=final_loss if math.isfinite(final_loss) else None,
+            message=reason or "",
+        )
+
     def step(self) -> "StepOutcome":
         """Take one optimizer step."""
         from autotune.training.step import optimizer_step
@@ -155,7 +158,6 @@ class Steps:
             self.optimizer,
             self.batches,
             effective_batch_size=self.workload.effective_batch_size,
-            timestep_shift=1.0,
             seed=0,
             step=self.step_number,
         )
@@ -175,10 +177,6 @@ class Steps:
         started = time.perf_counter()
         peak = peak_memory_bytes(self.model.device, live, self.step)
         return peak, time.perf_counter() - started
-
-    def allocator_retries(self) -> int:
-        """How often the caching allocator had to free what it held and try again."""
-        return _allocator_retries(self.model.device) - self.retries_before
 
     def broken(self, outcome: "StepOutcome") -> str | None:
         """Why what was computed cannot be training: a non-finite loss, or layers that never moved."""

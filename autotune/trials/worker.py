@@ -16,10 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from autotune.knobs.allocator import configure_allocator
 from autotune.schema import Outcome
-
-FREE_MARGIN_BYTES = 256 * 2**20
-"""Left of what a card has free, for what other processes take meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +31,25 @@ class Failure:
     """The last answer that was given before."""
 
 
-class Request(Protocol):
-    """Something to do in the child. Plain data: it crosses a process boundary."""
+@dataclass(frozen=True)
+class Allowance:
+    """What a child may take, whatever the machine would allow."""
 
     device: str
     """torch's name of the device, e.g. `cuda:0`."""
     memory_cap_bytes: int
-    """More than this and it is out of memory, whatever the machine would allow."""
+    reserve_bytes: int
+    """Left of what a card has free when the child starts."""
+
+
+class Request(Protocol):
+    """Something to do in the child. Plain data: it crosses a process boundary."""
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> Any:
         """The answer. `kept` lives as long as the child; `tell` gives what is known so far, should the end not come."""
 
 
-def serve(requests: Connection, log: str) -> None:
+def serve(requests: Connection, log: str, allowance: Allowance) -> None:
     """Answer requests until the parent closes the pipe: (True, answer), and before it any number of (False, so far)."""
     os.setpgid(0, 0)
     _redirect_output(log)
@@ -57,18 +61,20 @@ def serve(requests: Connection, log: str) -> None:
             request: Request = requests.recv()
         except EOFError:
             return
-        answer = _answer(request, kept, lambda so_far: requests.send((False, so_far)))
+        answer = _answer(request, kept, lambda so_far: requests.send((False, so_far)), allowance)
         requests.send((True, answer))
         if isinstance(answer, Failure):
             return
 
 
-def _answer(request: Request, kept: dict[str, Any], tell: Callable[[Any], None]) -> Any:
+def _answer(request: Request, kept: dict[str, Any], tell: Callable[[Any], None], allowance: Allowance) -> Any:
     from autotune.trials.outcomes import classify, one_line
 
     try:
         if "capped" not in kept:
-            cap_memory(request.device, request.memory_cap_bytes)
+            if candidate := getattr(request, "candidate", None):
+                configure_allocator(candidate.allocator)  # before the cap starts CUDA
+            cap_memory(allowance)
             kept["capped"] = True
         return request.perform(kept, tell)
     except BaseException as error:
@@ -95,19 +101,19 @@ def _require_preload() -> None:
         import autotune.trials.preload  # noqa: F401 - shows the error that the fork server swallowed
 
 
-def cap_memory(device_name: str, cap_bytes: int) -> None:
-    """Let this process take `cap_bytes` and, of a card, no more than is free now: others may have come since."""
+def cap_memory(allowance: Allowance) -> None:
+    """Let this process take no more than it may and, of a card, than is free now: others may have come since."""
     import torch
 
     from autotune.training.memory import make_current
 
-    device = torch.device(device_name)
+    device, cap_bytes = torch.device(allowance.device), allowance.memory_cap_bytes
     if device.type == "cuda":
         make_current(device)
         free, total = torch.cuda.mem_get_info(device)
         if torch.cuda.get_device_properties(device).is_integrated:
             free = total  # what is called free there leaves out what the kernel would give back; the parent looked
-        allowed = max(0, min(cap_bytes, free - FREE_MARGIN_BYTES))
+        allowed = max(0, min(cap_bytes, free - allowance.reserve_bytes))
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
     elif device.type == "mps":
         torch.mps.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.mps.recommended_max_memory()))

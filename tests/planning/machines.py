@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+from autotune.cost.predict import Predictor
 from autotune.errors import AutotuneError
 from autotune.plan_file import plan_text
 from autotune.planner import make_plan
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Run, Surroundings
-from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
+from autotune.schema import Candidate, HardwareProfile, TrialResult
 from autotune.search import sampler
 from autotune.search.storage import Place
 from autotune.sharing.query import Survey
@@ -48,10 +49,17 @@ def surroundings(run: Run = answer) -> Surroundings:
     """Trials by `run`, no records of others."""
 
     @contextmanager
-    def trials(model: str, hardware: HardwareProfile, workload: Workload) -> Iterator[Run]:
+    def trials(model: str, cost: Predictor) -> Iterator[Run]:
         yield run
 
-    return Surroundings(trials, lambda hardware, workload: Survey((), (), ()), "0.0", needs_weights=False)
+    return Surroundings(
+        trials,
+        lambda hardware, workload: Survey((), (), ()),
+        "0.0",
+        needs_weights=False,
+        prove=lambda setting, choices, model: setting.hardware,
+        rehearse=lambda model, cost, candidate, most_seconds: None,
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from autotune.errors import NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
 from autotune.schema import Candidate, Outcome, Rejected, TrialResult
-from autotune.search.residual import ResidualSearch, best_seconds
+from autotune.search.residual import GROWTH, SAFE_SHARE, ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.study import Limits, run_search
 from autotune.search.winner import fallbacks_of, measured_scores, reasons_for, require_winner, winner_of
@@ -54,10 +54,10 @@ def machine(cost: Predictor, seed: int, wall_bytes: float = math.inf) -> Machine
 
 
 def search(
-    cost: Predictor, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB
+    cost: Predictor, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
 ) -> tuple[TrialResult, ...]:
     space = search_space(builders.setting(GPU, WORK))
-    sampler = ResidualSearch(space, cost, budget_bytes)
+    sampler = ResidualSearch(space, cost, budget_bytes, ascending=ascending)
     return run_search(sampler, run, Limits(max_trials=max_trials, max_seconds=60), lambda result: None)
 
 
@@ -69,6 +69,17 @@ def test_eight_trials_come_close_to_the_exhaustive_best(cost: Predictor, space: 
     found = best_seconds(results)
     assert len(results) <= 8
     assert found <= 1.10 * exhaustive
+
+
+def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: Predictor, space: SearchSpace) -> None:
+    run, budget = machine(cost, 3), 60 * GIB
+    cost.calibrate(())
+    predicted = {c: cost.predict(c).required_memory_bytes for c in space.candidates}
+    results = search(cost, run, 10, budget, ascending=True)
+    for number, result in enumerate(results[1:], start=1):
+        largest = max(predicted[earlier.candidate] for earlier in results[:number] if earlier.outcome == "ok")
+        # Predictions are corrected between the trials, by up to the simulated bias of 10% and what is left uncertain.
+        assert predicted[result.candidate] <= 1.25 * max(GROWTH * largest, SAFE_SHARE * budget)
 
 
 def test_no_candidate_is_tried_twice(cost: Predictor) -> None:

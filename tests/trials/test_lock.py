@@ -48,6 +48,24 @@ def test_the_second_search_is_told_whom_it_waits_for_and_runs_after_it(tmp_path:
         process.join(10)
 
 
+def test_searches_take_turns(tmp_path: Path) -> None:
+    """Two that wait for each other's results must both come forward."""
+    path = tmp_path / "device.lock"
+    lock = DeviceLock(path)
+    lock.take()
+    assert not lock.is_wanted()
+    other, pipe = _holder(path)
+    deadline = time.monotonic() + 10
+    while not lock.is_wanted() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    lock.give_back()
+    assert len(pipe.recv()) == 1  # it was given the lock before we could take it again
+    pipe.send("end")
+    lock.take()
+    other.join(10)
+    lock.give_back()
+
+
 def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "device.lock"
     holder, pipe = _holder(path)

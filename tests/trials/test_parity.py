@@ -1,6 +1,6 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,6 @@ def request_of(family_name: str, **settings: object) -> GradientRequest:
         workload=parity.small_work(family, work),
         candidate=Candidate.model_validate({"micro_batch_size": 2, "checkpointed_blocks": 0, **settings}),
         device="cpu",
-        memory_cap_bytes=0,
     )
 
 
@@ -75,16 +74,16 @@ def test_a_missing_gradient_is_wrong_by_all_of_itself() -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = resolve_model("qwen-image").spec
-    yield Setting(probe(quick=True), family_named("qwen-image"), workload(model=spec))
+    return Setting(probe(quick=True), family_named("qwen-image"), workload(model=spec))
 
 
 def prove(setting: Setting, **choices: tuple[Choice, ...]) -> HardwareProfile:
     asked = {"precision": ("fp32",), **choices}
-    return parity.proven(setting, asked, "qwen-image", setting.family.transformer_config)
+    return parity.proven(setting, asked, resolve_model("qwen-image"))
 
 
 def test_verdicts_come_from_a_child_once_and_are_then_kept(here: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

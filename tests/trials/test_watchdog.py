@@ -23,8 +23,6 @@ class Grab:
     """Takes host memory without end, after starting a process of its own."""
 
     pids: str
-    device: str = "cpu"
-    memory_cap_bytes: int = 64 * GIB
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> None:
         import numpy as np

@@ -1,0 +1,145 @@
+"""Predicted against measured memory and step time, before any trial and after one, of real architectures at full size.
+
+Weights are random: memory and time do not depend on them. A prediction is written down before its trial starts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from evidence import Evidence, ReservingTrial, begin, candidate, precision_of, workload_of
+
+from autotune.cost.predict import Predictor
+from autotune.families.resolve import resolve_model
+from autotune.knobs.registry import KNOBS
+from autotune.prediction import Prediction
+from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
+from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import Failure
+
+Run = tuple[Any, ...]
+ALL, SOME, HALF, FEW, NONE = 1.0, 0.75, 0.5, 0.25, 0.0
+INT8, FP8, NF4, BNB8 = "torchao-int8", "torchao-fp8", "bnb-nf4", "bnb-int8"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One workload and the settings to try on it: (micro-batch, share checkpointed, storage, attention).
+
+    The first is also the grid for searches: `autotune plan` without data takes captions of different lengths."""
+
+    side_px: int
+    rank: int
+    batch: int
+    runs: tuple[Run, ...]
+    targets: str = "attention"
+    padding: str = "exact"
+    must_fail: bool = False
+    """Whether the first run is to run out of memory for real; the next shows that a search goes on after it."""
+
+
+WORKS = (
+    Work(1024, 16, 2, ((1, ALL), (1, SOME), (1, HALF), (1, FEW), (1, NONE), (2, ALL), (2, HALF), (2, NONE),
+                       (1, ALL, "none", "_native_cudnn"), (1, NONE, "none", "_native_cudnn"),
+                       (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL, NF4), (1, NONE, NF4)),
+         padding="masked"),
+    Work(512, 64, 4, ((4, ALL), (4, NONE), (1, NONE), (4, ALL, INT8), (4, NONE, NF4))),
+    Work(1328, 8, 1, ((1, ALL), (1, HALF), (1, NONE), (1, ALL, FP8))),
+    Work(1024, 128, 1, ((1, ALL), (1, HALF), (1, ALL, INT8)), targets="attention+mlp"),
+    Work(1024, 8, 4, ((4, ALL), (4, SOME), (2, HALF))),
+    Work(1024, 16, 2, ((2, ALL), (2, SOME))),
+    Work(1024, 8, 1, ((1, ALL, BNB8),)),
+    Work(1328, 16, 16, ((16, NONE), (1, ALL)), must_fail=True),
+)  # fmt: skip
+MODELS = ("qwen-image", "flux1-dev")
+
+
+def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work) -> None:
+    """Every run of one workload; the first that works calibrates the predictions of the others."""
+    model = evidence.model(name)
+    resolved = resolve_model(model)
+    workload = workload_of(model, evidence.size(work.side_px), rank=work.rank, batch=work.batch,
+                           targets=work.targets, padding=work.padding)  # fmt: skip
+    predictor = Predictor(hardware, workload, resolved.family, resolved.config)
+    about = {"model": name, **{key: getattr(work, key) for key in ("side_px", "rank", "targets", "padding", "batch")}}
+    if work is WORKS[0]:
+        curve(evidence, predictor, workload, about, precision_of(hardware))
+    first: TrialResult | None = None
+    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+        for run in evidence.each(
+            work.runs[: 3 if evidence.small else None], name=lambda run: f"{name} {work.side_px} px {run}"
+        ):
+            chosen = candidate(workload, *run, precision=precision_of(hardware))
+            closed = closed_gate(hardware, chosen)
+            predictor.calibrate(())
+            before = predictor.predict(chosen)
+            if closed or (before.required_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail):
+                evidence.skip(f"{name} {chosen.label()}", closed or "predicted not to fit by far")
+                continue
+            evidence.row("prediction", **about, candidate=chosen.model_dump(), **told(before))
+            predictor.calibrate([first] if first else ())
+            after = predictor.predict(chosen)
+            result, reserved = tried(runner, chosen)
+            evidence.row(
+                "trial", **about, grid=work is WORKS[0] and name == MODELS[0],
+                predicted=told(before), calibrated=told(after) if first else None,
+                reserved_bytes=reserved, **result.model_dump(mode="json"),
+            )  # fmt: skip
+            first = first or (result if result.outcome == "ok" else None)
+
+
+def curve(evidence: Evidence, predictor: Predictor, workload: Workload, about: dict[str, Any], precision: str) -> None:
+    """Predictions from all blocks checkpointed to none: what the picture draws before anything is measured."""
+    points = []
+    for batch in sorted({1, workload.effective_batch_size}):
+        for step in range(16):
+            prediction = predictor.predict(candidate(workload, batch, step / 15, precision=precision))
+            points.append((batch, prediction.candidate.checkpointed_blocks, prediction.allocated_memory_bytes,
+                           prediction.step_seconds / workload.effective_batch_size))  # fmt: skip
+    evidence.row("curve", **about, points=points)
+
+
+def tried(runner: ProcessTrialRunner, chosen: Candidate, num_steps: int = 3) -> tuple[TrialResult, int | None]:
+    """The trial's result and the bytes that the allocator reserved."""
+    request = ReservingTrial(
+        model=runner.model, workload=runner.workload, candidate=chosen, device=runner.device,
+        memory_cap_bytes=runner.memory_cap_bytes, num_steps=num_steps,
+    )  # fmt: skip
+    answer = runner.ask(request, tuple(getattr(chosen, knob.name) for knob in KNOBS if knob.needs_reload))
+    result, reserved = (answer, None) if isinstance(answer, Failure) else answer
+    return runner.judged(chosen, result), reserved
+
+
+def closed_gate(hardware: HardwareProfile, chosen: Candidate) -> str | None:
+    """Why the machine cannot run the candidate; None when it can."""
+    gates = (hardware.gate(f"attention.{chosen.attention}"), hardware.gate(f"quantization.{chosen.quantization}"))
+    return next((f"{gate.name}: {gate.reason}" for gate in gates if not gate.available), None)
+
+
+def told(prediction: Prediction) -> dict[str, Any]:
+    """What a prediction says, as far as it can be measured."""
+    train = next(phase for phase in prediction.phases if phase.name == "train")
+    return {
+        "allocated_bytes": prediction.allocated_memory_bytes,
+        "reserved_bytes": prediction.peak_memory_bytes - train.breakdown.process_overhead_bytes,
+        "step_seconds": prediction.step_seconds,
+        "step_time": prediction.step_time.model_dump(),
+        "memory_uncertainty": prediction.memory_uncertainty,
+        "time_uncertainty": prediction.time_uncertainty,
+    }
+
+
+def main() -> None:
+    """Measure the part."""
+    evidence = begin("accuracy", __doc__)
+    hardware = evidence.hardware()
+    for name, work in evidence.sliced(
+        [(name, work) for work in WORKS[: 2 if evidence.small else None] for name in MODELS]
+    ):
+        try:
+            measure(evidence, hardware, name, work)
+        except Exception as error:  # one workload's trouble is not the others'
+            evidence.row("error", model=name, side_px=work.side_px, message=f"{type(error).__name__}: {error}"[:400])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What every part shares: rows that survive a kill, the machine they come from, the models and the work to measure."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.quiet import silence_libraries, silence_progress_bars
+
+silence_libraries()
+
+from autotune.families.registry import family_named
+from autotune.families.resolve import resolve_model
+from autotune.hardware.probe import probe
+from autotune.hardware.store import cached_profile
+from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.training.describe import Wishes, describe_workload
+from autotune.trials.steps import TrialRequest
+
+GIB = 2**30
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class Evidence:
+    """The rows of one part, written line by line."""
+
+    part: str
+    folder: Path
+    small: bool
+    slice_: tuple[int, int]
+    ends: float
+    longest: float = field(default=0.0, init=False)
+
+    def row(self, kind: str, **values: Any) -> None:
+        """Write one row at once: a part may be killed at any time."""
+        number, of = self.slice_
+        name = self.part if of == 1 else f"{self.part}-{number}of{of}"
+        line = json.dumps({"kind": kind, "part": self.part, "small": self.small, **values}, default=str)
+        with (self.folder / f"{name}.jsonl").open("a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        sys.stdout.write(line[:300] + "\n")
+
+    def skip(self, what: str, why: str) -> None:
+        """Say what was left out, and why."""
+        self.row("skipped", what=what, why=str(why).split("\n")[0][:300])
+
+    def left(self) -> float:
+        """Seconds until the part has to end."""
+        return self.ends - time.monotonic()
+
+    def each(self, items: Sequence[Any], name: Callable[[Any], str] = str) -> Iterable[Any]:
+        """The items, while there is time for one as long as the longest so far; the rest is said to be skipped."""
+        for item in items:
+            if self.left() < 1.2 * self.longest:
+                self.skip(name(item), "no time left: run the part again with --slice")
+                continue
+            started = time.monotonic()
+            yield item
+            self.longest = max(self.longest, time.monotonic() - started)
+
+    def sliced(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Those that are this slice's."""
+        number, of = self.slice_
+        return items[number - 1 :: of]
+
+    def scratch(self) -> Path:
+        """A folder for large temporary files."""
+        folder = Path(os.environ.get("SCRATCH") or tempfile.mkdtemp())
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def model(self, name: str) -> str:
+        """The published architecture with random weights, or a tiny pipeline of the family."""
+        if not self.small:
+            return name
+        folder = self.scratch() / f"small-{name}"
+        if not (folder / "model_index.json").exists():
+            family_named(name).write_small_pipeline(folder, ["a red square", "a blue circle on the left"], 0)
+        return str(folder)
+
+    def size(self, full_px: int) -> int:
+        """Side in px: as asked, or a tiny one."""
+        return 16 * max(2, full_px // 256) if self.small else full_px
+
+    def hardware(self) -> HardwareProfile:
+        """This machine, with rates measured in full unless this is a rehearsal."""
+        return probe(quick=True) if self.small else cached_profile()
+
+
+def begin(part: str, about: str | None, **extra: Any) -> Evidence:
+    """Read the options, open the part's rows and describe the machine."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--slice", default="1/1")
+    parser.add_argument("--seconds", type=float, default=510.0)
+    options = parser.parse_args()
+    number, of = (int(text) for text in options.slice.split("/"))
+    folder = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results" / "gpu" / time.strftime("%Y-%m-%d")))
+    folder.mkdir(parents=True, exist_ok=True)
+    silence_progress_bars()
+    evidence = Evidence(part, folder, options.small, (number, of), time.monotonic() + options.seconds)
+    evidence.row("machine", **machine(), **extra)
+    return evidence
+
+
+def machine() -> dict[str, Any]:
+    """Date, commit, device, host and versions."""
+    told = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    facts = probe(quick=True).model_dump(mode="json", include={"device", "host", "versions"})
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"date": date, "commit": told.stdout.strip() or None, **facts}
+
+
+def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str = "attention",
+                padding: str = "exact", text_tokens: int | None = None) -> Workload:  # fmt: skip
+    """A square of `side_px`, captions of one length unless `masked`."""
+    wishes = Wishes((side_px, side_px), rank=rank, effective_batch_size=batch, targets=targets, text_tokens=text_tokens)
+    asked = describe_workload(resolve_model(model), None, wishes)
+    return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
+
+
+def candidate(workload: Workload, batch: int, share: float, quantization: str = "none", attention: str = "native",
+              precision: str = "bf16") -> Candidate:  # fmt: skip
+    """Settings with this share of all blocks but the last checkpointed."""
+    return Candidate(
+        micro_batch_size=batch,
+        checkpointed_blocks=round(share * (workload.model.num_blocks - 1)),
+        quantization=quantization,
+        attention=attention,
+        precision=precision,
+    )
+
+
+def precision_of(hardware: HardwareProfile) -> str:
+    """bf16 on a GPU; fp32 in rehearsals on a CPU."""
+    return "bf16" if hardware.device.kind == "cuda" else "fp32"
+
+
+@dataclass(frozen=True)
+class ReservingTrial(TrialRequest):
+    """A trial that also tells what the allocator reserved; None where there is no such allocator."""
+
+    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> Any:
+        import torch
+
+        result = super().perform(kept, tell)
+        reserved = torch.cuda.max_memory_reserved(self.device) if self.device.startswith("cuda") else None
+        return result, reserved

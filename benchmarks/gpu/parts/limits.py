@@ -1,0 +1,105 @@
+"""What a step's time goes to: kernels by kind, gaps between them, and the same split as predicted."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, closed_gate, told
+from evidence import Evidence, begin, candidate, precision_of, workload_of
+
+from autotune.cost.predict import Predictor
+from autotune.families.resolve import resolve_model
+from autotune.schema import Candidate, Workload
+from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.steps import Steps, TrialRequest, load
+from autotune.trials.worker import Failure
+
+KINDS = (
+    ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
+    ("matmul", r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|addmm|aten::mm|bmm"),
+    ("norm", r"norm"),
+    ("quantised weights", r"quant|dequant|kdequantize"),
+    ("copy and cast", r"memcpy|memset|copy|cast|_to_copy|cat"),
+    ("optimizer", r"adam|multi_tensor"),
+    ("reduce", r"reduce|sum|mean"),
+    ("elementwise", r"elementwise|vectorized|unrolled|mul|add|gelu|silu"),
+)
+CASES = (
+    (1, ALL),
+    (1, NONE),
+    (2, HALF),
+    (1, ALL, INT8),
+    (1, ALL, FP8),
+    (1, ALL, NF4),
+    (1, ALL, "none", "_native_cudnn"),
+)
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, from its name."""
+    return next((kind for kind, words in KINDS if re.search(words, kernel, re.IGNORECASE)), "other")
+
+
+@dataclass(frozen=True)
+class ProfiledSteps:
+    """A few steps under torch.profiler; wall time is of steps without it."""
+
+    model: str
+    workload: Workload
+    candidate: Candidate
+    device: str
+    memory_cap_bytes: int
+
+    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        request = TrialRequest(self.model, self.workload, self.candidate, self.device, self.memory_cap_bytes, 3)
+        steps = Steps(load(request), self.workload, self.candidate)
+        seconds = sorted(steps.timed()[1] for _ in range(5))[2]
+        on_gpu = self.device.startswith("cuda")
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities) as profiler:
+            started = time.perf_counter()
+            steps.step()
+            profiled = time.perf_counter() - started
+        times: Counter[str] = Counter()
+        top: Counter[str] = Counter()
+        launches = 0
+        for event in profiler.key_averages():
+            if on_gpu and event.device_type != DeviceType.CUDA:
+                continue
+            spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+            times[kind_of(event.key)] += spent
+            top[event.key[:120]] += spent
+            launches += event.count
+        return {"step_seconds": seconds, "profiled_seconds": profiled, "by_kind": dict(times), "launches": launches,
+                "top": top.most_common(25)}  # fmt: skip
+
+
+def main() -> None:
+    """Measure the part."""
+    evidence: Evidence = begin("limits", __doc__)
+    hardware = evidence.hardware()
+    model = evidence.model("qwen-image")
+    resolved = resolve_model(model)
+    workload = workload_of(model, evidence.size(1024), rank=16, batch=2)
+    predictor = Predictor(hardware, workload, resolved.family, resolved.config)
+    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+        for number, run in enumerate(evidence.each(evidence.sliced(CASES))):
+            chosen = candidate(workload, *run, precision=precision_of(hardware))
+            if why := closed_gate(hardware, chosen):
+                evidence.skip(chosen.label(), why)
+                continue
+            request = ProfiledSteps(model, workload, chosen, runner.device, runner.memory_cap_bytes)
+            answer = runner.ask(request, (number,))
+            row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
+            predicted = told(predictor.predict(chosen))
+            evidence.row("kernels", candidate=chosen.model_dump(), predicted=predicted, **row)
+
+
+if __name__ == "__main__":
+    main()

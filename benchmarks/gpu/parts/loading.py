@@ -1,0 +1,81 @@
+"""Seconds until the transformer with its adapter is ready, by every loader, from cold and warm page cache, plain and
+quantised; with the peaks of device and host. (Random weights in every storage: `load_seconds` of the part accuracy.)"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evidence import Evidence, begin, candidate, precision_of, workload_of
+from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
+
+from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import Failure, peak_host_bytes
+from autotune.weights.loaders import LOADERS
+
+
+@dataclass(frozen=True)
+class LoadOnce:
+    """Build, load, quantise, add the adapter; nothing else."""
+
+    model: str
+    workload: Workload
+    candidate: Candidate
+    device: str
+    memory_cap_bytes: int
+
+    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
+        import torch
+
+        from autotune.families.resolve import resolve_model
+        from autotune.training.model import load_model
+
+        on_gpu, device = self.device.startswith("cuda"), torch.device(self.device)
+        if on_gpu:
+            torch.zeros(1, device=device)  # CUDA's own start is not loading
+        started = time.perf_counter()
+        model = load_model(resolve_model(self.model), self.workload, self.candidate, device, seed=0)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - started
+        del model
+        return {
+            "seconds": seconds,
+            "device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+            "host_peak_bytes": peak_host_bytes(),
+        }
+
+
+def load(
+    evidence: Evidence, hardware: HardwareProfile, model: str, chosen: Candidate, workload: Workload, **about: Any
+) -> None:
+    """One load in a fresh process, as a row."""
+    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+        answer = runner.ask(LoadOnce(model, workload, chosen, runner.device, runner.memory_cap_bytes))
+    row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
+    evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **row)
+
+
+def main() -> None:
+    """Measure the part."""
+    evidence = begin("loading", __doc__)
+    hardware = evidence.hardware()
+    precision = precision_of(hardware)
+    plain = workload_of(evidence.model(FAMILY), evidence.size(1024), rank=16, batch=1)
+    folder = write_pipeline(evidence, hardware, plain, precision)
+    workload, size = workload_on(folder, plain), bytes_of(Path(folder))
+    cases = [(loader, cache, storage) for storage in ("none", "torchao-int8") for cache in ("cold", "warm")
+             for loader in LOADERS]  # fmt: skip
+    for loader, cache, storage in evidence.each(evidence.sliced(cases)):
+        if cache == "cold":
+            drop_from_cache(Path(folder))
+        chosen = Candidate.model_validate(
+            {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
+        )
+        load(evidence, hardware, folder, chosen, workload, cache=cache, bytes=size)
+
+
+if __name__ == "__main__":
+    main()

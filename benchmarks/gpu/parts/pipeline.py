@@ -1,0 +1,91 @@
+"""A Qwen-Image pipeline on disk whose transformer has its full size and random weights; its other parts are tiny."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evidence import GIB, Evidence
+
+from autotune.families.registry import family_named
+from autotune.families.resolve import ResolvedModel, resolve_model
+from autotune.schema import HardwareProfile, Workload
+from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import Failure
+
+FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB
+CAPTIONS = ("a red square", "a blue circle on the left")
+
+
+@dataclass(frozen=True)
+class WriteTransformer:
+    """Random weights made on the device, quantised by nobody, saved in shards."""
+
+    config: dict[str, Any]
+    folder: str
+    workload: Workload
+    device: str
+    memory_cap_bytes: int
+    precision: str
+
+    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, float]:
+        import torch
+
+        from autotune.knobs.precision import torch_dtype
+        from autotune.schema import Candidate
+        from autotune.training.model import load_transformer
+
+        family, dtype = family_named(FAMILY), torch_dtype(self.precision)
+        started = time.perf_counter()
+        settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=self.precision)
+        model = ResolvedModel(family, self.config, self.workload.model, None)
+        transformer: Any = load_transformer(model, settings, dtype, torch.device(self.device))
+        built = time.perf_counter()
+        transformer.save_pretrained(self.folder, max_shard_size="5GB")
+        return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}
+
+
+def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Workload, precision: str) -> str:
+    """The folder; written once, with as many blocks as the disk has room for."""
+    folder = evidence.scratch() / "pipeline"
+    if (folder / "ready").exists():
+        return str(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    family_named(FAMILY).write_small_pipeline(folder, CAPTIONS, 0)
+    if not evidence.small:
+        config = json.loads((folder / "transformer" / "config.json").read_text())
+        shutil.rmtree(folder / "transformer")
+        room = shutil.disk_usage(folder).free - SPARE_BYTES
+        blocks = max(2, min(FULL_BLOCKS, room // BYTES_PER_BLOCK))
+        full = {"num_layers": blocks, "joint_attention_dim": config["joint_attention_dim"]}
+        with ProcessTrialRunner.on(hardware, FAMILY, workload) as runner:
+            request = WriteTransformer(full, str(folder / "transformer"), workload, runner.device,
+                                       runner.memory_cap_bytes, precision)  # fmt: skip
+            answer = runner.ask(request)
+        if isinstance(answer, Failure):
+            raise RuntimeError(f"writing the pipeline: {answer.outcome}: {answer.message}")
+        os.sync()
+        evidence.row("checkpoint", blocks=blocks, full_blocks=FULL_BLOCKS, bytes=bytes_of(folder), **answer)
+    (folder / "ready").touch()
+    return str(folder)
+
+
+def bytes_of(folder: Path) -> int:
+    """Of the transformer's files."""
+    return sum(path.stat().st_size for path in (folder / "transformer").glob("*.safetensors"))
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Have the system forget what it has read of the transformer's files."""
+    for path in (folder / "transformer").glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def workload_on(model: str, workload: Workload) -> Workload:
+    """The same work for the model in a folder."""
+    return Workload.model_validate({**dict(workload), "model": resolve_model(model).spec})

@@ -1,0 +1,68 @@
+"""`autotune plan` under caps of memory, as a user calls it, and two of them at once. The summary holds the choices
+against the grid that the part `accuracy` measured of the same work."""
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+
+from accuracy import WORKS
+from evidence import Evidence, begin
+
+CAPS_GIB = (80, 48, 24, 32, None)
+
+
+def plan_command(evidence: Evidence, model: str, rank: int, batch: int, seconds: float, *options: str) -> list[str]:
+    """The command line of a search."""
+    return [sys.executable, "-m", "autotune", "plan", "--model", model, "--resolution", str(evidence.size(1024)),
+            "--rank", str(rank), "--batch", str(batch), "--quality", "compact", "--no-profiles", "--json",
+            "--search-time", str(max(10, round(seconds))), "-o", str(evidence.scratch() / "plan.yaml"),
+            *options]  # fmt: skip
+
+
+def plan(evidence: Evidence, command: list[str], cap_gib: int | None = None) -> dict[str, object] | None:
+    """One search as a row, with its plan; None where it failed."""
+    if evidence.small and cap_gib:
+        cap_gib = max(2, cap_gib // 16)
+    command = [*command, *([] if cap_gib is None else ["--cap-memory", f"{cap_gib}GiB"])]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    seconds = time.monotonic() - started
+    if done.returncode:
+        said = done.stderr.strip()[-400:]
+        evidence.row("plan", cap_gib=cap_gib, status=done.returncode, seconds=seconds, message=said)
+        return None
+    made: dict[str, object] = json.loads(done.stdout)
+    outcomes = Counter(trial["outcome"] for trial in made["frozen"]["trials"])  # type: ignore[index]
+    evidence.row("plan", cap_gib=cap_gib, status=0, seconds=seconds, outcomes=outcomes, plan=made)
+    return made
+
+
+def two_at_once(evidence: Evidence, command: list[str]) -> None:
+    """Both must end well, one after the other; neither may measure the other."""
+    started = time.monotonic()
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    running = [subprocess.Popen([*command, "--max-trials", "2"], text=True, **streams) for _ in range(2)]
+    for number, process in enumerate(running):
+        try:
+            _, said = process.communicate(timeout=max(10.0, evidence.left()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = "did not end in time"
+        seconds = time.monotonic() - started
+        evidence.row("two at once", number=number, status=process.poll(), seconds=seconds, said=said.strip()[-400:])
+
+
+def main() -> None:
+    """Plan under each cap, then twice at once."""
+    evidence = begin("search", __doc__)
+    model, work = evidence.model("qwen-image"), WORKS[0]
+    for cap_gib in evidence.each(evidence.sliced(CAPS_GIB), name=lambda cap: f"plan within {cap} GiB"):
+        plan(evidence, plan_command(evidence, model, work.rank, work.batch, min(180, evidence.left() - 20)), cap_gib)
+    for _ in evidence.each(["two searches at once"]):
+        two_at_once(evidence, plan_command(evidence, model, work.rank, work.batch, 60))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Planned settings against fixed settings that trainers publish and against a plain diffusers loop; FLOP utilisation.
+
+All at the same effective batch, one after the other in turns, each in a process of its own. Published elsewhere for
+comparison: Qwen-Image, 1024 px, rank 8, batch 1, all blocks checkpointed, bf16: 1.20 s a step and 41 GiB on an H100.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accuracy import ALL, INT8, closed_gate, tried
+from evidence import Evidence, begin, candidate, precision_of, workload_of
+from search import plan, plan_command
+
+from autotune.cost.composition import stretched_index
+from autotune.cost.kernels import kernel_for
+from autotune.cost.predict import Predictor
+from autotune.families.resolve import resolve_model
+from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import Failure
+
+ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """Steps of the loop in diffusers' LoRA scripts: fp32 adapter under autocast, all blocks checkpointed, batch 1."""
+
+    family: str
+    config: dict[str, Any]
+    workload: Workload
+    device: str
+    memory_cap_bytes: int
+    num_steps: int
+
+    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
+        import torch
+        from diffusers.training_utils import cast_training_params
+        from peft import LoraConfig
+
+        from autotune.families.registry import family_named
+        from autotune.training.model import synthetic_samples
+
+        family, rank, on_gpu = family_named(self.family), self.workload.rank, self.device.startswith("cuda")
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        torch.set_default_dtype(dtype)
+        with torch.device(self.device):
+            transformer: Any = family.build_transformer(self.config)
+        torch.set_default_dtype(torch.float32)
+        transformer.requires_grad_(False)
+        transformer.enable_gradient_checkpointing()
+        targets = family.target_sets[self.workload.targets]
+        transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian",
+                                           target_modules=list(targets)))  # fmt: skip
+        cast_training_params([transformer], dtype=torch.float32)
+        transformer.train()
+        parameters = [p for p in transformer.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
+        samples = synthetic_samples(family, self.config, self.workload, self.workload.effective_batch_size, dtype)
+        batches = [{k: v.to(self.device) for k, v in family.collate([sample]).items()} for sample in samples]
+        seconds = []
+        for _ in range(self.num_steps + 1):
+            started = time.perf_counter()
+            for batch in batches:
+                clean = batch["latents"]
+                noise = torch.randn_like(clean)
+                sigma = torch.sigmoid(torch.randn(len(clean), device=self.device))
+                noisy = (1 - sigma.view(-1, 1, 1, 1, 1)) * clean + sigma.view(-1, 1, 1, 1, 1) * noise
+                with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
+                    velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
+                loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) / len(batches)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+            seconds.append(time.perf_counter() - started)
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
+        return {"step_seconds": seconds[1:], "peak_memory_bytes": peak, "outcome": "ok"}
+
+
+def model_flops(predictor: Predictor, chosen: Candidate) -> float:
+    """Of one image, forward and backward, nothing counted twice for recomputation; from the traced graph."""
+    model = predictor.model
+    kernel = kernel_for(chosen.attention, predictor.rules, False)
+    trace = model.traced(chosen.precision, "none", kernel, 1, 0)
+    index = stretched_index(model.counts, model.traced_counts)
+    once = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
+    blocks = [segments[i] for segments in (trace.forward, trace.backward) for i in index]
+    return float(sum(item[2] * count for segment in (*once, *blocks) for item, count in segment.work.items()))
+
+
+def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload) -> dict[str, Any]:
+    """What competes, by name; None for the plain loop, and where no plan was found."""
+    precision = precision_of(hardware)
+    seconds = 0.45 * evidence.left()
+    made: Any = plan(evidence, plan_command(evidence, model, RANK, BATCH, seconds, "--max-trials", "6"))
+    return {
+        "bf16, all checkpointed, batch 1": candidate(workload, 1, ALL, precision=precision),
+        "plain diffusers loop": None,
+        "int8, all checkpointed, batch 1": candidate(workload, 1, ALL, INT8, precision=precision),
+        "planned": Candidate.model_validate(made["frozen"]["settings"]) if made else None,
+    }
+
+
+def main() -> None:
+    """Measure the part."""
+    evidence = begin("training", __doc__, published={"step_seconds": 1.20, "memory_gib": 41, "gpu": "H100"})
+    hardware = evidence.hardware()
+    model = evidence.model("qwen-image")
+    resolved = resolve_model(model)
+    workload = workload_of(model, evidence.size(1024), rank=RANK, batch=BATCH)
+    found = contestants(evidence, hardware, model, workload)
+    predictor = Predictor(hardware, workload, resolved.family, resolved.config)
+    matmul = max((rate.value for rate in hardware.rates if rate.name.startswith("matmul.bf16")), default=None)
+    flops = model_flops(predictor, found["bf16, all checkpointed, batch 1"])
+    evidence.row("work", model_flops_per_image=flops, matmul_flops_per_second=matmul, batch=BATCH)
+    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+        turns = [(name, turn) for turn in range(ROUNDS) for name in found]
+        for name, turn in evidence.each(turns):
+            chosen = found[name]
+            if name == "plain diffusers loop":
+                plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device,
+                                  runner.memory_cap_bytes, STEPS)  # fmt: skip
+                answer = runner.ask(plain, ("plain", turn))
+                row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
+            elif why := "no plan" if chosen is None else closed_gate(hardware, chosen):
+                evidence.skip(name, why)
+                continue
+            else:
+                row = tried(runner, chosen, STEPS)[0].model_dump(mode="json")
+            evidence.row("steps", name=name, turn=turn, **row)
+
+
+if __name__ == "__main__":
+    main()

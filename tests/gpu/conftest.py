@@ -1,0 +1,71 @@
+"""Tests on a real GPU: left out by default (see pyproject.toml), run by name: `pytest tests/gpu -o addopts=`.
+
+Without a GPU they are skipped, except those marked `anywhere`, which a CPU can rehearse.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from autotune.families.registry import family_named
+from autotune.families.resolve import resolve_model
+from autotune.hardware.probe import probe
+from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.training.describe import Wishes, describe_workload
+from autotune.trials.runner import ProcessTrialRunner
+
+GIB = 2**30
+CAPTIONS = ("a red square", "a blue circle on the left")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "anywhere: runs on a CPU too")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "tests/gpu" in item.nodeid and not item.get_closest_marker("anywhere"):
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="session")
+def hardware() -> HardwareProfile:
+    return probe(quick=True)
+
+
+@pytest.fixture(scope="session")
+def device(hardware: HardwareProfile) -> str:
+    return f"cuda:{hardware.device.index}" if hardware.device.kind == "cuda" else "cpu"
+
+
+@pytest.fixture(scope="session")
+def precision(hardware: HardwareProfile) -> str:
+    return "bf16" if hardware.device.kind == "cuda" else "fp32"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu") / "model"
+    family_named("qwen-image").write_small_pipeline(folder, CAPTIONS, seed=0)
+    return folder
+
+
+def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact") -> Workload:
+    wishes = Wishes((side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16)
+    asked = describe_workload(resolve_model(str(model)), None, wishes)
+    return Workload.model_validate({**dict(asked), "text_padding": padding})
+
+
+@pytest.fixture
+def runner(model: Path, hardware: HardwareProfile) -> Iterator[ProcessTrialRunner]:
+    with ProcessTrialRunner.on(hardware, str(model), work(model)) as runner:
+        yield runner
+
+
+def candidate(precision: str, **changes: object) -> Candidate:
+    fields = {"micro_batch_size": 1, "checkpointed_blocks": 2, "precision": precision, **changes}
+    return Candidate.model_validate(fields)

@@ -1,0 +1,35 @@
+"""Gradients on the GPU against the fp32 reference: what is wrong is excluded and says why."""
+
+import pytest
+
+from autotune.families.registry import FAMILIES, family_named
+from autotune.families.resolve import resolve_model
+from autotune.knobs.attention import BACKENDS
+from autotune.knobs.base import Setting
+from autotune.knobs.quantization import QUALITY_OF
+from autotune.trials.parity import proven
+from tests.gpu.conftest import CAPTIONS, work
+
+NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("padding", ["exact", "masked"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardware, precision, name, padding):
+    family_named(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
+    resolved = resolve_model(str(tmp_path / "model"))
+    open_gates = {gate.name for gate in hardware.gates if gate.available}
+    choices = {
+        "precision": [precision],
+        "attention": [b for b in BACKENDS if f"attention.{b}" in open_gates],
+        "quantization": [q for q in QUALITY_OF if f"quantization.{q}" in open_gates],
+    }
+    workload = work(tmp_path / "model", padding=padding)
+    machine = proven(Setting(hardware, resolved.family, workload), choices, str(tmp_path / "model"), resolved.config)
+    gates = machine.gates[len(hardware.gates) :]
+    assert gates
+    assert all(gate.reason for gate in gates)
+    must = {"parity.attention.native", f"parity.precision.{precision}", "parity.quantization.torchao-int8"}
+    failed = [f"{gate.name}: {gate.reason}" for gate in gates if gate.name in must and not gate.available]
+    assert not failed

@@ -1,0 +1,96 @@
+"""A whole run on the GPU: caching, training, previews and the report; resumed it goes on as if it had never stopped."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autotune.schema import Candidate
+from autotune.training.events import Events
+from autotune.training.run import train
+from autotune.weights.loaders import LOADERS
+from autotune.weights.sources import open_source
+from tests.training.small import make_plan, write_model_and_images
+
+
+class Stop(Exception):
+    """Ends a run in its middle."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_model_and_images(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def settings(precision):
+    return Candidate(micro_batch_size=2, checkpointed_blocks=1, precision=precision)
+
+
+@pytest.mark.anywhere
+def test_a_run_tells_memory_of_every_phase_and_writes_an_adapter(data, hardware, settings, tmp_path):
+    plan = make_plan(
+        *data, hardware, settings=settings, output=str(tmp_path / "out"), preview_prompts=("a red square",)
+    )
+    report = train(plan, hardware, tmp_path / "cache")
+    assert {"caching", "loading", "training", "saving"} <= {phase.name for phase in report.phases}
+    if hardware.device.kind == "cuda":
+        assert all(phase.device_bytes for phase in report.phases)
+        assert report.measured_peak_memory_bytes
+    assert load_file(tmp_path / "out" / report.adapter)
+    assert report.verdict.num_unmoved == 0
+
+
+@pytest.mark.anywhere
+def test_a_stopped_run_resumed_ends_where_an_unbroken_one_does(data, hardware, settings, tmp_path):
+    def plan(name):
+        job = {"output": str(tmp_path / name), "num_steps": 6, "checkpointing_steps": 3}
+        return make_plan(*data, hardware, settings=settings, **job)
+
+    whole = train(plan("whole"), hardware, tmp_path / "cache")
+
+    def stop(event):
+        if event.step == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(plan("broken"), hardware, tmp_path / "cache", Events(on_step=stop))
+    train(plan("broken"), hardware, tmp_path / "cache", resume=True)
+    one, other = (load_file(tmp_path / name / whole.adapter) for name in ("whole", "broken"))
+    for key, value in one.items():  # kernels with atomic additions need not repeat to the bit
+        torch.testing.assert_close(value, other[key], rtol=2e-2, atol=1e-4, msg=key)
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", LOADERS)
+def test_every_loader_brings_the_same_bits_to_the_device(data, device, name):
+    loader, target = LOADERS[name], torch.device(device)
+    if reason := loader.unavailable(target):
+        pytest.skip(reason)
+    source = open_source(data[0] / "transformer")
+    expected = {
+        key: value for path in (data[0] / "transformer").glob("*.safetensors") for key, value in load_file(path).items()
+    }
+    found = dict(loader.stream(source, target))
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        assert value.device.type == target.type
+        assert torch.equal(value.cpu(), expected[key]), key
+
+
+def test_the_gpu_learns_what_the_cpu_learns(data, hardware, tmp_path):
+    settings = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
+    losses = {}
+    for machine in (hardware, _as_cpu(hardware)):
+        kind = machine.device.kind
+        plan = make_plan(*data, machine, settings=settings, output=str(tmp_path / kind))
+        train(plan, machine, tmp_path / f"cache-{kind}")
+        lines = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
+        losses[kind] = [json.loads(line)["loss"] for line in lines if "loss" in line]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=2e-2)
+
+
+def _as_cpu(profile):
+    device = {**dict(profile.device), "kind": "cpu", "index": 0, "memory_kind": "host", "compute_capability": None}
+    return type(profile).model_validate({**dict(profile), "device": type(profile.device).model_validate(device)})

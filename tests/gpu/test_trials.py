@@ -1,0 +1,102 @@
+"""Trials on the GPU: forked children use it, every open choice trains, failures are typed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from autotune.knobs.attention import BACKENDS
+from autotune.knobs.quantization import QUALITY_OF
+from autotune.trials.runner import ProcessTrialRunner
+from tests.gpu.conftest import GIB, candidate, work
+
+
+@pytest.mark.anywhere
+def test_a_forked_child_uses_the_device(runner, precision):
+    result = runner.run(candidate(precision))
+    assert result.outcome == "ok", result.message
+    assert result.peak_memory_bytes
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_attention_whose_gate_is_open_trains(runner, hardware, precision, name):
+    gate = hardware.gate(f"attention.{name}")
+    if not gate.available:
+        pytest.skip(gate.reason)
+    result = runner.run(candidate(precision, attention=name))
+    assert result.outcome == "ok", result.message
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", [name for name in QUALITY_OF if name != "none"])
+@pytest.mark.parametrize("checkpointed", [0, 2])
+def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, name, checkpointed):
+    gate = hardware.gate(f"quantization.{name}")
+    if not gate.available:
+        pytest.skip(gate.reason)
+    plain = runner.run(candidate(precision, checkpointed_blocks=checkpointed))
+    result = runner.run(candidate(precision, quantization=name, checkpointed_blocks=checkpointed))
+    assert result.outcome == "ok", result.message
+    assert result.final_loss == pytest.approx(plain.final_loss, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8"])
+def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
+    from autotune.families.registry import family_named
+    from autotune.knobs.quantization import quantize_on_arrival
+    from autotune.training.memory import tensor_bytes
+    from autotune.weights.building import build_empty
+    from autotune.weights.streaming import fill_random
+
+    gate = hardware.gate(f"quantization.{name}")
+    if not gate.available:
+        pytest.skip(gate.reason)
+    family = family_named("qwen-image")
+    config = {"num_layers": 1, "joint_attention_dim": 128}
+    model = build_empty(lambda: family.build_transformer(config), dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    fill_random(model, device="cuda", seed=0, transform=quantize_on_arrival(family, model, name))
+    held = torch.cuda.memory_allocated() - before
+    block = sum(p.numel() for p in model.transformer_blocks[0].parameters())
+    bits = {"bnb-nf4": 4.2}.get(name, 8.1)
+    outside = tensor_bytes(p for n, p in model.named_parameters() if not n.startswith("transformer_blocks"))
+    assert held < (outside + 340_000_000 * bits / 8) * 1.05
+    assert block
+
+
+def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware, precision):
+    with ProcessTrialRunner.on(hardware, str(model), work(model, side_px=1024, batch=8)) as runner:
+        runner.memory_cap_bytes = GIB // 8
+        large = runner.run(candidate(precision, micro_batch_size=8, checkpointed_blocks=0))
+        assert large.outcome == "oom", large.message
+        runner.memory_cap_bytes = hardware.device.budget_bytes
+        assert runner.run(candidate(precision)).outcome == "ok"
+
+
+def test_the_planning_process_holds_no_memory_of_the_card(model):
+    """Facts are read without a context: what a search may take is not taken by the search itself."""
+    script = """
+from autotune.hardware.probe import probe
+import pynvml, os
+profile = probe(quick=True)
+pynvml.nvmlInit()
+handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+running = [p for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h)]
+print(sum(p.usedGpuMemory or 0 for p in running if p.pid == os.getpid()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
+    assert int(done.stdout.splitlines()[-1]) == 0
+
+
+def test_predicted_memory_of_a_small_model_is_near(model, hardware, precision, runner):
+    from autotune.cost.predict import Predictor
+    from autotune.families.resolve import resolve_model
+
+    resolved, chosen = resolve_model(str(model)), candidate(precision)
+    prediction = Predictor(hardware, work(model), resolved.family, resolved.config).predict(chosen)
+    result = runner.run(chosen)
+    # Fixed costs, such as cuBLAS's workspace, weigh most in so small a model.
+    assert result.peak_memory_bytes == pytest.approx(prediction.allocated_memory_bytes, abs=64 * 2**20)

@@ -1,0 +1,91 @@
+"""A plan promises what its winner did for longer; its ladder's first rung has run; what fails then gives way."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.planner import make_plan
+from autotune.planning.case import Case, case_of
+from autotune.planning.confirming import confirmed_winner, unverified_rung
+from autotune.schema import Candidate, PhasePeak, TrialResult
+from tests.builders import GIB, trial
+from tests.conftest import Journey
+from tests.planning.machines import HARDWARE, question, surroundings
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return case_of(question(), HARDWARE, surroundings())
+
+
+def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResult:
+    return trial(of, seconds, confirms=True, **changes)
+
+
+def test_the_winner_is_confirmed_once(case: Case) -> None:
+    fast, slow = case.space.candidates[:2]
+    asked: list[Candidate] = []
+
+    def rehearse(candidate: Candidate) -> TrialResult:
+        asked.append(candidate)
+        return longer(candidate, 1.02)
+
+    trials = confirmed_winner((trial(fast, 1.0), trial(slow, 2.0)), case, rehearse)
+    assert asked == [fast]
+    assert trials[-1].confirms
+
+
+def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case: Case) -> None:
+    first, second, third = case.space.candidates[:3]
+    seen = {first: longer(first, None), second: longer(second, 3.0), third: longer(third, 1.6)}
+    shorts = (trial(first, 1.0), trial(second, 1.2), trial(third, 1.5))
+    trials = confirmed_winner(shorts, case, lambda candidate: seen[candidate])
+    assert [t.candidate for t in trials[3:]] == [first, second, third]
+
+
+def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: Case) -> None:
+    from autotune.search.winner import measured_scores, winner_of
+
+    fast, slow = case.space.candidates[:2]
+    late = TrialResult(candidate=fast, outcome="timeout", confirms=True, message="no answer")
+    trials = confirmed_winner((trial(fast, 1.0), trial(slow, 2.0)), case, lambda candidate: late)
+    best = winner_of(measured_scores(trials), "throughput")
+    assert best is not None
+    assert (best.candidate, best.step_seconds) == (fast, 1.0)
+    assert len(trials) == 3
+
+
+def test_the_first_rung_is_tried_only_where_nothing_smaller_ran(case: Case) -> None:
+    largest = max(case.space.candidates, key=lambda c: case.cost.predict(c).required_memory_bytes)
+    smallest = min(case.space.candidates, key=lambda c: case.cost.predict(c).required_memory_bytes)
+    rung = unverified_rung((trial(largest, 1.0, 20 * GIB),), case)
+    assert rung is not None
+    needed = case.cost.predict(largest).required_memory_bytes
+    assert case.cost.predict(rung).required_memory_bytes <= 0.9 * needed
+    assert unverified_rung((trial(largest, 1.0, 20 * GIB), trial(smallest, 2.0, 10 * GIB)), case) is None
+    assert unverified_rung((trial(smallest, 1.0, 10 * GIB),), case) is None
+
+
+def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> None:
+    phase = PhasePeak(name="previews", seconds=1.0, device_bytes=22 * GIB, host_bytes=GIB)
+
+    def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
+        return longer(candidate, 5.0, memory=GIB, phases=(phase,))
+
+    plan = make_plan(question(), HARDWARE, around=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    expected = plan.frozen.expected
+    assert plan.frozen.trials[-1].confirms
+    assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster
+    assert expected.phases == (phase,)
+    assert expected.required_memory_bytes == 22 * GIB + expected.process_memory_bytes
+    smaller = [t for t in plan.frozen.trials if t.candidate in plan.frozen.fallbacks[:1] and t.outcome == "ok"]
+    assert smaller or not plan.frozen.fallbacks
+
+
+def test_a_real_plan_was_rehearsed_through_every_phase(journey: Journey) -> None:
+    plan = journey.plan
+    names = [phase.name for phase in plan.frozen.expected.phases]
+    assert names == ["caching", "loading", "training", "previews", "saving"]
+    confirmation = next(t for t in plan.frozen.trials if t.confirms and t.candidate == plan.frozen.settings)
+    assert plan.frozen.expected.step_seconds == confirmation.median_step_seconds
+    assert len(confirmation.step_seconds) >= 3
