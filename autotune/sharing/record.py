@@ -183,9 +183,7 @@ def record_of(
         machine=machine_of(hardware),
         workload=_without_names(frozen.workload.share(processes)),  # what its trials ran
         settings=frozen.settings,
-        expected=frozen.expected.model_copy(
-            update={"images_per_second": frozen.expected.images_per_second / processes, "phases": ()}
-        ),
+        expected=_promise(frozen.expected, processes),
         trials=tuple(_bare(trial) for trial in frozen.trials),
         search_seconds=frozen.search_seconds,
         calibration=calibration,
@@ -248,6 +246,17 @@ def _without_names(workload: Workload) -> Workload:
     spec = ModelSpec.model_validate({**dict(model), "name": family.hub_id if family else model.family})
     return Workload.model_validate(
         {**dict(workload), "model": spec, "buckets": (Bucket.model_validate({**dict(largest), "num_items": 1}),)}
+    )
+
+
+def _promise(expected: Expected, num_processes: int) -> Expected:
+    """Of one process's steps: what the rest of the job takes, and what its machine costs, is nobody else's business."""
+    return Expected(
+        evidence=expected.evidence,
+        step_seconds=expected.step_seconds,
+        images_per_second=expected.images_per_second / num_processes,
+        peak_memory_bytes=expected.peak_memory_bytes,
+        process_memory_bytes=expected.process_memory_bytes,
     )
 
 
