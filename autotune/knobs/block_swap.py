@@ -34,7 +34,7 @@ class BlockSwap:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.places = [_sent_home(block, device) for block in blocks]
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
         """Of the blocks on the device: when their weights have arrived; None where copies are immediate."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from autotune.cost.calibration import Calibration
+from autotune.cost.calibration import Calibration, Lesson, residual_of
 from autotune.cost.parallel import Parallel
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
 from autotune.planning import case, freeze, outlook, sealing
 from autotune.prediction import PhaseMemory, Prediction
-from autotune.schema import CachingSettings, Candidate, ModelSpec, Reason, TrialResult
+from autotune.schema import CachingSettings, Candidate, ModelSpec, Reason, Residual, TrialResult
 
 GIB = 2**30
 
@@ -38,9 +38,18 @@ class FormulaPredictor:
     def weight_bytes(self, candidate: Candidate) -> int:
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55))
 
-    def calibrate(self, trials: Sequence[TrialResult]) -> None:
-        pairs = [(trial, self._raw(trial.candidate)) for trial in trials]
-        self._calibration = Calibration.of(pairs, rates_measured=False)
+    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
+        pairs = [(trial.candidate, residual) for trial in trials if (residual := self.residual(trial))]
+        self._calibration = Calibration.of(pairs, rates_measured=False, lessons=lessons)
+
+    def residual(self, trial: TrialResult) -> Residual | None:
+        return residual_of(trial, self._raw(trial.candidate))
+
+    def uncalibrated(self, candidate: Candidate) -> Prediction:
+        return self._raw(candidate)
+
+    def beside(self, hardware: Any) -> "FormulaPredictor":
+        return FormulaPredictor(hardware, self.workload, self.family, self.config)
 
     def predict(self, candidate: Candidate) -> Prediction:
         time, memory = self._calibration.time, self._calibration.memory
@@ -57,7 +66,8 @@ class FormulaPredictor:
         activations = 0.4 * pixels * size * (1.1 - share)
         allocated = int(memory * (self.weight_bytes(candidate) + GIB * (activations + work.rank / 16)))
         accumulation = -(-work.effective_batch_size // size)
-        seconds = time * accumulation * (0.1 + 0.2 * pixels * size) * (1 + share / 4)
+        pace = 3e12 / (self.hardware.rate("memory.bandwidth") or 3e12)
+        seconds = pace * time * accumulation * (0.1 + 0.2 * pixels * size) * (1 + share / 4)
         phase = PhaseMemory.model_construct(name="train", peak_memory_bytes=allocated + GIB)
         return Prediction.model_construct(
             candidate=candidate,

@@ -3,12 +3,12 @@
 import math
 import random
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
 
+from autotune import __version__
 from autotune.cost.predict import Predictor
 from autotune.planner import Events, make_plan
 from autotune.planning.case import Case, case_of
@@ -19,7 +19,7 @@ from autotune.sharing.query import Survey, survey
 from autotune.sharing.record import Record, record_of
 from autotune.sharing.store import Store
 from tests.builders import GIB, trial
-from tests.planning.machines import question
+from tests.planning.machines import question, surroundings
 from tests.sharing.examples import machine, rate
 
 QUESTION = question()
@@ -39,7 +39,7 @@ def gpu(**changes: object) -> HardwareProfile:
 
 @cache
 def case_on_gpu() -> Case:
-    return case_of(QUESTION, gpu(), needs_weights=False)
+    return case_of(QUESTION, gpu(), surroundings())
 
 
 @dataclass
@@ -65,11 +65,7 @@ class Simulated:
         return trial(candidate, seconds if fits else None, int(predicted.allocated_memory_bytes * 1.01), wall_seconds=9)
 
     def around(self, *stores: Store) -> Surroundings:
-        @contextmanager
-        def trials(model: str, hardware: HardwareProfile, workload: object):  # type: ignore[no-untyped-def]
-            yield self.run
-
-        return Surroundings(trials, lambda h, w: survey(h, w, stores), needs_weights=False)
+        return replace(surroundings(self.run), survey=lambda h, w: survey(h, w, stores), autotune_version=__version__)
 
     @property
     def best_seconds(self) -> float:

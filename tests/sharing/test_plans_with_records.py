@@ -3,26 +3,34 @@
 import getpass
 import math
 import platform
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune.plan_file import read_plan
-from autotune.planning.surroundings import Surroundings
 from autotune.schema import FrozenPart, TrialResult
 from autotune.sharing.advice import broken_promise
+from autotune.sharing.query import survey
 from autotune.sharing.record import Record
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune_here
+from tests.planning.formula import by_formula
 from tests.sharing.examples import rate
 from tests.sharing.machines import RATES, Planned, Simulated, case_on_gpu, gpu, planned_on, store_with
 
 SLOW = {"_native_cudnn": 0.8, "torchao-int8": 1.3}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _by_formula() -> Iterator[None]:
+    with by_formula():
+        yield
+
+
 @pytest.fixture(scope="module")
-def cold() -> Planned:
+def cold(_by_formula: None) -> Planned:
     return planned_on(Simulated(slow=SLOW))
 
 
@@ -126,7 +134,7 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
 
     def plan(team: str, on: Simulated, *options: str) -> FrozenPart:
         monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: on.hardware)
-        around = replace(Surroundings(), trials=on.around().trials, needs_weights=False)
+        around = replace(on.around(), survey=survey)
         monkeypatch.setattr("autotune.planning.surroundings.Surroundings", lambda: around)
         file = tmp_path / f"{team}.yaml"
         asked = ("--model", "kandinsky5-image-lite", "--resolution", "256", "--batch", 2, "-o", file)

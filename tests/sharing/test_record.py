@@ -74,6 +74,7 @@ def test_nothing_that_tells_who_or_where_enters_a_record() -> None:
     assert b"0.123" not in made.content
     assert made.workload.model.name == "Qwen/Qwen-Image"
     assert [bucket.num_items for bucket in made.workload.buckets] == [1]
+    assert (made.expected.price_per_hour, made.expected.other_seconds, made.expected.phases) == (None, 0.0, ())
 
 
 def test_a_new_field_is_judged_before_it_leaves() -> None:
@@ -84,8 +85,9 @@ def test_a_new_field_is_judged_before_it_leaves() -> None:
 
 _LEAVES = """
     autotune_version calibration measured_on schema_version search_seconds
-    expected.evidence expected.images_per_second expected.peak_memory_bytes expected.process_memory_bytes
-    expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
+    expected.evidence expected.images_per_second expected.other_seconds expected.peak_memory_bytes expected.phases
+    expected.price_per_hour expected.process_memory_bytes expected.step_seconds
+    machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
     machine.hard_keys.cuda machine.hard_keys.device_kind machine.hard_keys.memory_kind
     machine.hard_keys.memory_model machine.hard_keys.torch machine.hard_keys.trial_protocol
     machine.logical_cores machine.noisy
@@ -98,7 +100,7 @@ _LEAVES = """
     machine.versions.transformers machine.versions.triton machine.versions.xformers
     trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
     trials.load_seconds trials.memory_cap_bytes trials.message trials.outcome trials.peak_memory_bytes trials.phases
-    trials.step_seconds trials.wall_seconds trials.warmup_seconds
+    trials.quantization_error trials.step_seconds trials.wall_seconds trials.warmup_seconds
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
     workload.effective_batch_size workload.lora_alpha workload.max_text_tokens workload.model.architecture
     workload.model.family workload.model.name workload.model.num_blocks workload.model.num_parameters
