@@ -12,6 +12,9 @@ from autotune.knobs.quantization import QUALITY_OF
 from autotune.trials.runner import ProcessTrialRunner
 from tests.gpu.conftest import GIB, candidate, work
 
+LOSS_TOLERANCES = {"torchao-int8": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5, "bnb-nf4": 1.0}
+"""Of a loss against unquantised weights: random ones magnify small errors; test_kernels.py holds gradients to less."""
+
 
 @pytest.mark.anywhere
 def test_a_forked_child_uses_the_device(runner, precision):
@@ -40,7 +43,7 @@ def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, na
     plain = runner.run(candidate(precision, checkpointed_blocks=checkpointed))
     result = runner.run(candidate(precision, quantization=name, checkpointed_blocks=checkpointed))
     assert result.outcome == "ok", result.message
-    assert result.final_loss == pytest.approx(plain.final_loss, rel=0.1)
+    assert result.final_loss == pytest.approx(plain.final_loss, rel=LOSS_TOLERANCES[name])
 
 
 @pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8"])
