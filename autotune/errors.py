@@ -10,6 +10,16 @@
 The number is the exit status of the command line. Anything else that escapes is a bug.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest_of(value: str, known: Iterable[str]) -> str:
+    """A hint for a name that is not known: the nearest that is, if one is near, and all."""
+    names = sorted(known)
+    near = get_close_matches(value, names, n=1, cutoff=0.4)
+    return f"{f'nearest: {near[0]}; ' if near else ''}known: {', '.join(names)}"
+
 
 class AutotuneError(Exception):
     """Base of all errors that autotune raises on purpose.

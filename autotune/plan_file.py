@@ -6,6 +6,7 @@ schema, or when its frozen part does not match its digest. Nothing that a plan n
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,21 @@ def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     Raises:
         InvalidPlan: a value is out of range.
     """
-    changed = {**plan.job.model_dump(), **{key: value for key, value in changes.items() if value is not None}}
+    given = {key: value for key, value in changes.items() if value is not None}
+    if "model" in given:
+        given = {"revision": None, **given}  # a commit of another repository
+    return plan.model_copy(update={"job": job_from({**plan.job.model_dump(), **given})})
+
+
+def job_from(values: Mapping[str, object]) -> Job:
+    """The job with these values, which came from options.
+
+    Raises:
+        InvalidPlan: a value is out of range.
+    """
     try:
-        job = Job.model_validate(changed)
+        return Job.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        option = "--" + str(first["loc"][0]).removeprefix("num_").replace("_", "-")
-        raise InvalidPlan(
-            f"{option}: {first['msg'].lower()}", hint=f"run `autotune train --help` for {option}"
-        ) from error
-    return plan.model_copy(update={"job": job})
+        option = "--" + str(first["loc"][0]).removeprefix("num_").removesuffix("_scale").replace("_", "-")
+        raise InvalidPlan(f"{option}: {first['msg'].lower()}", hint=f"--help tells what {option} takes") from error

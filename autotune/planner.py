@@ -14,13 +14,12 @@ from autotune.hardware.memory import shares_host_memory
 from autotune.plan_file import seal
 from autotune.planning.case import Case, case_of
 from autotune.planning.confirming import LEAST_SECONDS, SHARE_OF_SEARCH, confirmed_winner, unverified_rung
-from autotune.planning.evidence import confirmed, confirmed_trials, records_to_stand_on, trials_of_same_work
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.outlook import larger_batch_advice
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, FrozenPart, HardwareProfile, TrainingPlan, TrialResult, Workload
+from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
 from autotune.search.storage import opened_study, safe_words
@@ -33,7 +32,8 @@ from autotune.search.winner import (
     reasons_for,
     require_winner,
 )
-from autotune.sharing.query import Known, Survey, first_candidates
+from autotune.sharing.advice import NO_ADVICE, Advice, advise
+from autotune.sharing.query import Survey
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,17 @@ class Events:
     """Where progress is told."""
 
     on_machine: Callable[[HardwareProfile], None] = lambda hardware: None
+    on_left_out: Callable[[tuple[str, ...]], None] = lambda lines: None
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
+    on_note: Callable[[str], None] = lambda note: None
     on_survey: Callable[[Survey], None] = lambda survey: None
     on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
     on_predictions: Callable[[list[Prediction]], None] = lambda predictions: None
+    on_doubt: Callable[[str], None] = lambda line: None
+    """A shared record that trials here contradict."""
+    on_calibration: Callable[[tuple[Residual | None, ...]], None] = lambda residuals: None
+    """How far each trial of the plan was from its prediction."""
 
 
 def make_plan(
@@ -66,8 +72,11 @@ def make_plan(
     events, around = events or Events(), around or Surroundings()
     case = case_of(question, hardware, around)
     events.on_machine(case.hardware)
-    events.on_space(case.space, case.workload)
-    if not case.can_be_tried:
+    events.on_left_out(case.left_out)
+    for note in case.notes:
+        events.on_note(note)
+    events.on_space(case.space, case.work_of_all)
+    if not case.can_try:
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
         events.on_predictions(predictions)
         return _plan(case, around.autotune_version, predictions)
@@ -75,32 +84,36 @@ def make_plan(
         study = opened_study(question.study, case.identity)
         settled = frozen_plan(study)
         if settled is None:
-            stood_on = _stood_on(case, around, events)
-            trials = _search(case, around, stood_on, study, events)
-            trials = _confirmed(case, around, trials, events)
-            plan = _plan(case, around.autotune_version, (), trials, stood_on)
+            advice = _advice(case, around, events)
+            trials = _search(case, around, advice, study, events)
+            if not advice.kept(trials):  # else a record has confirmed them
+                trials = _confirmed(case, around, trials, events)
+            plan = _plan(case, around.autotune_version, (), trials, advice)
             settled = freeze(study, plan.model_dump_json())
-    return TrainingPlan.model_validate_json(settled)
+    made = TrainingPlan.model_validate_json(settled)
+    events.on_calibration(tuple(case.cost.residual(trial) for trial in made.frozen.trials))
+    return made
 
 
-def _stood_on(case: Case, around: Surroundings, events: Events) -> tuple[Known, ...]:
+def _advice(case: Case, around: Surroundings, events: Events) -> Advice:
     if not case.question.use_profiles:
-        return ()
-    found = around.survey(case.trained_on, case.share)
+        return NO_ADVICE
+    found = around.survey(case.trained_on, case.workload)
+    found, advice = advise(found, case.space.candidates, case.budget_bytes, case.workload, case.cost)
     events.on_survey(found)
-    return records_to_stand_on(found, case.space)
+    return advice
 
 
 def _search(
-    case: Case, around: Surroundings, stood_on: tuple[Known, ...], study: optuna.Study, events: Events
+    case: Case, around: Surroundings, advice: Advice, study: optuna.Study, events: Events
 ) -> tuple[TrialResult, ...]:
     question = case.question
     search = ResidualSearch(
         case.space,
         case.cost,
         case.budget_bytes,
-        elsewhere=trials_of_same_work(stood_on, case.share),
-        first=first_candidates(stood_on, case.space.candidates, case.budget_bytes),
+        lessons=advice.lessons,
+        first=advice.first,
         objective=case.workload.objective,
         ascending=shares_host_memory(case.hardware.device.memory_kind),
     )
@@ -111,16 +124,14 @@ def _search(
             events.on_start(candidate)
             return run(candidate)
 
-        def enough(results: Sequence[TrialResult]) -> bool:
-            return confirmed(stood_on, results) is not None
-
-        trials = run_search(search, tell_and_run, limits, events.on_trial, enough=enough, study=study)
-        rung = unverified_rung(trials, case)
-        if rung is None:
-            return trials
-        verified = timed(tell_and_run, rung)
-        events.on_trial(verified)
-        return (*trials, verified)
+        trials = run_search(search, tell_and_run, limits, events.on_trial, enough=advice.kept, study=study)
+        rung = None if advice.kept(trials) else unverified_rung(trials, case)
+        if rung is not None:
+            trials = (*trials, timed(tell_and_run, rung))
+            events.on_trial(trials[-1])
+    for doubt in advice.doubts(trials):
+        events.on_doubt(doubt)
+    return trials
 
 
 def _confirmed(
@@ -145,25 +156,25 @@ def _plan(
     autotune_version: str,
     predictions: Sequence[Prediction],
     trials: tuple[TrialResult, ...] = (),
-    stood_on: tuple[Known, ...] = (),
+    advice: Advice = NO_ADVICE,
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = case.workload.objective
-    scores = measured_scores(trials) if case.can_be_tried else predicted_scores(predictions, case.budget_bytes)
+    scores = measured_scores(trials) if case.can_try else predicted_scores(predictions, case.budget_bytes)
     best = require_winner(promised_scores(trials) if trials else scores, objective, case.relaxation)
-    scores += measured_scores(confirmed_trials(stood_on, trials))  # only what ran here may win
+    scores += measured_scores(advice.evidence(trials))  # only what ran here may win
     caching, why_caching = case.cost.caching
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=autotune_version,
         hardware=planned_hardware(case.hardware, case.cost.parallel),
-        workload=case.workload,
+        workload=case.work_of_all,
         settings=best.candidate,
         caching=caching,
-        expected=expected(best, trials, case.cost, case.workload),
+        expected=expected(best, trials, case.cost, case.work_of_all, case.job, case.question.price_per_hour),
         reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
-        records=tuple(item.name for item in stood_on),
+        records=advice.records,
         search_seconds=search_cost_seconds(trials),
         trials=trials,
         pins=case.question.pins,

@@ -84,6 +84,7 @@ class JobTime(Frozen):
     total_seconds: float = Field(ge=0)
     load_seconds: float = Field(ge=0)
     cache_seconds: float = Field(ge=0)
+    compile_seconds: float = Field(default=0.0, ge=0)
     step_seconds: float = Field(ge=0)
     """Of all steps."""
     preview_seconds: float = Field(ge=0)

@@ -9,7 +9,7 @@ Equal questions give equal objects, so objects can be compared, hashed, stored a
 Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,10 @@ Objective = Literal["throughput", "memory"]
 Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "crash"]
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap"]
+TimestepSampling = Literal["logit_normal", "uniform"]
 Strategy = Literal["single", "ddp", "fsdp2"]
+MOST_RESIDUAL = 5.0
+"""A factor of 148: what is further from its prediction is counted as this far."""
 Knob = str
 Choice = str | int
 
@@ -126,6 +129,13 @@ class Candidate(Frozen):
     """Compute dtype of the transformer and the adapter."""
     loader: str = "safetensors"
     """How weights are read from disk: a name in `autotune.weights.loaders`."""
+    swapped_blocks: int = Field(default=0, ge=0)
+    """The frozen weights of the first k blocks wait on the host until they are needed."""
+    compile: str = "off"
+    """`block`: each repeated block goes through torch.compile."""
+    optimizer: str = "adamw"
+    allocator: str = "default"
+    """How the device's allocator grows: `default` or `expandable` segments."""
 
     def label(self) -> str:
         """One short line for people."""
@@ -134,9 +144,19 @@ class Candidate(Frozen):
             f"{name.replace('_', ' ')} {value}"
             for name, value in self
             if not (field := type(self).model_fields[name]).is_required() and value != field.default
-            if name not in ("quantization", "attention")
+            if name not in ("quantization", "attention", "allocator")
         )
         return ", ".join((main, *unusual))
+
+
+class QuantizationError(Frozen):
+    """How far quantised layers are from the real weights: relative error of their outputs on random inputs."""
+
+    overall: float = Field(ge=0)
+    """Of all quantised layers together."""
+    worst: float = Field(ge=0)
+    """Of the block that is furthest off."""
+    worst_block: int = NaturalInt
 
 
 class PhasePeak(Frozen):
@@ -190,6 +210,8 @@ class TrialResult(Frozen):
     wall_seconds: float | None = Field(default=None, ge=0)
     """What the trial cost, from the request to the answer."""
     final_loss: float | None = None
+    quantization_error: QuantizationError | None = None
+    """None without quantisation, and where the weights were random."""
     message: str = ""
     """Why the outcome is not `ok`, in one line."""
 
@@ -201,6 +223,13 @@ class TrialResult(Frozen):
             return None
         middle = len(ordered) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+class Residual(Frozen):
+    """How far a trial was from its prediction before any calibration: logarithms of measured over predicted."""
+
+    time: float = Field(ge=-MOST_RESIDUAL, le=MOST_RESIDUAL)
+    memory: float = Field(ge=-MOST_RESIDUAL, le=MOST_RESIDUAL)
 
 
 class Rejected(Frozen):
@@ -241,6 +270,11 @@ class Expected(Frozen):
         )
         return max(self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured))
 
+    other_seconds: float = Field(default=0.0, ge=0)
+    """What the job takes beside its steps, always predicted: loading, caches, compiling, previews, checkpoints."""
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """Of the machine, in whatever currency the user thinks in."""
+
 
 class PlannedHardware(Frozen):
     """The machine a plan was made for, as far as the plan depends on it."""
@@ -272,7 +306,9 @@ class Job(Frozen):
     """
 
     model: str
-    """Folder in the diffusers layout, or a hub id."""
+    """Folder in the diffusers layout, a family's name, or a hub id."""
+    revision: str | None = None
+    """Commit on the hub that `model` is taken at; None for a folder, or until it is first fetched."""
     data: str | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
     control: str | None = None
@@ -295,8 +331,13 @@ class Job(Frozen):
     """Steps over which the rate rises from 0; `constant` and `plateau` have none."""
     weight_decay: float = Field(ge=0, le=1)
     max_grad_norm: float = Field(gt=0)
-    timestep_shift: float = Field(gt=0)
-    """Shift of the flow-matching timesteps; 1 leaves them as sampled."""
+    timestep_sampling: TimestepSampling = "logit_normal"
+    """Density of the noise levels before they are shifted."""
+    timestep_shift: Annotated[float, Field(gt=0)] | Literal["by_resolution"]
+    """Shift of the noise levels towards noise; 1 leaves them as sampled. `by_resolution`: as the family's pipeline
+    does, more for larger images."""
+    guidance_scale: float | None = Field(default=None, ge=0)
+    """What a guidance-distilled model is told while it trains; None for models that take none, or the family's."""
     weighting_scheme: Weighting = "none"
     """How the loss weighs images by their noise."""
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -316,6 +357,11 @@ class Job(Frozen):
     """Training steps between previews; 0 samples only at the end."""
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """Where curves go besides `metrics.jsonl`."""
+
+    @property
+    def pinned_model(self) -> str:
+        """The model at its revision, as `resolve_model` takes it."""
+        return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
 
 class FrozenPart(Frozen):
@@ -353,6 +399,18 @@ class TrainingPlan(Frozen):
     frozen: FrozenPart
     digest: str
     """Digest of `frozen`."""
+
+    @property
+    def job_seconds(self) -> float:
+        """Expected wall time of the whole job as it stands."""
+        expected = self.frozen.expected
+        return self.job.num_steps * expected.step_seconds + expected.other_seconds
+
+    @property
+    def job_cost(self) -> float | None:
+        """Of the whole job, where the plan knows what an hour costs."""
+        price = self.frozen.expected.price_per_hour
+        return None if price is None else price * self.job_seconds / 3600
 
 
 class AdapterVerdict(Frozen):
@@ -394,6 +452,7 @@ class RunReport(Frozen):
     final_loss: float
     warnings: tuple[str, ...] = ()
     settings: Candidate
+    quantization_error: QuantizationError | None = None
     verdict: AdapterVerdict | None = None
     adapter: str
     """File name of the adapter inside the output folder."""

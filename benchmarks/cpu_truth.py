@@ -91,7 +91,6 @@ def run(
             optimizer,
             batches(family, config, workload, candidate),
             effective_batch_size=workload.effective_batch_size,
-            timestep_shift=1.0,
             seed=0,
             step=number,
         )

@@ -1,12 +1,15 @@
 """Step time and start-up of autotune's training against a plain loop, and memory over a long run.
 
     PYTHONPATH=. python benchmarks/training_step.py step [--size demo|mid] [--steps N] [--rounds R]
+    PYTHONPATH=. python benchmarks/training_step.py planned [--size demo|mid] [--steps N]
     PYTHONPATH=. python benchmarks/training_step.py memory [--steps 2000]
 
 The reference is what a careful user writes by hand with diffusers, peft and torch alone: everything encoded once and
 kept in memory, the model with a LoRA, fused AdamW, gradient clipping, accumulation, one read of the loss per step.
 It gets the same settings, data order and shapes. Both run in this process, interleaved A B A B, so that other load
 on the machine meets both alike; the overhead is the median, over all pairs, of our step over its neighbour.
+`planned` lets autotune plan the job and compares its settings with that loop's as the README of diffusers' Qwen-Image
+script runs it: one image at a time, four accumulated, gradient checkpointing.
 """
 
 import argparse
@@ -27,7 +30,11 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from peft import LoraConfig
 
 from autotune.families.registry import family_named
+from autotune.hardware.store import cached_profile
+from autotune.planner import Question
+from autotune.planner import make_plan as plan_job
 from autotune.schema import Candidate
+from autotune.training.describe import Wishes
 from autotune.training.events import Events, StepEvent
 from autotune.training.memory import host_memory_bytes
 from autotune.training.run import train
@@ -50,7 +57,15 @@ def make_model(folder: Path, size: str) -> tuple[Path, Path]:
 class PlainLoop:
     """Nothing of autotune's in the loop; only its file reading is used to see the same pixels."""
 
-    def __init__(self, model: Path, images: Path, resolution_px: int) -> None:
+    def __init__(
+        self,
+        model: Path,
+        images: Path,
+        resolution_px: int,
+        *,
+        micro_batch: int = MICRO_BATCH,
+        checkpointing: bool = False,
+    ) -> None:
         from diffusers.image_processor import VaeImageProcessor
         from PIL import Image
 
@@ -68,6 +83,10 @@ class PlainLoop:
         del pipeline
         self.transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer")
         self.transformer.requires_grad_(False)
+        self.micro_batch = micro_batch
+        if checkpointing:
+            self.transformer.enable_gradient_checkpointing()
+            self.transformer.train()
         self.transformer.add_adapter(
             LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
         )
@@ -76,8 +95,8 @@ class PlainLoop:
 
     def step(self, number: int) -> float:
         total = torch.zeros(())
-        for start in range(0, BATCH, MICRO_BATCH):
-            chosen = [(number * BATCH + start + i) % len(self.latents) for i in range(MICRO_BATCH)]
+        for start in range(0, BATCH, self.micro_batch):
+            chosen = [(number * BATCH + start + i) % len(self.latents) for i in range(self.micro_batch)]
             clean = torch.cat([self.latents[index] for index in chosen])
             longest = max(self.prompts[index].shape[1] for index in chosen)
             lengths = [self.prompts[index].shape[1] for index in chosen]
@@ -184,6 +203,41 @@ def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dic
     }
 
 
+def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]:
+    """Settings that a search finds against those of the README; both accumulate to the same effective batch."""
+    hardware = cached_profile()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, images = make_model(folder, size)
+        wishes = Wishes(size_px=(resolution_px, resolution_px), rank=RANK, effective_batch_size=BATCH, quality="exact")
+        question = Question(
+            str(model),
+            images,
+            wishes=wishes,
+            output=str(folder / "out"),
+            num_steps=steps,
+            pins=(("precision", "fp32"),),
+            use_profiles=False,
+        )
+        plan = plan_job(question, hardware)
+        plain = PlainLoop(model, images, resolution_px, micro_batch=1, checkpointing=True)
+        plain.step(0)
+        both = Interleaved(plain)
+        report = train(plan, hardware, folder / "cache", Events(on_step=both))
+    ours, theirs = both.ours[3:], both.theirs[3:]
+    return {
+        "what": f"planned settings against the README's, {size}, {resolution_px} px, effective batch {BATCH}, fp32",
+        "num_steps": len(ours),
+        "planned": plan.frozen.settings.label(),
+        "trials": len(plan.frozen.trials),
+        "promised_step_seconds": plan.frozen.expected.step_seconds,
+        "planned_step_seconds": statistics.median(ours),
+        "report_step_seconds": report.measured_step_seconds,
+        "default_step_seconds": statistics.median(theirs),
+        "speed_up": statistics.median(their / our for our, their in zip(ours, theirs, strict=True)),
+    }
+
+
 def long_run(steps: int) -> dict[str, Any]:
     """Resident memory over a long run: growth after step 200."""
     hardware, held = machine(), []
@@ -202,7 +256,7 @@ def long_run(steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", choices=["step", "memory"])
+    parser.add_argument("which", choices=["step", "planned", "memory"])
     parser.add_argument("--size", choices=["demo", "mid"], default="demo")
     parser.add_argument("--resolution", type=int, default=64)
     parser.add_argument("--steps", type=int, default=None)
@@ -215,6 +269,8 @@ def main() -> None:
     assert family_named("qwen-image").defaults.timestep_shift == SHIFT
     if options.which == "step":
         result = compare_steps(options.size, options.steps or 40, options.rounds, options.resolution)
+    elif options.which == "planned":
+        result = compare_planned(options.size, options.steps or 40, options.resolution)
     else:
         result = long_run(options.steps or 2000)
     machine_text = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -81,8 +81,9 @@ def write_checkpoint(folder, num_layers):
 
 def load(method, storage, folder, num_layers):
     import torch
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao.quantization import Int8WeightOnlyConfig
 
+    from autotune.knobs.quantization import quantize_inside
     from autotune.weights.building import dtype_of_from_pretrained
     from autotune.weights.sources import open_source
     from autotune.weights.streaming import load_into
@@ -93,17 +94,13 @@ def load(method, storage, folder, num_layers):
         quantized = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())} if storage == "int8" else {}
         return QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16, **quantized)
 
-    def quantise(_, module):
-        if isinstance(module, torch.nn.Linear):
-            quantize_(module, Int8WeightOnlyConfig())
-
     model = build(num_layers)
     load_into(
         model,
         open_source(folder),
         loader=method,
         dtype_policy=dtype_of_from_pretrained(model, torch.bfloat16),
-        transform=quantise if storage == "int8" else None,
+        transform=quantize_inside([model], "torchao-int8") if storage == "int8" else None,
     )
     return model
 

@@ -25,6 +25,7 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
         patch.setenv("COLUMNS", "80")
+        patch.setenv("HF_HUB_OFFLINE", "1")
         yield
 
 

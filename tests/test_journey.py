@@ -66,7 +66,7 @@ def test_plan_chose_the_fastest_trial_and_says_why(journey: Journey) -> None:
     fastest = min((t for t in frozen.trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0)
     assert frozen.settings == fastest.candidate
     assert frozen.expected.step_seconds == fastest.median_step_seconds
-    assert {reason.knob for reason in frozen.reasons} == set(Candidate.model_fields)
+    assert {reason.knob for reason in frozen.reasons} == {*Candidate.model_fields, "caching"}
     explained = autotune("explain", journey.plan_file).stdout
     for reason in frozen.reasons:
         assert f"{reason.knob} = {reason.chosen}" in explained

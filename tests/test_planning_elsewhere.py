@@ -73,7 +73,7 @@ def test_plan_for_a_named_gpu_as_a_process(tmp_path: Path) -> None:
         (("--micro-batch-size", "-1"), "micro-batch-size 1"),
         (("--micro-batch-size", "3", "--batch", "4"), "the nearest valid micro-batch size is"),
         (("--checkpointing", "99"), "the nearest valid value is 60"),
-        (("--quantization", "int3"), "choose one of"),
+        (("--quantization", "torchao-int9"), "nearest: torchao-int8"),
         (("--hardware", "nvidia-rtx-9999"), "autotune probe --list"),
     ],
 )

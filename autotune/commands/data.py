@@ -27,15 +27,14 @@ def check(
     from autotune.families.registry import family_named
     from autotune.reporting.data import data_report_lines
     from autotune.training.data.check import check_dataset
+    from autotune.training.data.dataset import Reading
 
     family = family_named(model)
     report = check_dataset(
         folder,
+        Reading(caption=caption, trigger=trigger, control=control),
         resolution_px=resolution or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
-        caption=caption,
-        trigger=trigger,
-        control=control,
     )
     typer.echo(report.model_dump_json(indent=1) if as_json else "\n".join(data_report_lines(report)))
     if not report.can_train:

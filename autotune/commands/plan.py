@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.commands.options import Json, PlanFile
+from autotune.commands.options import Json, PlanFile, parse_shift
 
 if TYPE_CHECKING:
+    from autotune.schema import Residual
     from autotune.sharing.query import Known, Survey
 
 
@@ -31,6 +32,13 @@ def plan(
     batch: Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None,
+    sampling: Annotated[
+        str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal (default) or uniform.")
+    ] = None,
+    shift: Annotated[
+        str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")] = None,
     quality: Annotated[
         str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
     ] = None,
@@ -40,7 +48,7 @@ def plan(
     list_knobs: Annotated[
         bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")
     ] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together, one process each.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
     reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
     cap_memory: Annotated[
@@ -60,6 +68,7 @@ def plan(
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None,
     replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, for the cost of the job.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the job; 0 by default.")] = None,
     run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
     as_json: Json = False,
@@ -73,6 +82,7 @@ def plan(
     from autotune.planning.question import Question, question_of
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.surroundings import Surroundings
+    from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
     from autotune.search.storage import Place
     from autotune.sharing.record import why_no_evidence
@@ -105,6 +115,9 @@ def plan(
         output=run_output,
         num_steps=steps,
         learning_rate=learning_rate,
+        timestep_sampling=_one_of("--timestep-sampling", sampling, ("logit_normal", "uniform")),
+        timestep_shift=parse_shift(shift),
+        guidance_scale=guidance,
         seed=seed,
         pins=_pairs("--pin", pin),
         exclusions=_pairs("--exclude", exclude),
@@ -112,6 +125,7 @@ def plan(
         num_processes=gpus,
         use_profiles=profiles,
         max_trials=max_trials,
+        price_per_hour=price,
         search_seconds=search_time,
         study=Place(study or "search", join) if study or join else None,
     )
@@ -124,6 +138,7 @@ def plan(
         return
     known: list[Known] = []
     proven = [machine]
+    calibration: list[Residual | None] = []
     with trial_display(max_trials) as display:
 
         def tell_survey(survey: "Survey") -> None:
@@ -131,11 +146,17 @@ def plan(
             err.print("\n".join(survey_lines(survey)), end="", markup=False)
 
         events = Events(
+            on_left_out=lambda lines: err.print(
+                *lines, sep="\n", end="\n" if lines else "", style="yellow", markup=False
+            ),
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
             on_machine=proven.append,
+            on_note=lambda note: err.print(f"note      {note}", markup=False),
             on_survey=tell_survey,
             on_start=display.start,
             on_trial=display.show,
+            on_doubt=lambda line: err.print(f"profiles  {line}", markup=False),
+            on_calibration=calibration.extend,
             on_predictions=lambda all_: err.print("\n".join(prediction_lines(all_, machine.device.budget_bytes))),
         )
         made = make_plan(question, machine, events, around)
@@ -143,11 +164,11 @@ def plan(
     if record is not None:
         write_recording(record, recording_of(made, proven[-1], known))
     if recording is None and why_no_evidence(made, machine) is None:
-        remember(made, machine)
+        remember(made, machine, tuple(calibration))
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return
-    out.print("\n".join(plan_lines(made)), markup=False)
+    out.print("\n".join([*plan_lines(made), *origin_lines(made)]), markup=False)
     out.print(f"written to {output}; train it with: autotune train {output}", markup=False)
 
 
@@ -174,13 +195,14 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
 def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     """Say why each setting was chosen, and what was rejected and why."""
     from autotune.plan_file import read_plan
+    from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import explain_lines
 
     chosen = read_plan(plan_file)
     if as_json:
         typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
     else:
-        typer.echo("\n".join(explain_lines(chosen)))
+        typer.echo("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
 
 
 def diff(

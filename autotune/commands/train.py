@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import Json, PlanFile
+from autotune.commands.options import Json, PlanFile, parse_shift
 
 if TYPE_CHECKING:
     from autotune.schema import HardwareProfile, TrainingPlan
@@ -21,6 +21,13 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs, instead of steps.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    sampling: Annotated[
+        str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal or uniform.")
+    ] = None,
+    shift: Annotated[
+        str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(help="Of guidance-distilled models, in training.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of initial weights, order and noise.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
@@ -29,8 +36,6 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train exactly what a plan says; options override its job."""
-    import platformdirs
-
     from autotune.plan_file import read_plan, with_job
 
     chosen = with_job(
@@ -41,29 +46,34 @@ def train(
         num_steps=steps,
         num_train_epochs=epochs,
         learning_rate=learning_rate,
+        timestep_sampling=sampling,
+        timestep_shift=parse_shift(shift),
+        guidance_scale=guidance,
         seed=seed,
     )
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
+    from autotune.reporting.plan import job_line
     from autotune.reporting.run import report_lines
-    from autotune.terminal import out, training_display
+    from autotune.terminal import err, out, training_display
     from autotune.training.events import Events
-    from autotune.training.prepare import prepare
+    from autotune.training.prepare import fetch_weights, prepare
     from autotune.training.processes import launch, started_by_launcher
     from autotune.training.run import train as run
 
     silence_progress_bars()
     hardware = read_machine(quick=True)
-    chosen = _measured_here(plan_file, chosen, hardware)
+    chosen = _measured_here(plan_file, fetch_weights(chosen), hardware)
     if chosen.frozen.hardware.num_processes > 1 and not started_by_launcher():
-        prepare(chosen, hardware, resume=resume)  # so that what is wrong is said once
+        prepare(chosen, hardware, resume=resume).claim.release()  # so that what is wrong is said once
         raise typer.Exit(launch(chosen.frozen.hardware.num_processes, sys.argv[1:]))
-    cache = platformdirs.user_cache_path("autotune") / "encoded"
+    if os.environ.get("RANK", "0") == "0":
+        err.print(job_line(chosen), markup=False)
     with training_display() as display:
         events = Events(
             on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
         )
-        report = run(chosen, hardware, cache, events, resume=resume, trace=trace)
+        report = run(chosen, hardware, _cache_folder(), events, resume=resume, trace=trace)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
@@ -119,6 +129,7 @@ def sample(
             run_folder,
             read_machine(quick=True),
             prompt,
+            _cache_folder(),
             count=count,
             seed=seed,
             num_steps=steps,
@@ -128,3 +139,10 @@ def sample(
         )
     for path in written:
         typer.echo(path)
+
+
+def _cache_folder() -> Path:
+    """Of what text encoders and VAEs gave."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("autotune") / "encoded"

@@ -179,11 +179,13 @@ class Waste:
     """Of what stays for the backward pass: rounding of its tensors to segments."""
 
 
-def waste_of(events: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> Waste:
+def waste_of(
+    events: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]], *, expandable_segments: bool = False
+) -> Waste:
     """From the events of a short pass, and those of its tensors that outlive one block's forward pass."""
-    allocator = replayed(events)
+    allocator = replayed(events, expandable_segments=expandable_segments)
     peak = allocator.peak_allocated_bytes
-    share = waste_share(kept)
+    share = waste_share(kept, expandable_segments=expandable_segments)
     return Waste(max(0.0, allocator.reserved_bytes - peak - share * peak), share)
 
 

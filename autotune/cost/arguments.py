@@ -1,6 +1,6 @@
 """Check what a user asks to estimate or plan, before anything is traced; each refusal names the nearest valid value."""
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.quantization import QUALITY_OF
@@ -67,14 +67,22 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         ("quantization", candidate.quantization, tuple(QUALITY_OF)),
         ("attention", candidate.attention, BACKENDS),
         ("precision", candidate.precision, PRECISIONS),
+        ("compile", candidate.compile, ("off", "block")),
+        ("allocator", candidate.allocator, ("default", "expandable")),
     ):
         if value not in known:
-            raise InvalidInput(f"there is no {name} called {value!r}", hint=f"choose one of: {', '.join(known)}")
+            raise InvalidInput(f"there is no {name} called {value!r}", hint=nearest_of(value, known))
     blocks = workload.model.num_blocks
     if candidate.checkpointed_blocks > blocks:
         raise InvalidInput(
             f"{candidate.checkpointed_blocks} checkpointed blocks are more than the model's {blocks}",
             hint=f"the nearest valid value is {blocks}, or `all`",
+        )
+    if candidate.swapped_blocks > candidate.checkpointed_blocks:
+        raise InvalidInput(
+            f"{candidate.swapped_blocks} swapped blocks are more than the {candidate.checkpointed_blocks} that"
+            " recompute, and autograd would keep the weights of the others on the device",
+            hint=f"the nearest valid value is {candidate.checkpointed_blocks}",
         )
     effective, size = workload.effective_batch_size, candidate.micro_batch_size
     if effective % size:

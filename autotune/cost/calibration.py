@@ -8,11 +8,15 @@ Recognition and Machine Learning, section 3.3).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, TrialResult
+from autotune.schema import MOST_RESIDUAL, Candidate, Residual, TrialResult
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 OFFSET = "offset"
 PRIOR_TIME_DATASHEET = 0.35
@@ -28,7 +32,9 @@ NOISE = {"time": 0.03, "memory": 0.005}
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
     """The terms that a candidate has: the offset and one per choice that changes how a step runs."""
+    rare = {"compiles": candidate.compile != "off", "swaps": candidate.swapped_blocks > 0}
     return (
+        *(name for name, does in rare.items() if does),
         OFFSET,
         f"quantization={candidate.quantization}",
         f"attention={candidate.attention}",
@@ -63,20 +69,44 @@ class Posterior:
         variance += sum(self.covariance[i][j] for i in known for j in known)
         return math.sqrt(max(variance, 0.0))
 
+    def tempered(self, weight: float) -> "Posterior":
+        """As far as it holds for something else: terms there and here correlate by `weight` in [0, 1]."""
+        own = np.diag([self.sigma(name) ** 2 for name in self.index])
+        covariance = weight**2 * np.array(self.covariance).reshape(own.shape) + (1 - weight**2) * own
+        return Posterior(self.prior, self.index, tuple(weight * mean for mean in self.mean), _rows(covariance))
 
-def fit(prior: float, noise: float, candidates: Sequence[Candidate], residuals: Sequence[float]) -> Posterior:
-    """The posterior after `residuals` (natural logarithms) of `candidates`."""
+
+def _rows(matrix: "NDArray[np.floating[Any]]") -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in matrix.tolist())
+
+
+def fit(before: Posterior, noise: float, candidates: Sequence[Candidate], residuals: Sequence[float]) -> Posterior:
+    """What is known after `residuals` (natural logarithms) of `candidates`, and `before` them."""
     if not candidates:
-        return Posterior(prior)
-    index = {name: i for i, name in enumerate(sorted({name for c in candidates for name in features_of(c)}))}
-    empty = Posterior(prior)
-    precision = np.diag([empty.sigma(name) ** -2 for name in index])
+        return before
+    index = dict(before.index)
+    for name in sorted({name for c in candidates for name in features_of(c)}):
+        index.setdefault(name, len(index))
+    mean, known = np.zeros(len(index)), len(before.index)
+    mean[:known] = before.mean
+    covariance = np.diag([before.sigma(name) ** 2 for name in index])
+    covariance[:known, :known] = np.array(before.covariance).reshape(known, known)
+    precision = np.linalg.inv(covariance)
     rows = np.zeros((len(candidates), len(index)))
     for row, candidate in zip(rows, candidates, strict=True):
         row[[index[name] for name in features_of(candidate)]] = 1.0
     covariance = np.linalg.inv(precision + rows.T @ rows / noise**2)
-    mean = covariance @ rows.T @ np.array(residuals) / noise**2
-    return Posterior(prior, index, tuple(mean.tolist()), tuple(tuple(row) for row in covariance.tolist()))
+    mean = covariance @ (precision @ mean + rows.T @ np.array(residuals) / noise**2)
+    return Posterior(before.prior, index, tuple(mean.tolist()), _rows(covariance))
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What trials of another machine or other work taught the cost model of that machine and work."""
+
+    residuals: tuple[tuple[Candidate, Residual], ...]
+    weight: float
+    """In [0, 1]: how much of it is believed to hold here."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +118,42 @@ class Calibration:
     num_trials: int = 0
 
     @staticmethod
-    def of(trials: Sequence[tuple[TrialResult, Prediction]], *, rates_measured: bool) -> "Calibration":
-        """From trials and what was predicted for them before any calibration. Failed trials teach nothing here."""
-        good = [(trial, prediction) for trial, prediction in trials if trial.outcome == "ok"]
-        timed = [
-            (t.candidate, math.log(t.median_step_seconds / p.step_seconds)) for t, p in good if t.median_step_seconds
-        ]
-        weighed = [
-            (t.candidate, math.log(t.peak_memory_bytes / p.allocated_memory_bytes))
-            for t, p in good
-            if t.peak_memory_bytes
-        ]
-        prior = PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET
+    def of(
+        residuals: Sequence[tuple[Candidate, Residual]], *, rates_measured: bool, lessons: Sequence[Lesson] = ()
+    ) -> "Calibration":
+        """From what trials here differed from predictions by, and from `lessons`, the most alike first.
+
+        Lessons may tell that steps take more memory than predicted, never that they take less: trials here tell that.
+        """
+        time = Posterior(PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET)
+        memory = Posterior(PRIOR_MEMORY)
+        for lesson in reversed(lessons):
+            time = _learned(time, "time", lesson.residuals, [r.time for _, r in lesson.residuals])
+            cautious = [max(0.0, r.memory) for _, r in lesson.residuals]
+            memory = _learned(memory, "memory", lesson.residuals, cautious)
+            time, memory = time.tempered(lesson.weight), memory.tempered(lesson.weight)
         return Calibration(
-            time=fit(prior, NOISE["time"], [c for c, _ in timed], [r for _, r in timed]),
-            memory=fit(PRIOR_MEMORY, NOISE["memory"], [c for c, _ in weighed], [r for _, r in weighed]),
-            num_trials=len(good),
+            time=_learned(time, "time", residuals, [r.time for _, r in residuals]),
+            memory=_learned(memory, "memory", residuals, [r.memory for _, r in residuals]),
+            num_trials=len(residuals),
         )
+
+
+def _learned(
+    before: Posterior, what: str, pairs: Sequence[tuple[Candidate, Residual]], logs: Sequence[float]
+) -> Posterior:
+    return fit(before, NOISE[what], [candidate for candidate, _ in pairs], logs)
+
+
+def residual_of(trial: TrialResult, prediction: Prediction) -> Residual | None:
+    """How far a trial was from what was predicted for it before any calibration; failed ones teach nothing here."""
+    if trial.outcome != "ok" or not trial.median_step_seconds or not trial.peak_memory_bytes:
+        return None
+    return Residual(
+        time=_log_ratio(trial.median_step_seconds, prediction.step_seconds),
+        memory=_log_ratio(trial.peak_memory_bytes, prediction.allocated_memory_bytes),
+    )
+
+
+def _log_ratio(measured: float, predicted: float) -> float:
+    return min(MOST_RESIDUAL, max(-MOST_RESIDUAL, math.log(measured / predicted)))

@@ -7,6 +7,7 @@ from autotune.cost.arguments import checked_bucket, checked_candidate
 from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput
 from autotune.families.base import Family
+from autotune.knobs.compile import startup_seconds
 from autotune.prediction import Estimate, JobTime, Prediction
 from autotune.schema import Candidate, HardwareProfile, Workload
 
@@ -89,10 +90,12 @@ def job_time(
     per_image = per_caption + vae.encode_bytes_moved / rates.bandwidth
     forward = predictor.forward_seconds(candidate)
     guided = predictor.family.defaults.preview_steps * forward
+    compiling = startup_seconds(predictor.family, len(predictor.workload.buckets))
     load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
         "load_seconds": load,
         "cache_seconds": num_images * per_image,
+        "compile_seconds": compiling if candidate.compile == "block" else 0.0,
         "step_seconds": num_steps * prediction.step_seconds,
         "preview_seconds": num_previews * guided,
         "save_seconds": CHECKPOINTS_PER_JOB * CHECKPOINT_SECONDS,

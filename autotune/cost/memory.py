@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
+from autotune.knobs.quantization import SLICE_BYTES
 from autotune.prediction import MemoryBreakdown, PhaseMemory
-from autotune.schema import HardwareProfile
+from autotune.schema import Candidate, HardwareProfile
 
 if TYPE_CHECKING:
-    from autotune.cost.model import TracedModel
+    from autotune.cost.model import Storage, TracedModel
 
 FP32_BYTES = 4
 CUDA_CONTEXT_BYTES = 500 << 20
@@ -18,8 +19,10 @@ HOPPER_WORKSPACE_BYTES = 32 << 20
 """cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes from its allocator."""
 HOST_PROCESS_BYTES = 3 << 29
 """Resident memory of Python with torch, diffusers and transformers imported, with CUDA's libraries loaded."""
-QUANTIZING_LAYERS = 7
-"""torchao needs about seven times one layer's size for a moment."""
+VISITING_BLOCKS = 2
+"""Swapped blocks on the device at once: the one that runs and the next."""
+QUANTIZING_BYTES = 12 * SLICE_BYTES
+"""Layers are quantised in slices, and torchao needs up to twelve times a slice's size for a moment."""
 PHASES = ("load", "cache", "train", "preview", "save")
 MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
 EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
@@ -47,8 +50,8 @@ class Resident:
     encoder_bytes: int
     """Text encoders and what they work with, as the cache phase holds them on the device."""
     vae_bytes: int
-    vae_transient_bytes: int
-    """Largest of encoding and decoding one item."""
+    encode_transient_bytes: int
+    decode_transient_bytes: int
     preview_transient_bytes: int
     """The transformer's forward pass without gradients."""
     library_bytes: int
@@ -63,9 +66,10 @@ class Resident:
 
 
 def resident_of(
-    hardware: HardwareProfile, model: "TracedModel", precision: str, quantization: str, *, encoder_bytes: int
+    hardware: HardwareProfile, model: "TracedModel", candidate: Candidate, *, encoder_bytes: int
 ) -> Resident:
-    """From the traced storage of one precision and quantisation; `encoder_bytes` as the caching settings have it."""
+    """From the traced storage of the candidate's weights; `encoder_bytes` as the caching settings have it."""
+    precision, quantization, swapped = candidate.precision, candidate.quantization, candidate.swapped_blocks
     storage = model.storage(precision, quantization)
     half = precision != "fp32"
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
@@ -74,21 +78,31 @@ def resident_of(
     shares_host = hardware.device.memory_kind in ("integrated", "host")
     on_device = storage.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
     return Resident(
-        weight_bytes=storage.weight_bytes,
+        weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),
         buffer_bytes=storage.buffer_bytes,
         adapter_bytes=storage.adapter_bytes,
         optimizer_bytes=masters + moments,
         optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
-        quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes * QUANTIZING_LAYERS,
+        quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes + QUANTIZING_BYTES,
         encoder_bytes=encoder_bytes,
         vae_bytes=vae.weight_bytes,
-        vae_transient_bytes=vae.transient_bytes,
+        encode_transient_bytes=vae.encode_transient_bytes,
+        decode_transient_bytes=vae.decode_transient_bytes,
         preview_transient_bytes=model.forward_bytes(precision, quantization),
         library_bytes=_library_bytes(hardware),
         overhead_bytes=process_overhead_bytes(hardware),
-        waste_share=storage.waste_share,
-        host_memory_bytes=HOST_PROCESS_BYTES + storage.largest_block_bytes + on_device,
+        waste_share=storage.waste_share[candidate.allocator],
+        host_memory_bytes=HOST_PROCESS_BYTES
+        + storage.largest_block_bytes
+        + on_device
+        + sum(storage.block_pinned_bytes[:swapped]),
     )
+
+
+def away_bytes(storage: "Storage", swapped: int) -> int:
+    """Frozen weights that wait on the host: those of the swapped blocks but for the two that visit the device."""
+    blocks = storage.block_weight_bytes[:swapped]
+    return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
 
 
 def _library_bytes(hardware: HardwareProfile) -> int:
@@ -137,10 +151,10 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
         step = {"gradient_bytes": r.adapter_bytes, "transient_bytes": r.optimizer_transient_bytes + r.library_bytes}
     correction = (factor - 1) * (resting + sum(step.values()))
     step["transient_bytes"] = max(0.0, step["transient_bytes"] + correction)
-    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.vae_transient_bytes)
+    forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes)
     return (
         phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
-        phase("cache", weight_bytes=r.encoder_bytes + r.vae_bytes, transient_bytes=r.vae_transient_bytes),
+        phase("cache", weight_bytes=r.encoder_bytes + r.vae_bytes, transient_bytes=r.encode_transient_bytes),
         phase("train", waste=waste, weight_bytes=weights, **kept, **step),
         phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),
         phase("save", weight_bytes=weights, **kept),

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+ALLOCATORS = ("default", "expandable")
+
+
 @dataclass(frozen=True)
 class Storage:
     """Bytes that the full model keeps, for one precision and quantisation."""
@@ -42,14 +45,18 @@ class Storage:
     adapter_tensors: int
     block_adapter_bytes: tuple[int, ...]
     """Of each block, in the order they run."""
+    block_weight_bytes: tuple[int, ...]
+    block_pinned_bytes: tuple[int, ...]
+    """What each block's frozen weights take as pinned memory of the host: every tensor rounds up to a power of two
+    (aten/src/ATen/core/CachingHostAllocator.h)."""
     outside_bytes: int
     """Of the weights that no block holds."""
     largest_block_bytes: int
     """Of one block before quantisation."""
     largest_layer_bytes: int
     """Of one weight before quantisation."""
-    waste_share: float
-    """What the caching allocator reserves beyond the weights, as a share of them."""
+    waste_share: Mapping[str, float]
+    """What the caching allocator reserves beyond the weights, as a share of them, by how it grows."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,9 @@ class VaeCost:
     """Bytes of the autoencoder, and the most it takes for one item beyond its weights."""
 
     weight_bytes: int
-    transient_bytes: int
+    encode_transient_bytes: int
+    decode_transient_bytes: int
+    """Of decoding in tiles, where it can: previews do so where memory is short."""
     encode_bytes_moved: int
     """Read and written by the operations that encode one item: convolutions of this kind wait for memory."""
 
@@ -157,7 +166,7 @@ class TracedModel:
         import torch
 
         if not self.parts.vae_class:
-            return VaeCost(0, 0, 0)
+            return VaeCost(0, 0, 0, 0)
         dtype, bucket = torch_dtype(precision), self.workload.largest_bucket
         with torch.device("meta"):
             vae = getattr(diffusers, self.parts.vae_class)(**self.parts.vae_config).to(dtype).eval()
@@ -168,9 +177,12 @@ class TracedModel:
             lambda: vae.decode(self._decodable(vae, torch.empty(1, *latents, dtype=dtype, device="meta"))),
         )
         weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
-        encode, decode = (trace_inference(call, vae, self.rules) for call in calls)
+        encode = trace_inference(calls[0], vae, self.rules)
+        if hasattr(vae, "enable_tiling"):
+            vae.enable_tiling()
+        decode = trace_inference(calls[1], vae, self.rules)
         moved = sum(count * work[3] for work, count in encode.work.items())
-        return VaeCost(weight_bytes, max(encode.peak_bytes, decode.peak_bytes), moved)
+        return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved)
 
     def _decodable(self, vae: Any, latents: Any) -> Any:
         """Latents as the autoencoder takes them: those of images have no frames."""
@@ -191,12 +203,14 @@ class TracedModel:
         index = stretched_index(self.counts, self.traced_counts)
         trainable = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
         frozen = [_frozen_bytes(block) for block in blocks]
+        pinned = [sum(1 << (size - 1).bit_length() for size in _frozen_sizes(block)) for block in blocks]
         outside = _frozen_bytes(model) - sum(frozen)
         all_trainable = [p for p in model.parameters() if p.requires_grad]
         outside_trainable = [p for p in all_trainable if not any(p is q for block in trainable for q in block)]
         full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
         plain = self.family.blocks(self.model(precision, "none"))
         sizes = [tensor.untyped_storage().nbytes() for block in blocks for tensor in stored_tensors(block)]
+        kept = [(i + 1, size) for i, size in enumerate(sizes)] if self.rules == "cuda" else []
         return Storage(
             weight_bytes=outside + sum(frozen[i] for i in index),
             buffer_bytes=_attribute_bytes(model),
@@ -205,16 +219,23 @@ class TracedModel:
             adapter_parameters=sum(p.numel() for p in full_trainable),
             adapter_tensors=len(full_trainable),
             block_adapter_bytes=tuple(sum(p.numel() * p.element_size() for p in trainable[i]) for i in index),
+            block_weight_bytes=tuple(frozen[i] for i in index),
+            block_pinned_bytes=tuple(pinned[i] for i in index),
             largest_block_bytes=max(_frozen_bytes(block) for block in plain),
             largest_layer_bytes=max(p.untyped_storage().nbytes() for block in plain for p in block.parameters()),
-            waste_share=waste_share((i + 1, size) for i, size in enumerate(sizes)) if self.rules == "cuda" else 0.0,
+            waste_share={how: waste_share(kept, expandable_segments=how == "expandable") for how in ALLOCATORS},
         )
 
 
 def _frozen_bytes(module: "nn.Module") -> int:
     """Bytes of parameters that are not trained."""
+    return sum(_frozen_sizes(module))
+
+
+def _frozen_sizes(module: "nn.Module") -> list[int]:
+    """Of each tensor behind them."""
     parameters = [p for p in module.parameters() if not p.requires_grad]
-    return sum(t.untyped_storage().nbytes() for p in parameters for t in stored_tensors(p))
+    return [t.untyped_storage().nbytes() for p in parameters for t in stored_tensors(p)]
 
 
 def _attribute_bytes(model: "nn.Module") -> int:

@@ -44,7 +44,7 @@ class Parallel:
             gathered = GATHERED_BLOCKS * storage.largest_block_bytes + storage.outside_bytes
         return replace(
             whole,
-            weight_bytes=self.weight_bytes(storage),
+            weight_bytes=self.weight_bytes(storage) if self.strategy == "fsdp2" else whole.weight_bytes,
             bucket_bytes=whole.adapter_bytes,
             gathered_bytes=gathered,
         )

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autotune.cost.allocator import Waste, waste_of
-from autotune.cost.calibration import Calibration
+from autotune.cost.calibration import Calibration, Lesson, residual_of
 from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
 from autotune.cost.kernels import CLASSES, DeviceRules, kernel_for
-from autotune.cost.memory import PHASES, Resident, phases_of, resident_of
+from autotune.cost.memory import PHASES, Resident, away_bytes, phases_of, resident_of
 from autotune.cost.model import TracedModel
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
 from autotune.families.base import Family, Parts
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import EncoderSize, choose_caching, size_of
+from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE
 from autotune.knobs.precision import Precision
 from autotune.prediction import Prediction, StepTime
-from autotune.schema import CachingSettings, Candidate, HardwareProfile, Reason, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, HardwareProfile, Reason, Residual, TrialResult, Workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,7 +68,7 @@ class Predictor:
         self.rules: DeviceRules = "cuda" if hardware.device.kind == "cuda" else "cpu"
         self._tables: dict[tuple[Any, ...], PassTable] = {}
         self._rates: dict[tuple[str, str, str], Rates] = {}
-        self._residents: dict[tuple[str, str], Resident] = {}
+        self._residents: dict[tuple[str, str, str, int], Resident] = {}
         self._waste: dict[tuple[Any, ...], Waste] = {}
         self._end_waste: dict[tuple[Any, ...], float] = {}
 
@@ -108,13 +109,29 @@ class Predictor:
 
     def weight_bytes(self, candidate: Candidate) -> int:
         """Of the frozen weights as the candidate stores them; needs no trace."""
-        return self.parallel.weight_bytes(self.model.storage(candidate.precision, candidate.quantization))
+        storage = self.model.storage(candidate.precision, candidate.quantization)
+        return self.parallel.weight_bytes(storage) - away_bytes(storage, candidate.swapped_blocks)
 
-    def calibrate(self, trials: Sequence[TrialResult]) -> None:
-        """Learn from all `trials` at once; earlier ones that are not among them are forgotten."""
-        pairs = [(trial, self._predicted(trial.candidate, None)) for trial in trials if trial.outcome == "ok"]
-        measured = all(self.rates_of(trial.candidate).measured for trial, _ in pairs)
-        self.calibration = Calibration.of(pairs, rates_measured=measured)
+    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
+        """Learn from all `trials` at once and from others' `lessons`; what is not among them is forgotten."""
+        pairs = [(t.candidate, residual) for t in trials if (residual := self.residual(t))]
+        measured = all(self.rates_of(candidate).measured for candidate, _ in pairs)
+        self.calibration = Calibration.of(pairs, rates_measured=measured, lessons=lessons)
+
+    def residual(self, trial: TrialResult) -> Residual | None:
+        """How far the trial was from what is predicted before any calibration; None where it did not run."""
+        return residual_of(trial, self.uncalibrated(trial.candidate)) if trial.outcome == "ok" else None
+
+    def uncalibrated(self, candidate: Candidate) -> Prediction:
+        """What is predicted as if nothing had been learned."""
+        return self._predicted(candidate, None)
+
+    def beside(self, hardware: HardwareProfile) -> "Predictor":
+        """The cost model of the same work on a machine with the same rules; they share the traces."""
+        known = (self.workload, self.family, self.config, self.parts, self.caching_pins, self.parallel)
+        other = Predictor(hardware, *known)
+        other.model = self.model
+        return other
 
     def _predicted(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
         accumulation = -(-self.workload.effective_batch_size // candidate.micro_batch_size)
@@ -202,7 +219,7 @@ class Predictor:
         ends = []
         for k in (0, most):
             end = candidate.model_copy(update={"checkpointed_blocks": k})
-            key = (end.precision, end.quantization, end.attention, end.micro_batch_size, k)
+            key = (end.precision, end.quantization, end.attention, end.allocator, end.micro_batch_size, k)
             if key not in self._end_waste:
                 self._end_waste[key] = self._waste_at(end, self.composed(end, accumulates=True))
             ends.append(self._end_waste[key])
@@ -212,24 +229,25 @@ class Predictor:
         size = 1 if candidate.micro_batch_size == 1 else AFFINE_FROM[0]
         kernel = kernel_for(candidate.attention, self.rules, self.model.masked(size))
         k = 0 if candidate.checkpointed_blocks == 0 else sum(self.model.traced_counts) - 1
-        key = (candidate.precision, candidate.quantization, kernel, size, k)
+        traced = (candidate.precision, candidate.quantization, kernel, size, k)
+        key = (candidate.allocator, *traced)
         if key not in self._waste:
-            trace = self.model.traced(*key)
+            trace = self.model.traced(*traced)
             segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
             block = trace.forward[len(trace.forward) // 2].events
             freed = {number for number, bytes_ in block if bytes_ < 0}
             kept = [event for event in block if event[0] not in freed]
-            self._waste[key] = waste_of([event for segment in segments for event in segment.events], kept)
+            events = [event for segment in segments for event in segment.events]
+            self._waste[key] = waste_of(events, kept, expandable_segments=candidate.allocator == "expandable")
         waste = self._waste[key]
         return waste.fixed_bytes * candidate.micro_batch_size / size + waste.saved_share * composed.saved_bytes
 
     def _resident(self, candidate: Candidate) -> Resident:
-        key = (candidate.precision, candidate.quantization)
+        key = (candidate.precision, candidate.quantization, candidate.allocator, candidate.swapped_blocks)
         if key not in self._residents:
-            whole = resident_of(
-                self.hardware, self.model, *key, encoder_bytes=self.encoder_size.device_bytes(self.caching[0])
-            )
-            self._residents[key] = self.parallel.resident(whole, self.model.storage(*key))
+            encoder_bytes = self.encoder_size.device_bytes(self.caching[0])
+            whole = resident_of(self.hardware, self.model, candidate, encoder_bytes=encoder_bytes)
+            self._residents[key] = self.parallel.resident(whole, self.model.storage(*key[:2]))
         return self._residents[key]
 
     def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:
@@ -237,6 +255,9 @@ class Predictor:
         storage = self.model.storage(candidate.precision, candidate.quantization)
         device = accumulation * composed.work[:-1]
         launches = accumulation * composed.work[-1]
+        if candidate.compile == "block":
+            launches *= LAUNCH_SHARE
+            device[CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
         optimizer = storage.adapter_parameters * OPTIMIZER_BYTES_MOVED / rates.bandwidth
         launches += storage.adapter_tensors * OPTIMIZER_LAUNCHES_PER_TENSOR
         host = launches * rates.launch_seconds
@@ -244,6 +265,10 @@ class Predictor:
         overhead = host if self.rules == "cpu" else max(0.0, host - float(device.sum()) - optimizer)
         exchange = self.parallel.exchange_seconds(self.hardware, storage, accumulation)
         overhead += max(0.0, exchange - float(device.sum()))
+        swapped = storage.block_weight_bytes[: candidate.swapped_blocks]
+        if swapped:  # each block visits for the forward and for the backward pass, while another computes
+            visits = 2 * accumulation * sum(swapped) / rates.host_to_device
+            overhead += max(0.0, visits - float(device.sum()) * len(swapped) / len(storage.block_weight_bytes))
         return {
             **{f"{name}_seconds": float(value) for name, value in zip(CLASSES, device, strict=True)},
             "optimizer_seconds": optimizer,

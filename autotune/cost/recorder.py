@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from autotune.cost.kernels import CUDA_BLOCK_BYTES, DeviceRules, Work, workspace_bytes
+from autotune.cost.shapes import called
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +81,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a quantised weight: let it say which plain operations it is made of
         inputs = [item for item in args if isinstance(item, torch.Tensor)]
         self.found_bytes += self.seed(inputs)
-        out = func(*args, **(kwargs or {}))
+        out = called(func, args, kwargs or {})
         segment = self.segments[-1]
         outputs = [
             item for item in (out if isinstance(out, tuple | list) else (out,)) if isinstance(item, torch.Tensor)

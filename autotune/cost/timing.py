@@ -31,6 +31,8 @@ LAUNCH_SECONDS = {"cuda": 7e-6, "mps": 12e-6, "cpu": 4e-6}
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 """For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
+UNKNOWN_BUS_BANDWIDTH = 1.6e10
+"""PCIe 3.0 with 16 lanes."""
 TILE = 128
 
 
@@ -58,6 +60,9 @@ class Rates:
         copy = hardware.rate("memory.bandwidth")
         listed = sheet.memory_bytes_per_second if sheet is not None else None
         self.bandwidth = BANDWIDTH_EFFICIENCY * (copy or listed or UNKNOWN_BANDWIDTH)
+        bus = sheet.pcie_bytes_per_second if sheet is not None else None
+        pinned = hardware.rate("host_to_device.pinned")
+        self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
         self.launch_seconds = LAUNCH_SECONDS[hardware.device.kind]
         self.products = measured_products(hardware, precision)
         self.attentions = _measured_attention(hardware, precision, attention)

@@ -45,6 +45,19 @@ class Defaults:
     preview_steps: int
     num_frames: int = 1
     """Frames of a clip where no data is at hand."""
+    training_guidance: float | None = None
+    """What the transformer is told while it trains; None where it takes no guidance."""
+    shift_by_tokens: tuple[tuple[int, float], tuple[int, float]] | None = None
+    """Two points (tokens of an image, logarithm of the shift) of the straight line that the pipeline's scheduler
+    follows; None where it knows no shift by resolution."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where values come from, by field."""
+
+    def shift_at(self, tokens: int) -> float:
+        """The shift for so many tokens, where the family has one by resolution: `calculate_shift` in diffusers."""
+        assert self.shift_by_tokens is not None  # checked with the job
+        (low, start), (high, end) = self.shift_by_tokens
+        return math.exp(start + (end - start) * (tokens - low) / (high - low))
 
     def num_steps(self, num_images: int) -> int:
         """Optimizer steps for a data set of this size: each image is seen about a hundred times.
@@ -81,6 +94,8 @@ FLUX_VAE: Mapping[str, Any] = {
     "use_post_quant_conv": False,
 }
 """The autoencoder of FLUX.1, which Kandinsky 5.0 Image uses, too."""
+
+WEIGHT_DECAY_SOURCE = "between diffusers' 1e-4 and torch's 1e-2"
 
 VIEWS_PER_IMAGE = 100
 """20 images then make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples."""
@@ -191,7 +206,8 @@ class Family(ABC):
     def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
         """The predicted velocity, in the shape of `noisy` (batch, channels, frames, height, width).
 
-        `sigmas` (batch,) in [0, 1] is the share of noise.
+        `sigmas` (batch,) in [0, 1] is the share of noise. A `guidance` (batch,) in `batch` takes the place of the
+        default's.
         """
 
     def sample(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autotune.families.base import FLUX_VAE, Batch, Defaults, Family, Parts, Sample, unwrapped
+from autotune.families.base import FLUX_VAE, WEIGHT_DECAY_SOURCE, Batch, Defaults, Family, Parts, Sample, unwrapped
 from autotune.families.packing import PATCH, pack, unpack
 from autotune.schema import Bucket
 
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 VAE_FACTOR = 8
 TEXT_TOKENS = 512
 """The pipeline pads every prompt to this and masks nothing: the model was trained to attend to the padding."""
-
-TRAINING_GUIDANCE = 1.0
-"""What kohya's guide for sd-scripts recommends while training the distilled model; one samples with 3.5."""
 
 BLOCK = r"(single_)?transformer_blocks\.\d+"
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -40,8 +37,6 @@ class Flux1Dev(Family):
         "joint_attention_dim": 64,
         "pooled_projection_dim": 32,
     }
-    # Rank 16 and 1e-4: ai-toolkit's example; shift 3.1582 = exp(1.15) on logit-normal timesteps: kohya's guide, and
-    # what the pipeline itself uses at 1024 px. Weight decay: between diffusers' 1e-4 and torch's 1e-2.
     defaults = Defaults(
         rank=16,
         lora_alpha=16.0,
@@ -52,6 +47,15 @@ class Flux1Dev(Family):
         text_tokens=TEXT_TOKENS,
         timestep_shift=3.1582,
         preview_steps=28,
+        training_guidance=1.0,
+        shift_by_tokens=((256, 0.5), (4096, 1.15)),
+        sources={
+            "rank": "ai-toolkit's example",
+            "learning_rate": "ai-toolkit's example",
+            "timestep_shift": "kohya's guide: exp(1.15), the pipeline's own at 1024 px",
+            "training_guidance": "kohya's guide: 1 in training, one samples with 3.5",
+            "weight_decay": WEIGHT_DECAY_SOURCE,
+        },
     )
     parts = Parts(text_encoder_parameters=(123_060_480, 4_762_310_656), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
     size_multiple_px = VAE_FACTOR * PATCH
@@ -98,10 +102,12 @@ class Flux1Dev(Family):
         grid = torch.meshgrid(torch.arange(1), torch.arange(rows), torch.arange(columns), indexing="ij")
         positions = torch.stack(grid, dim=-1).reshape(rows * columns, 3).to(noisy)
         distilled = unwrapped(transformer).config.guidance_embeds
+        usual = torch.full_like(sigmas, self.defaults.training_guidance or 1.0, dtype=torch.float32)
+        guidance = batch.get("guidance", usual)
         velocity: Tensor = transformer(
             hidden_states=pack(noisy),
             timestep=sigmas.to(noisy.dtype),
-            guidance=torch.full_like(sigmas, TRAINING_GUIDANCE, dtype=torch.float32) if distilled else None,
+            guidance=guidance if distilled else None,
             pooled_projections=batch["pooled_prompt_embeds"],
             encoder_hidden_states=prompt,
             txt_ids=noisy.new_zeros(prompt.shape[1], 3),

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import FLUX_VAE, Defaults, Parts
+from autotune.families.base import FLUX_VAE, WEIGHT_DECAY_SOURCE, Defaults, Parts
 from autotune.families.kandinsky5 import Kandinsky5
 from autotune.schema import Bucket
 
@@ -30,8 +30,6 @@ class Kandinsky5Image(Kandinsky5):
         "axes_dims": (32, 48, 48),
     }
     parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
-    # Rank 16, 1e-4 and shift 3: SimpleTuner's guide for this model. Weight decay: between diffusers' 1e-4 and torch's
-    # 1e-2.
     defaults = Defaults(
         rank=16,
         lora_alpha=16.0,
@@ -42,6 +40,12 @@ class Kandinsky5Image(Kandinsky5):
         text_tokens=256,
         timestep_shift=3.0,
         preview_steps=25,
+        sources={
+            "rank": "SimpleTuner's guide for this model",
+            "learning_rate": "SimpleTuner's guide for this model",
+            "timestep_shift": "SimpleTuner's guide for this model",
+            "weight_decay": WEIGHT_DECAY_SOURCE,
+        },
     )
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":

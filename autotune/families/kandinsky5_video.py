@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Defaults, Parts
+from autotune.families.base import WEIGHT_DECAY_SOURCE, Defaults, Parts
 from autotune.families.kandinsky5 import Kandinsky5
 from autotune.schema import Bucket
 
@@ -34,8 +34,6 @@ class Kandinsky5Video(Kandinsky5):
     }
     parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKLHunyuanVideo")
     takes_clips = True
-    # Rank 16, 6e-5 and shift 5 on logit-normal timesteps: musubi-tuner's guide (its example is the Pro model). Weight
-    # decay: between diffusers' 1e-4 and torch's 1e-2.
     defaults = Defaults(
         rank=16,
         lora_alpha=16.0,
@@ -47,6 +45,12 @@ class Kandinsky5Video(Kandinsky5):
         timestep_shift=5.0,
         preview_steps=25,
         num_frames=121,  # five seconds at 24 frames per second, and the first frame
+        sources={
+            "rank": "musubi-tuner's guide",
+            "learning_rate": "musubi-tuner's guide (its example is the Pro model)",
+            "timestep_shift": "musubi-tuner's guide",
+            "weight_decay": WEIGHT_DECAY_SOURCE,
+        },
     )
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autotune.families.base import Batch, Defaults, Family, Parts, Sample, bare_pipeline
+from autotune.families.base import WEIGHT_DECAY_SOURCE, Batch, Defaults, Family, Parts, Sample, bare_pipeline
 from autotune.families.packing import PATCH, pack, unpack
 from autotune.schema import Bucket
 
@@ -34,8 +34,6 @@ class QwenImage(Family):
         "num_attention_heads": 2,
         "joint_attention_dim": 64,
     }
-    # Rank 16 and shift 2.2 on logit-normal timesteps: musubi-tuner's guide (its rate is 5e-5, diffusers' 1e-4).
-    # Weight decay: between diffusers' 1e-4 and torch's 1e-2.
     defaults = Defaults(
         rank=16,
         lora_alpha=16.0,
@@ -46,6 +44,13 @@ class QwenImage(Family):
         text_tokens=256,
         timestep_shift=2.2,
         preview_steps=20,
+        shift_by_tokens=((256, 0.5), (8192, 0.9)),
+        sources={
+            "rank": "musubi-tuner's guide",
+            "learning_rate": "diffusers' script (musubi-tuner's guide has 5e-5)",
+            "timestep_shift": "musubi-tuner's guide",
+            "weight_decay": WEIGHT_DECAY_SOURCE,
+        },
     )
     parts = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
     size_multiple_px = VAE_FACTOR * PATCH

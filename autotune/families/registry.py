@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family
 from autotune.families.flux1_dev import Flux1Dev
 from autotune.families.kandinsky5_image import Kandinsky5Image
@@ -33,6 +33,5 @@ def family_named(name: str) -> Family:
         InvalidInput: no family has that name.
     """
     if name not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise InvalidInput(f"there is no model family called {name!r}", hint=f"known families: {known}")
+        raise InvalidInput(f"there is no model family called {name!r}", hint=nearest_of(name, FAMILIES))
     return FAMILIES[name]

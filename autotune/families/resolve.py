@@ -1,20 +1,24 @@
-"""From what the user calls a model to what it is: its family, its configuration, its size. Reads no weights."""
+"""From what the user calls a model to what it is: its family, its configuration, its size, its files."""
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
 from autotune.schema import ModelSpec, digest_of
 from autotune.weights.components import component_class
+from autotune.weights.hub import fetch, missing_files, snapshot_in_cache
 from autotune.weights.sources import open_source
 
 MAX_CONFIG_BYTES = 1 << 20
+REPO = re.compile(r"[\w.-]+/[\w.-]+")
+"""A repository's name on the hub."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +30,72 @@ class ResolvedModel:
     """Constructor arguments of the transformer."""
     spec: ModelSpec
     folder: Path | None
-    """Folder in the diffusers layout, or None when only the architecture is known."""
+    """Folder in the diffusers layout with all weights, or None when they are not at hand."""
+    texts: Path | None = None
+    """Folder with configurations and tokenizers, or None when only the architecture is known."""
+    revision: str | None = None
+    """Commit on the hub that the files are of."""
 
 
 def resolve_model(model: str) -> ResolvedModel:
-    """Find out what `model` is: a family's name, its hub id, or a folder in the diffusers layout.
+    """Find out what `model` is, from what is on this machine: the network is not asked.
+
+    It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with `@REVISION` where a
+    certain commit is meant, whose files are then taken from the hub's cache.
 
     Raises:
         InvalidInput: it is none of these, or the folder lacks something or belongs to no known family.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return _from_folder(folder)
-    named = next((family for family in FAMILIES.values() if model in (family.name, family.hub_id)), None)
-    if named is None:
-        raise InvalidInput(
-            f"{model!r} is neither a folder nor a known model", hint=f"known models: {', '.join(sorted(FAMILIES))}"
-        )
-    return ResolvedModel(named, named.transformer_config, _spec(named, named.transformer_config, named.hub_id), None)
+        return _from_folder(folder, folder.resolve().name)
+    name, _, revision = model.partition("@")
+    family = _named(name)
+    repo = family.hub_id if family else name
+    snapshot = (
+        snapshot_in_cache(repo, revision or "main") if (revision or not family) and REPO.fullmatch(repo) else None
+    )
+    if snapshot is not None:
+        return _from_folder(snapshot, repo, snapshot.name)
+    if family is None:
+        hint = f"{nearest_of(model, FAMILIES)}; or a hub id, owner/name"
+        raise InvalidInput(f"{model!r} is neither a folder nor a known model", hint=hint)
+    return ResolvedModel(family, family.transformer_config, _spec(family, family.transformer_config, repo), None)
+
+
+def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
+    """`resolve_model` after bringing the model's files from the hub, where it is no folder.
+
+    Without `weights`, configurations and tokenizers alone: some megabytes.
+
+    Raises:
+        InvalidInput: as `resolve_model`.
+        HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not whole in the local cache.
+    """
+    name, _, revision = model.partition("@")
+    family = _named(name)
+    repo = family.hub_id if family else name
+    if Path(model).expanduser().is_dir() or not REPO.fullmatch(repo):
+        return resolve_model(model)
+    if family is None:  # what it is made of is said in the repository itself
+        index = fetch(repo, revision=revision or "main", components=())
+        family, revision = _family_of(Path(index.folder)), index.revision
+    fetched = fetch(repo, revision=revision or "main", components=family.components, weights=weights)
+    return _from_folder(Path(fetched.folder), repo, fetched.revision)
+
+
+def is_on_hub(model: str) -> bool:
+    """Whether `model` names something on the hub rather than a folder."""
+    return not Path(model).expanduser().is_dir()
+
+
+def is_family(model: str) -> bool:
+    """Whether `model` names a known family, whose architecture needs no file."""
+    return _named(model) is not None
+
+
+def _named(name: str) -> Family | None:
+    return next((family for family in FAMILIES.values() if name in (family.name, family.hub_id)), None)
 
 
 def parts_of(model: ResolvedModel) -> Parts | None:
@@ -64,13 +116,8 @@ def _num_parameters(folder: Path) -> int:
     return sum(math.prod(entry.shape) for _, entry in open_source(folder))
 
 
-def _from_folder(folder: Path) -> ResolvedModel:
-    index = _read_json(folder / "model_index.json")
-    pipeline = index.get("_class_name")
-    family = next((family for family in FAMILIES.values() if family.pipeline_class == pipeline), None)
-    if family is None:
-        known = ", ".join(sorted(f.pipeline_class for f in FAMILIES.values()))
-        raise InvalidInput(f"{folder} holds a {pipeline}, which no family here can train", hint=f"known: {known}")
+def _from_folder(folder: Path, name: str, revision: str | None = None) -> ResolvedModel:
+    family = _family_of(folder)
     for part in family.components:
         if not (folder / part).is_dir():
             raise InvalidInput(
@@ -78,7 +125,19 @@ def _from_folder(folder: Path) -> ResolvedModel:
                 hint="download the whole model again; a pipeline in the diffusers layout has one folder per component",
             )
     config = {k: v for k, v in _read_json(folder / "transformer" / "config.json").items() if not k.startswith("_")}
-    return ResolvedModel(family, config, _spec(family, config, folder.resolve().name), folder)
+    whole = revision is None or not missing_files(folder, family.components)
+    return ResolvedModel(
+        family, config, _spec(family, config, name), folder if whole else None, texts=folder, revision=revision
+    )
+
+
+def _family_of(folder: Path) -> Family:
+    pipeline = _read_json(folder / "model_index.json").get("_class_name")
+    family = next((family for family in FAMILIES.values() if family.pipeline_class == pipeline), None)
+    if family is None:
+        known = ", ".join(sorted(f.pipeline_class for f in FAMILIES.values()))
+        raise InvalidInput(f"{folder} holds a {pipeline}, which no family here can train", hint=f"known: {known}")
+    return family
 
 
 def _read_json(path: Path) -> dict[str, Any]:

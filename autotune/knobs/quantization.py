@@ -8,6 +8,7 @@ from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.schema import Choice, Quality, Rejected
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 QUALITY_OF: dict[str, Quality] = {
@@ -18,6 +19,9 @@ QUALITY_OF: dict[str, Quality] = {
     "bnb-nf4": "compact",
 }
 """The strictest quality floor that admits each storage."""
+
+SLICE_BYTES = 4 << 20
+"""Of a weight, quantised at a time."""
 
 TOLERANCES = {
     "torchao-int8": (0.05, "8 bits per row: weights are wrong by about 1%"),
@@ -80,7 +84,7 @@ def quantize_inside(
 ) -> "Callable[[str, nn.Module], nn.Module | None] | None":
     """The same for the Linears inside `blocks`, of any model.
 
-    One Linear at a time, because quantising needs several times one layer's size for a moment.
+    One Linear at a time, and that in slices, because quantising needs several times its input's size for a moment.
     """
     from torch import nn
 
@@ -93,15 +97,48 @@ def quantize_inside(
             return None
         if choice.startswith("bnb-"):
             return _bitsandbytes_layer(module, choice)
-        from torchao.quantization import quantize_
-
         from autotune.knobs.frozen_linear import freeze
 
-        quantize_(module, _torchao_config(choice))
+        module.weight = quantised_in_slices(module, _torchao_config(choice))
         freeze(module)
         return None
 
     return quantize
+
+
+def quantised_in_slices(layer: "nn.Linear", config: Any) -> "nn.Parameter":
+    """torchao's quantised weight of `layer`, from some rows at a time: a row has its own scale, so the bits are equal.
+
+    torchao takes several times of what it is given for a moment (int8 four, fp8 seven); so does a slice, and no more.
+    """
+    import torch
+    from torch import nn
+
+    weight = layer.weight.data
+    num_rows, num_columns = weight.shape
+    step = max(1, SLICE_BYTES // max(1, num_columns * weight.element_size()))
+    whole: dict[str, torch.Tensor] = {}
+    for start in range(0, num_rows, step):
+        kind, parts, context = _quantised_rows(weight[start : start + step], config)
+        for name, part in parts.items():
+            if name not in whole:
+                whole[name] = part.new_empty((num_rows, *part.shape[1:]))
+            whole[name][start : start + len(part)] = part
+        del parts, part  # or they would stay while the next slice is quantised
+    return nn.Parameter(kind.__tensor_unflatten__(whole, context, weight.shape, weight.stride()), requires_grad=False)
+
+
+def _quantised_rows(rows: "torch.Tensor", config: Any) -> "tuple[Any, dict[str, torch.Tensor], Any]":
+    """torchao's tensor class for `rows` of a weight, the plain tensors inside, and what else the class needs."""
+    from torch import nn
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(rows.shape[1], len(rows), bias=False, device="meta")
+    layer.weight = nn.Parameter(rows, requires_grad=False)
+    quantize_(layer, config)
+    quantised: Any = layer.weight.data
+    names, context = quantised.__tensor_flatten__()
+    return type(quantised), {name: getattr(quantised, name) for name in names}, context
 
 
 def _torchao_config(choice: str) -> Any:

@@ -1,11 +1,26 @@
 """The knobs that the search turns. Adding one: its file, its field in `Candidate`, and one line here."""
 
+from autotune.knobs.allocator import Allocator
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Knob
 from autotune.knobs.checkpointing import Checkpointing
+from autotune.knobs.compile import Compile
 from autotune.knobs.loader import WeightLoader
 from autotune.knobs.micro_batch import MicroBatch
+from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
+from autotune.knobs.swapping import Swapping
 
-KNOBS: tuple[Knob, ...] = (MicroBatch(), Checkpointing(), Quantization(), Attention(), Precision(), WeightLoader())
+KNOBS: tuple[Knob, ...] = (
+    MicroBatch(),
+    Checkpointing(),
+    Quantization(),
+    Swapping(),
+    Attention(),
+    Compile(),
+    Precision(),
+    Optimizer(),
+    WeightLoader(),
+    Allocator(),
+)

@@ -1,11 +1,11 @@
 """One question on one machine, with all that follows from it before anything is tried."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
-from autotune.errors import NothingFits
-from autotune.families.resolve import ResolvedModel, parts_of, resolve_model
+from autotune.errors import InvalidInput, NothingFits
+from autotune.families.resolve import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, resolve_model
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
@@ -17,6 +17,7 @@ from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search.space import SearchSpace, search_space, without
 from autotune.training.describe import describe_workload, require_even_shares
 from autotune.training.processes import device_misfits
+from autotune.weights.errors import BadWeights
 from autotune.weights.sources import open_source, weights_in
 
 
@@ -27,29 +28,32 @@ class Case:
     question: Question
     hardware: HardwareProfile
     """The whole machine."""
-    budget_bytes: int
-    """What training may take: the machine's budget less what stays on the device beside it."""
+    work_of_all: Workload
+    """Of all processes that train together."""
     workload: Workload
-    """Of all processes."""
+    """Of one process and its device."""
     space: SearchSpace
     cost: Predictor
-    """Of one process and its device."""
     job: Job
-
-    @property
-    def share(self) -> Workload:
-        """What one process works on: the whole, where there is but one."""
-        return self.cost.workload
-
-    @property
-    def can_be_tried(self) -> bool:
-        """Whether trials can answer: on this machine, for a model that one device holds."""
-        return self.question.here and self.cost.parallel.strategy != "fsdp2"
+    notes: tuple[str, ...] = ()
+    """What the user should know of how the question was understood."""
+    left_out: tuple[str, ...] = ()
+    """What is wrong with files of the data folder, if anything."""
 
     @property
     def trained_on(self) -> HardwareProfile:
-        """The machine without what stays on it beside training."""
+        """One process's device, without what stays on it beside training."""
         return self.cost.hardware
+
+    @property
+    def budget_bytes(self) -> int:
+        """What training may take there."""
+        return self.trained_on.device.budget_bytes
+
+    @property
+    def can_try(self) -> bool:
+        """Whether trials run: the machine must be this one, and a trial has one device."""
+        return self.question.here and self.cost.parallel.strategy != "fsdp2"
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -58,16 +62,13 @@ class Case:
         work = {**self.workload.model_dump(mode="json"), "model": model}
         choices: dict[str, object] = {name: list(values) for name, values in self.space.choices.items()}
         keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.hard_keys.items()}
-        own = {
-            "device": self.hardware.device.name,
-            "work": digest_of(work),
-            "settings to choose from": digest_of(choices),
-        }
-        return {**keys, **own}
+        device, processes = self.hardware.device.name, str(self.question.num_processes)
+        own = {"device": device, "work": digest_of(work), "settings to choose from": digest_of(choices)}
+        return {**keys, **own, "processes": processes}
 
     def relaxation(self) -> str:
         """What to ask instead where nothing fits."""
-        return relaxation(self.trained_on, self.share, self.space, self.cost)
+        return relaxation(self.workload, self.space, self.cost)
 
 
 def case_of(question: Question, hardware: HardwareProfile, around: Surroundings) -> Case:
@@ -77,32 +78,34 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
         InvalidInput: the model or the data cannot be used.
         NothingFits: the weights alone are too large in every storage, or nothing can be tried here.
     """
-    model = resolve_model(question.model)
+    model, notes = _resolved(question)
     if around.needs_weights:
         _require_weights_and_room(model, hardware)
     dataset = data_of(question, model)
-    workload = describe_workload(model, dataset, question.wishes)
-    require_even_shares(workload, question.num_processes)
-    share = workload.share(question.num_processes)
+    whole = describe_workload(model, dataset, question.wishes)
+    require_even_shares(whole, question.num_processes)
+    workload = whole.share(question.num_processes)
     if question.here:
-        setting = Setting(hardware, model.family, share)
+        setting = Setting(hardware, model.family, workload)
         hardware = around.prove(setting, _space(question, setting).choices, model)
-    cost, space = _strategy(question, model, share, _of_one_process(question, hardware))
-    return Case(
-        question, hardware, cost.hardware.device.budget_bytes, workload, space, cost, job_of(question, model, dataset)
-    )
+    cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
+    job, left_out = job_of(question, model, dataset), dataset.left_out if dataset else ()
+    pinned = replace(question, model=job.pinned_model)
+    return Case(pinned, hardware, whole, workload, space, cost, job, notes, left_out)
 
 
-def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
-    """What a search for the question could choose on this machine, and what it could not and why."""
-    model = resolve_model(question.model)
-    workload = describe_workload(model, data_of(question, model), question.wishes)
-    return _space(question, Setting(hardware, model.family, workload))
-
-
-def _space(question: Question, setting: Setting) -> SearchSpace:
-    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
-    return search_space(setting, pins, question.exclusions)
+def _resolved(question: Question) -> tuple[ResolvedModel, tuple[str, ...]]:
+    """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
+    known = is_family(question.model)
+    if not is_on_hub(question.model) or (known and not (question.here and question.data)):
+        return resolve_model(question.model), ()
+    try:
+        return fetch_model(question.model, weights=False), ()
+    except BadWeights as error:
+        if not known:
+            raise
+        note = f"captions are assumed to have the usual length: {error.message}"
+        return resolve_model(question.model), (note,)
 
 
 def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
@@ -124,11 +127,16 @@ def _strategy(
     number = question.num_processes
     replicated = Parallel("ddp", number) if number > 1 else Parallel()
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
+    budget = cost.hardware.device.budget_bytes
     space = _space(question, Setting(cost.hardware, model.family, workload))
+    if number > 1:
+        why = "several processes share the weights out instead"
+        space = without(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
+        if not space.candidates:
+            raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
         lighter = _without_too_heavy(space, cost)
-        needed = cost.predict(lighter.candidates[0]).required_memory_bytes if number > 1 else 0
-        if needed <= cost.hardware.device.budget_bytes:
+        if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
             return cost, lighter
     except NothingFits:
         if number == 1:
@@ -136,10 +144,22 @@ def _strategy(
     why = "the model is shared out over the processes, for which weights must be plain"
     plain = without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
     if not plain.candidates:
-        hint = relaxation(cost.hardware, workload, space, cost)
+        hint = relaxation(workload, space, cost)
         raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=hint)
     cost = _cost_beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
     return cost, _without_too_heavy(plain, cost)
+
+
+def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
+    """What a search for the question could choose on this machine, and what it could not and why."""
+    model, _ = _resolved(question)
+    workload = describe_workload(model, data_of(question, model), question.wishes)
+    return _space(question, Setting(hardware, model.family, workload))
+
+
+def _space(question: Question, setting: Setting) -> SearchSpace:
+    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
+    return search_space(setting, pins, question.exclusions)
 
 
 def _cost_beside_kept(
@@ -159,7 +179,10 @@ def _cost_beside_kept(
 def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
     """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
     budget = cost.hardware.device.budget_bytes
-    sizes = {c.quantization: cost.weight_bytes(c) for c in space.candidates}
+    sizes: dict[str, int] = {}
+    for candidate in space.candidates:
+        size = cost.weight_bytes(candidate)
+        sizes[candidate.quantization] = min(size, sizes.get(candidate.quantization, size))
     dropped: dict[Choice, str] = {
         name: f"its weights alone need {size / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
         for name, size in sizes.items()
@@ -167,7 +190,7 @@ def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
     }
     if len(dropped) == len(sizes):
         least = min(dropped, key=lambda name: sizes[str(name)])
-        hint = relaxation(cost.hardware, cost.workload, space, cost)
+        hint = relaxation(cost.workload, space, cost)
         raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
     return without(space, "quantization", dropped)
 

@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 
+from autotune.cost.estimate import job_time
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
-from autotune.schema import Expected, HardwareProfile, PlannedHardware, TrialResult, Workload
+from autotune.schema import Expected, HardwareProfile, Job, PlannedHardware, TrialResult, Workload
 from autotune.search.winner import Score
+
+MAX_PROMPTS = 4
+"""Prompts of a job that are sampled, whatever it lists."""
 
 
 def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHardware:
@@ -23,7 +27,14 @@ def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHa
     )
 
 
-def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor, workload: Workload) -> Expected:
+def expected(
+    best: Score,
+    trials: Sequence[TrialResult],
+    cost: Predictor,
+    workload: Workload,
+    job: Job,
+    price_per_hour: float | None = None,
+) -> Expected:
     """What the plan promises: measured by `trials`, or predicted where there are none.
 
     Args:
@@ -31,6 +42,8 @@ def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor, worklo
         trials: all of them.
         cost: of the work of one process.
         workload: of all processes.
+        job: what the settings are for.
+        price_per_hour: of the machine.
     """
     cost.calibrate(trials)
     rehearsals = [trial for trial in trials if trial.confirms and trial.candidate == best.candidate]
@@ -46,4 +59,18 @@ def expected(best: Score, trials: Sequence[TrialResult], cost: Predictor, worklo
         peak_memory_bytes=best.peak_memory_bytes if trials else prediction.allocated_memory_bytes,
         process_memory_bytes=max(0, overhead) + cost.kept_bytes,
         phases=rehearsals[-1].phases if rehearsals else (),
+        other_seconds=job_time(
+            cost,
+            prediction,
+            num_steps=0,
+            num_images=sum(bucket.num_items for bucket in workload.buckets),
+            num_previews=_num_previews(job),
+        ).total_seconds,
+        price_per_hour=price_per_hour,
     )
+
+
+def _num_previews(job: Job) -> int:
+    """Pictures that the job samples: each prompt now and then, and at the end with and without the adapter."""
+    rounds = job.num_steps // job.preview_every if job.preview_every else 0
+    return min(len(job.preview_prompts), MAX_PROMPTS) * (rounds + 2)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from autotune.cost.predict import Predictor
 from autotune.families.base import Family
 from autotune.knobs.base import Setting
-from autotune.schema import Bucket, Candidate, HardwareProfile, Workload
+from autotune.schema import Bucket, Candidate, Workload
 from autotune.search.space import SearchSpace, search_space
 
 GIB = 2**30
@@ -29,19 +29,19 @@ def least_bytes(space: SearchSpace, cost: Predictor) -> int:
     return min(cost.predict(candidate).required_memory_bytes for candidate in safest or space.candidates)
 
 
-def relaxation(hardware: HardwareProfile, workload: Workload, space: SearchSpace, cost: Predictor) -> str:
+def relaxation(workload: Workload, space: SearchSpace, cost: Predictor) -> str:
     """What to ask instead, where nothing of `space` fits: each was predicted to fit, alone."""
-    budget, needed = hardware.device.budget_bytes, least_bytes(space, cost)
-    found = [f"{what} ({need / GIB:.1f} GiB)" for what, need in _relaxed(hardware, workload, cost) if need <= budget]
+    budget, needed = cost.hardware.device.budget_bytes, least_bytes(space, cost)
+    found = [f"{what} ({need / GIB:.1f} GiB)" for what, need in _relaxed(workload, cost) if need <= budget]
     memory = f"a device on which a run may take {needed / GIB:.1f} GiB (--max-memory, where one is set)"
     if found:
         return f"predicted to fit: {', or '.join(found)}; or take {memory}"
     return f"no smaller quality, resolution, rank or batch is predicted to fit; take {memory}"
 
 
-def _relaxed(hardware: HardwareProfile, workload: Workload, cost: Predictor) -> Iterator[tuple[str, int]]:
+def _relaxed(workload: Workload, cost: Predictor) -> Iterator[tuple[str, int]]:
     """Options, each with the least memory that a run would need with it."""
-    family = cost.family
+    family, hardware = cost.family, cost.hardware
     qualities = ("exact", "high", "compact")
     options: list[tuple[str, dict[str, object]]] = [
         (f"--quality {quality}", {"quality": quality}) for quality in qualities[qualities.index(workload.quality) + 1 :]
@@ -57,7 +57,10 @@ def _relaxed(hardware: HardwareProfile, workload: Workload, cost: Predictor) -> 
     for option, changes in options:
         relaxed = Workload.model_validate({**dict(workload), **changes})
         space = search_space(Setting(hardware, family, relaxed))
-        yield option, least_bytes(space, Predictor(hardware, relaxed, family, cost.config, cost.parts))
+        yield (
+            option,
+            least_bytes(space, Predictor(hardware, relaxed, family, cost.config, cost.parts, parallel=cost.parallel)),
+        )
 
 
 def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:
@@ -94,7 +97,8 @@ def larger_batch_advice(cost: Predictor, best: Candidate, step_seconds: float, b
                 best_gain, best_batch = gain, batch
     if not best_batch:
         return ()
+    whole = best_batch * cost.parallel.num_processes
     return (
-        f"an effective batch of {best_batch} is predicted to train {best_gain:.2f}x as many images per second; it is "
-        "not chosen for you, because it changes what is learned",
+        f"an effective batch of {whole} is predicted to train {best_gain:.2f}x as many images per second; it is not "
+        "chosen for you, because it changes what is learned",
     )

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from autotune.families.resolve import ResolvedModel
-from autotune.schema import Job, TrainingPlan, Workload
+from autotune.plan_file import job_from
+from autotune.schema import Job, TimestepSampling, TrainingPlan, Workload
 from autotune.search.storage import Place
-from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.describe import Wishes
+from autotune.training.data.dataset import Dataset, Reading, read_dataset
+from autotune.training.describe import Wishes, check_job
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class Question:
     output: str = "output"
     num_steps: int | None = None
     learning_rate: float | None = None
+    timestep_sampling: TimestepSampling | None = None
+    timestep_shift: float | Literal["by_resolution"] | None = None
+    guidance_scale: float | None = None
     seed: int = 0
     pins: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs: only this value may be chosen."""
@@ -35,6 +40,8 @@ class Question:
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
+    price_per_hour: float | None = None
+    """Of the machine, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
     study: Place | None = None
@@ -47,7 +54,7 @@ def question_of(plan: TrainingPlan) -> Question:
     """The question that `plan` answered."""
     frozen, job = plan.frozen, plan.job
     return Question(
-        model=job.model,
+        model=job.pinned_model,
         data=Path(job.data) if job.data else None,
         control=Path(job.control) if job.control else None,
         caption=job.caption,
@@ -58,6 +65,7 @@ def question_of(plan: TrainingPlan) -> Question:
         learning_rate=job.learning_rate,
         seed=job.seed,
         num_processes=frozen.hardware.num_processes,
+        price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
         exclusions=frozen.exclusions,
         job=job,
@@ -83,21 +91,22 @@ def data_of(question: Question, model: ResolvedModel) -> Dataset | None:
     """The question's data, if it names any."""
     if question.data is None:
         return None
-    return read_dataset(
-        question.data,
-        caption=question.caption,
-        trigger=question.trigger,
-        control=question.control,
-        num_frames=question.wishes.num_frames or model.family.defaults.num_frames,
-    )
+    frames = question.wishes.num_frames or model.family.defaults.num_frames
+    reading = Reading(question.caption, question.trigger, question.control, num_frames=frames)
+    return read_dataset(question.data, reading)
 
 
 def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None) -> Job:
-    """The job that the plan starts with: the user's words, else the earlier plan's, else the family's defaults."""
+    """The job that the plan starts with: the user's words, else the earlier plan's, else the family's defaults.
+
+    Raises:
+        InvalidInput, InvalidPlan: a value is out of range, or asks of the model what its family does not have.
+    """
     defaults = model.family.defaults
     captions = [item.caption for item in dataset.items] if dataset else []
     asked = {
-        "model": question.model,
+        "model": question.model.partition("@")[0] if model.revision else question.model,
+        "revision": model.revision,
         "data": str(question.data) if question.data else None,
         "control": str(question.control) if question.control else None,
         "caption": question.caption,
@@ -106,17 +115,24 @@ def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None) ->
         "output": question.output,
         "seed": question.seed,
     }
-    steps, rate = question.num_steps, question.learning_rate
-    if question.job is not None:
-        changed = {"num_steps": steps, "learning_rate": rate}
-        return Job.model_validate({**dict(question.job), **asked, **{k: v for k, v in changed.items() if v}})
-    return Job(
-        **asked,  # type: ignore[arg-type]
-        num_steps=steps or defaults.num_steps(max(1, len(captions))),
-        learning_rate=rate or defaults.learning_rate,
-        weight_decay=defaults.weight_decay,
-        max_grad_norm=1.0,
-        timestep_shift=defaults.timestep_shift,
-        preview_prompts=tuple(captions[:1]),
-        preview_steps=defaults.preview_steps,
-    )
+    wishes = {
+        "num_steps": question.num_steps,
+        "learning_rate": question.learning_rate,
+        "timestep_sampling": question.timestep_sampling,
+        "timestep_shift": question.timestep_shift,
+        "guidance_scale": question.guidance_scale,
+    }
+    usual = {
+        "num_steps": defaults.num_steps(max(1, len(captions))),
+        "learning_rate": defaults.learning_rate,
+        "weight_decay": defaults.weight_decay,
+        "max_grad_norm": 1.0,
+        "timestep_shift": defaults.timestep_shift,
+        "guidance_scale": defaults.training_guidance,
+        "preview_prompts": tuple(captions[:1]),
+        "preview_steps": defaults.preview_steps,
+    }
+    before = dict(question.job) if question.job else usual
+    job = job_from({**before, **asked, **{name: value for name, value in wishes.items() if value is not None}})
+    check_job(job, model.family)
+    return job

@@ -54,13 +54,14 @@ def seal_on_arrival(
         DoesNotFit: neither its settings nor its fallbacks run here.
     """
     require_fit((*key_misfits(plan, hardware), *device_misfits(plan.frozen.hardware.num_processes, hardware)))
-    around, model = around or Surroundings(), resolve_model(plan.job.model)
+    around, model = around or Surroundings(), resolve_model(plan.job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
-    work = plan.frozen.workload.share(plan.frozen.hardware.num_processes)
-    parallel = Parallel(plan.frozen.hardware.strategy, plan.frozen.hardware.num_processes)
+    planned = plan.frozen.hardware
+    work = plan.frozen.workload.share(planned.num_processes)
+    parallel = Parallel(planned.strategy, planned.num_processes)
     cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
     candidates = _predicted_to_fit(plan, cost)
-    with around.trials(plan.job.model, cost) as run:
+    with around.trials(plan.job.pinned_model, cost) as run:
         trials = _until_one_runs(candidates, run, on_trial)
     sealed = seal(plan.job, _measured(plan, cost, trials))
     write_plan(sealed_path(path), sealed)
@@ -108,7 +109,7 @@ def _measured(plan: TrainingPlan, cost: Predictor, trials: tuple[TrialResult, ..
             **dict(frozen),
             "hardware": planned_hardware(cost.hardware, cost.parallel),
             "settings": best.candidate,
-            "expected": expected(best, trials, cost, frozen.workload),
+            "expected": expected(best, trials, cost, frozen.workload, plan.job, frozen.expected.price_per_hour),
             "reasons": tuple(_reason(reason, plan, best.candidate, trials[0]) for reason in frozen.reasons),
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),

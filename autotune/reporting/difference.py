@@ -46,10 +46,9 @@ def _facts(plan: TrainingPlan, price_per_hour: float | None) -> Iterator[tuple[s
     yield "step_seconds", expected.step_seconds
     yield "images_per_second", expected.images_per_second
     yield "num_steps", plan.job.num_steps
-    seconds = plan.job.num_steps * expected.step_seconds
-    yield "run_seconds", seconds
+    yield "run_seconds", plan.job_seconds
     if price_per_hour is not None:
-        yield "cost", price_per_hour * seconds / 3600
+        yield "cost", price_per_hour * plan.job_seconds / 3600
     yield "search_seconds", frozen.search_seconds
 
 

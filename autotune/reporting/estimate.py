@@ -107,6 +107,7 @@ def _job(estimate: Estimate) -> list[str]:
     job = estimate.job
     lines = [
         f"Job of {estimate.num_steps} steps: {duration(job.total_seconds)}",
+        *([f"  compile {duration(job.compile_seconds)}"] if job.compile_seconds else []),
         f"  load {duration(job.load_seconds)}, caches {duration(job.cache_seconds)},"
         f" previews {duration(job.preview_seconds)}, saves {duration(job.save_seconds)}",
     ]

@@ -71,12 +71,12 @@ def _neediest(prediction: Prediction) -> str:
 
 def survey_lines(survey: Survey) -> list[str]:
     """What earlier measurements contribute, and which no longer count; nothing where there are none."""
-    exact = sum(item.confirmed for item in survey.known)
-    lines = []
-    if exact:
-        lines.append("profiles  measured before on such a machine: one trial will verify it")
-    elif survey.known:
-        lines.append(f"profiles  {len(survey.known)} of similar machines start the search")
+    told = {
+        "exact": "measured before on such a machine: one trial will verify it",
+        "upgraded": "measured here before an upgrade: a trial or two will tell whether it still holds",
+        "near": f"{len(survey.known)} of similar machines or work start the search",
+    }
+    lines = [f"profiles  {told[survey.known[0].match.kind]}"] if survey.known else []
     lines += [f"profiles  {line}" for line in (*survey.stale, *survey.refused)]
     return [*lines, ""] if lines else []
 
@@ -97,7 +97,7 @@ def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
     """The answer in a few lines: settings, speed, memory, total time."""
-    expected, job, hardware = plan.frozen.expected, plan.job, plan.frozen.hardware
+    expected, hardware = plan.frozen.expected, plan.frozen.hardware
     several = [f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"]
     return [
         *settings_lines(plan.frozen.settings, plan.frozen.workload.share(hardware.num_processes)),
@@ -106,10 +106,17 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",
         f"memory         {memory_text(expected.peak_memory_bytes)} at the peak of a step",
-        f"the job        {job.num_steps} steps in about {seconds_text(job.num_steps * expected.step_seconds)}",
+        job_line(plan),
         _search_line(plan),
         *_notes(plan),
     ]
+
+
+def job_line(plan: TrainingPlan) -> str:
+    """How long the job will take, from loading to the last checkpoint, and what it costs where the plan knows."""
+    cost = plan.job_cost
+    price = f", {cost:.2f} at {plan.frozen.expected.price_per_hour:.2f} an hour" if cost is not None else ""
+    return f"the job        {plan.job.num_steps} steps, {seconds_text(plan.job_seconds)} in all{price}"
 
 
 def _notes(plan: TrainingPlan) -> list[str]:

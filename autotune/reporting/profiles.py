@@ -12,6 +12,7 @@ from autotune.sharing.summary import Summary
 WIDTH = 80
 VERDICTS = {
     "exact": "counts here",
+    "upgraded": "counts here once verified",
     "near": "a prior here",
     "none": "does not count here",
     "impossible": "cannot be true",
@@ -64,7 +65,7 @@ def difference_lines(first: Record, second: Record) -> list[str]:
 
 
 def _comparable(record: Record) -> dict[str, Any]:
-    data = record.model_dump(mode="json", exclude={"trials": True, "machine": {"rates": True}})
+    data = record.model_dump(mode="json", exclude={"trials": True, "calibration": True, "machine": {"rates": True}})
     rates = {rate.name: f"{rate.value:.4g} {rate.unit}" for rate in record.machine.rates}
     return data | {"num_trials": len(record.trials), "rates": rates}
 

@@ -4,7 +4,7 @@ from statistics import median
 from textwrap import wrap
 
 from autotune.reporting.text import memory_text, seconds_text
-from autotune.schema import AdapterVerdict, PhasePeak, RunReport
+from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport
 
 WIDTH = 80
 
@@ -26,8 +26,17 @@ def _lines(report: RunReport) -> list[str]:
         *(["memory by phase: " + ", ".join(map(_phase, report.phases))] if report.phases else []),
         f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
         f"{report.images_per_second:.2f} images/s{busy}; loss {report.first_loss:.4f} -> {report.final_loss:.4f}",
+        *(error_lines(report.quantization_error, report.settings.quantization) if report.quantization_error else []),
         *(verdict_lines(report.verdict) if report.verdict else []),
         *(f"warning: {warning}" for warning in report.warnings),
+    ]
+
+
+def error_lines(error: QuantizationError, storage: str) -> list[str]:
+    """What quantising the real weights cost."""
+    return [
+        f"base weights as {storage}: {error.overall:.1%} off their real outputs, "
+        f"at most {error.worst:.1%} (block {error.worst_block})"
     ]
 
 

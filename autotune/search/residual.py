@@ -6,10 +6,11 @@ that ran out of memory.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from autotune.cost.calibration import Lesson
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, Objective, TrialResult
 from autotune.search.space import SearchSpace
@@ -43,8 +44,8 @@ class CostModel(Protocol):
         """Memory and step time, after whatever has been learned."""
         ...
 
-    def calibrate(self, trials: Sequence[TrialResult]) -> None:
-        """Learn from all `trials` at once."""
+    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
+        """Learn from all `trials` at once, and from what others learned."""
         ...
 
 
@@ -72,7 +73,7 @@ class ResidualSearch:
         space: the admissible candidates.
         cost: predicts them, and learns from results.
         budget_bytes: what a run may take on the device.
-        elsewhere: trials of a similar machine; they correct predictions until a trial has run here.
+        lessons: what similar machines have learned, as far as trials here leave it believable.
         first: tried before all others, e.g. what won elsewhere.
         ascending: never reach far beyond what has run: where memory is the host's, an over-allocation hangs it.
     """
@@ -83,13 +84,13 @@ class ResidualSearch:
         cost: CostModel,
         budget_bytes: int,
         *,
-        elsewhere: Sequence[TrialResult] = (),
+        lessons: Callable[[Sequence[TrialResult]], Sequence[Lesson]] = lambda results: (),
         first: Sequence[Candidate] = (),
         objective: Objective = "throughput",
         ascending: bool = False,
     ) -> None:
         self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
-        self.elsewhere, self.first, self.objective, self.ascending = elsewhere, first, objective, ascending
+        self.lessons, self.first, self.objective, self.ascending = lessons, first, objective, ascending
 
     def next_candidate(
         self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
@@ -110,8 +111,7 @@ class ResidualSearch:
 
     def outlooks(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> list[Outlook]:
         """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
-        ran_here = any(result.outcome == "ok" for result in results)
-        self.cost.calibrate(results if ran_here else self.elsewhere)
+        self.cost.calibrate(results, self.lessons(results))
         tried = {result.candidate for result in results} | set(taken)
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
         limit = self._limit_bytes(results)

@@ -41,6 +41,8 @@ class Limits:
     num_steps: int = 1
     """Of the run."""
     min_trials: int = 6
+    min_trials_taught: int = 4
+    """The same where a similar machine's lessons hold."""
 
     def allowed_seconds(self, step_seconds: float) -> float:
         """Where a step of the run takes `step_seconds`."""
@@ -84,7 +86,8 @@ def run_search(
             return True
         if standing.abandoned:
             return False
-        if count < limits.min_trials or math.isinf(best):
+        least = limits.min_trials_taught if search.lessons(results) else limits.min_trials
+        if count < least or math.isinf(best):
             return not search.outlooks(results, standing.taken)
         return search.nothing_to_gain(results, standing.taken)
 

@@ -15,8 +15,13 @@ from autotune.sharing.libraries import changed_libraries, libraries_of
 from autotune.sharing.record import Machine, Record, class_of, machine_of
 
 Value = str | float | None
+Kind = Literal["exact", "upgraded", "near", "none"]
 SAME_BUDGET = 0.98
 """Share of our budget from which running out of theirs says something about ours."""
+MORE_MEMORY = 0.10
+"""Share by which our budget exceeds theirs before other settings may win here."""
+CROWDED = 0.8
+"""Share of a budget from which memory decided among settings."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class SoftKey:
     weight: float
     tolerance: float = 0.0
     """Relative difference of a quantity up to which two count as the same."""
+    software: bool = False
+    """Whether an upgrade changes it."""
 
 
 def _rate(prefix: str) -> Callable[[Machine], Value]:
@@ -45,7 +52,7 @@ def _training_cores(machine: Machine) -> Value:
 
 
 def _version(name: str, weight: float) -> SoftKey:
-    return SoftKey(name, lambda machine: getattr(machine.versions, name), weight)
+    return SoftKey(name, lambda machine: getattr(machine.versions, name), weight, software=True)
 
 
 MACHINE_KEYS: tuple[SoftKey, ...] = (
@@ -81,8 +88,9 @@ WORK_KEYS: tuple[SoftKey, ...] = (
 class Match:
     """How a record stands to a machine and its work."""
 
-    kind: Literal["exact", "near", "none"]
-    """`exact`: nothing differs that matters, one trial verifies it; `near`: a prior; `none`: it does not count."""
+    kind: Kind
+    """`exact`: nothing differs that matters, one trial verifies it; `upgraded`: only software does, what it changed is
+    measured again; `near`: a prior; `none`: it does not count."""
     distance: float
     """0 when exact, infinite when it does not count."""
     reasons: tuple[str, ...]
@@ -91,12 +99,10 @@ class Match:
 
 def match(record: Record, hardware: HardwareProfile, workload: Workload) -> Match:
     """Compare a record with this machine and this work."""
-    parts = (compare_work(record, workload), compare_machine(record, hardware))
-    for part in parts:
-        if part.kind == "none":
-            return part
-    kind: Literal["exact", "near"] = "exact" if all(part.kind == "exact" for part in parts) else "near"
-    work, machine = parts
+    work, machine = compare_work(record, workload), compare_machine(record, hardware)
+    if "none" in (work.kind, machine.kind):
+        return work if work.kind == "none" else machine
+    kind = machine.kind if work.kind == "exact" else "near"
     return Match(kind, machine.distance + work.distance, (*machine.reasons, *work.reasons))
 
 
@@ -105,10 +111,11 @@ def compare_work(record: Record, workload: Workload) -> Match:
     here, there = workload.model, record.workload.model
     if here.architecture != there.architecture:
         return Match("none", math.inf, (f"architecture: {there.name} there, {here.name} here",))
-    distance, reasons = _distance(WORK_KEYS, record.workload, workload)
+    found = tuple(_differences(WORK_KEYS, record.workload, workload))
+    reasons = tuple(reason for _, reason, _ in found)
     if not reasons and class_of(record.workload) != class_of(workload):
         reasons = ("class of work",)  # the same largest bucket under another resolution
-    return Match("near" if reasons else "exact", distance, reasons)
+    return Match("near" if reasons else "exact", sum(size for size, _, _ in found), reasons)
 
 
 def compare_machine(record: Record, hardware: HardwareProfile) -> Match:
@@ -125,9 +132,18 @@ def compare_machine(record: Record, hardware: HardwareProfile) -> Match:
     unusable = unusable_trials(record, hardware)
     if len(unusable) == len(record.trials):
         return Match("none", math.inf, tuple(sorted(set(unusable.values()))))
-    distance, reasons = _distance(MACHINE_KEYS, there, here)
-    reasons = (*sorted(set(unusable.values())), *reasons)
-    return Match("near" if reasons else "exact", distance, reasons)
+    found = (*_differences(MACHINE_KEYS, there, here), *_more_memory(record, hardware))
+    reasons = (*sorted(set(unusable.values())), *(reason for _, reason, _ in found))
+    kind: Kind = "near" if any(not software for _, _, software in found) else "upgraded" if reasons else "exact"
+    return Match(kind, sum(size for size, _, _ in found), reasons)
+
+
+def _more_memory(record: Record, hardware: HardwareProfile) -> Iterator[tuple[float, str, bool]]:
+    """Where memory was short there and is not so short here, something else may win."""
+    theirs, ours = record.machine.budget_bytes, hardware.device.budget_bytes
+    wall = any(t.outcome in ("oom", "spill") or (t.peak_memory_bytes or 0) > CROWDED * theirs for t in record.trials)
+    if wall and ours > (1 + MORE_MEMORY) * theirs:
+        yield math.log2(ours / max(theirs, 1)), f"memory to take: {theirs / ours:.2f} times ours", False
 
 
 def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
@@ -154,20 +170,19 @@ def usable_trials(record: Record, hardware: HardwareProfile) -> tuple[TrialResul
     )
 
 
-def _distance(keys: tuple[SoftKey, ...], there: Any, here: Any) -> tuple[float, tuple[str, ...]]:
-    found = tuple(_differences(keys, there, here))
-    return sum(size for size, _ in found), tuple(reason for _, reason in found)
-
-
-def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any) -> Iterator[tuple[float, str]]:
-    """Weighted size and wording of what differs. What one side does not know is no difference."""
+def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any) -> Iterator[tuple[float, str, bool]]:
+    """Weighted size and wording of what differs, and whether it is software. What one side does not know is not."""
     for key in keys:
         theirs, ours = key.of(there), key.of(here)
         if theirs is None or ours is None or theirs == ours:
             continue
         if isinstance(theirs, str) or isinstance(ours, str):
-            yield key.weight, f"{key.name}: {theirs} there, {ours} here"
+            yield key.weight, f"{key.name}: {theirs} there, {ours} here", key.software
         elif theirs <= 0 or ours <= 0:
-            yield key.weight, f"{key.name}: not a quantity"
+            yield key.weight, f"{key.name}: not a quantity", key.software
         elif abs(theirs - ours) > key.tolerance * min(theirs, ours):
-            yield key.weight * abs(math.log2(theirs / ours)), f"{key.name}: {theirs / ours:.2f} times ours"
+            yield (
+                key.weight * abs(math.log2(theirs / ours)),
+                f"{key.name}: {theirs / ours:.2f} times ours",
+                key.software,
+            )

@@ -24,6 +24,7 @@ from autotune.schema import (
     NaturalInt,
     PositiveInt,
     Rate,
+    Residual,
     TrainingPlan,
     TrialResult,
     Versions,
@@ -73,8 +74,8 @@ class Record(Frozen):
     expected: Expected
     trials: tuple[TrialResult, ...] = Field(min_length=1, max_length=MAX_TRIALS)
     search_seconds: float = Field(ge=0)
-    calibration: dict[str, float] = Field(default_factory=dict, max_length=256)
-    """Corrections of the cost model that these trials taught, by name."""
+    calibration: tuple[Residual | None, ...] = Field(default=(), max_length=MAX_TRIALS)
+    """For each trial, how far it was from the cost model of this version; None for those that did not run."""
 
     @model_validator(mode="after")
     def _is_evidence(self) -> "Record":
@@ -84,6 +85,8 @@ class Record(Frozen):
             raise ValueError("trials under a cap on memory are no evidence")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
+        if self.calibration and len(self.calibration) != len(self.trials):
+            raise ValueError("its calibration is not that of its trials")
         return self
 
     @property
@@ -151,8 +154,14 @@ def _harm_in(text: str) -> str | None:
     return "a number in it is too large" if TOO_LARGE.search(" ".join(parts[::2])) else None
 
 
-def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: date | None = None) -> Record:
-    """What may leave this machine of a plan that was just measured on it.
+def record_of(
+    plan: TrainingPlan,
+    hardware: HardwareProfile,
+    calibration: tuple[Residual | None, ...] = (),
+    *,
+    measured_on: date | None = None,
+) -> Record:
+    """What may leave this machine of a plan that was just measured on it, with what it taught the cost model.
 
     `plan.frozen.trials` must be trials of this machine alone: what a record taught is not measured again by citing it.
 
@@ -175,6 +184,7 @@ def record_of(plan: TrainingPlan, hardware: HardwareProfile, *, measured_on: dat
         ),
         trials=tuple(_bare(trial) for trial in frozen.trials),
         search_seconds=frozen.search_seconds,
+        calibration=calibration,
     )
     return parse_record(record.content, record.name)  # what is written here can be read elsewhere
 
@@ -250,6 +260,7 @@ def _bare(trial: TrialResult) -> TrialResult:
         confirms=trial.confirms,
         load_peak_memory_bytes=trial.load_peak_memory_bytes,
         host_memory_bytes=trial.host_memory_bytes,
+        wall_seconds=trial.wall_seconds,
     )
 
 

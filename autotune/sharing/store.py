@@ -14,7 +14,7 @@ import platformdirs
 
 import autotune
 from autotune.errors import InvalidInput
-from autotune.schema import HardwareProfile, TrainingPlan
+from autotune.schema import HardwareProfile, Residual, TrainingPlan
 from autotune.sharing.files import Files, LocalFiles, open_files
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, Record, parse_record, record_of
@@ -191,12 +191,12 @@ def shipped_store() -> Store:
     return Store(LocalFiles(Path(autotune.__file__).parent / "profiles" / "records"))
 
 
-def remember(plan: TrainingPlan, hardware: HardwareProfile) -> str:
+def remember(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()) -> str:
     """Keep what a plan just measured on this machine in the user's own store; the record's name.
 
     Raises:
         InvalidInput: the plan is no evidence; see `record_of`.
     """
-    record = record_of(plan, hardware)
+    record = record_of(plan, hardware, calibration)
     own_store().add(record)
     return record.name

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 
 from autotune.cost.arguments import checked_bucket, positive
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
+from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
-from autotune.schema import Bucket, Objective, Quality, Workload
+from autotune.schema import Bucket, Job, Objective, Quality, Workload
 from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.dataset import Dataset
 
@@ -52,6 +53,17 @@ def require_even_shares(workload: Workload, num_processes: int) -> None:
         )
 
 
+def check_job(job: Job, family: Family) -> None:
+    """Raise InvalidInput where the job asks of the model what its family does not have."""
+    if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
+        raise InvalidInput(
+            f"{family.name} has no timestep shift by resolution",
+            hint=f"give a number: --timestep-shift {family.defaults.timestep_shift}",
+        )
+    if job.guidance_scale is not None and family.defaults.training_guidance is None:
+        raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
+
+
 def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wishes) -> Workload:
     """The workload of training `model` on `dataset`.
 
@@ -62,17 +74,17 @@ def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wis
     """
     family, defaults = model.family, model.family.defaults
     width, height = wishes.size_px or (defaults.resolution_px, defaults.resolution_px)
-    frames = wishes.num_frames or defaults.num_frames
+    frames = given(wishes.num_frames, defaults.num_frames)
     asked = checked_bucket(family, width, height, frames)
     if wishes.targets not in family.target_sets:
         raise InvalidInput(
             f"{family.name} has no target set called {wishes.targets!r}",
-            hint=f"choose one of: {', '.join(family.target_sets)}",
+            hint=nearest_of(wishes.targets, family.target_sets),
         )
     resolution = math.isqrt(width * height)
     buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, family.size_multiple_px)
     lengths = _text_lengths(model, dataset, buckets, wishes.text_tokens)
-    rank = positive("rank", wishes.rank or defaults.rank)
+    rank = positive("rank", given(wishes.rank, defaults.rank))
     return Workload(
         model=model.spec,
         resolution_px=resolution,
@@ -83,10 +95,15 @@ def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wis
         rank=rank,
         lora_alpha=wishes.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
         targets=wishes.targets,
-        effective_batch_size=positive("batch", wishes.effective_batch_size or defaults.effective_batch_size),
+        effective_batch_size=positive("batch", given(wishes.effective_batch_size, defaults.effective_batch_size)),
         quality=wishes.quality,
         objective=wishes.objective,
     )
+
+
+def given(value: int | None, default: int) -> int:
+    """`value`, unless there is none: 0 is a value, and a wrong one."""
+    return default if value is None else value
 
 
 def _num_controls(model: ResolvedModel, dataset: Dataset | None) -> int:
@@ -98,8 +115,8 @@ def _num_controls(model: ResolvedModel, dataset: Dataset | None) -> int:
 def _text_lengths(
     model: ResolvedModel, dataset: Dataset | None, buckets: tuple[Bucket, ...], text_tokens: int | None
 ) -> list[int]:
-    usual = positive("text tokens", text_tokens or model.family.defaults.text_tokens)
-    if model.folder is None or dataset is None:
+    usual = positive("text tokens", given(text_tokens, model.family.defaults.text_tokens))
+    if model.texts is None or dataset is None:
         return [usual, max(1, usual - 1)]  # captions differ in length unless data shows otherwise
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]
     controls = [
@@ -107,9 +124,9 @@ def _text_lengths(
         for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
     ]
     try:
-        return model.family.count_text_tokens(model.folder, [item.caption for item in dataset.items], controls)
+        return model.family.count_text_tokens(model.texts, [item.caption for item in dataset.items], controls)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidInput(
-            f"the tokenizer in {model.folder} cannot be read: {str(error).splitlines()[0]}",
+            f"the tokenizer in {model.texts} cannot be read: {str(error).splitlines()[0]}",
             hint="download the model again; a file is missing or damaged",
         ) from error

@@ -12,6 +12,7 @@ from autotune.errors import InvalidInput
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.quantization import quantize_inside
 from autotune.schema import CachingSettings
+from autotune.training.data.identity import Identity, read_identity
 from autotune.weights.components import load_component
 from autotune.weights.streaming import Transform
 
@@ -47,6 +48,12 @@ class Encoders:
         storage = self.caching.text_encoder_storage
         elsewhere = self._text_device.type != self.device.type
         return ("" if storage == "none" else storage) + (f" on {self._text_device.type}" if elsewhere else "")
+
+    @property
+    def identity(self) -> Identity:
+        """Of what encodes, for the cache."""
+        folder, precision = weights_folder(self.model), str(self.dtype).removeprefix("torch.")
+        return read_identity(folder, self.model.family, settings=precision, text_settings=self.key)
 
     @property
     def _text_device(self) -> torch.device:

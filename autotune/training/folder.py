@@ -8,6 +8,8 @@ pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
 import shutil
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan_file import read_plan, write_plan
 from autotune.schema import TrainingPlan, digest_of
@@ -17,9 +19,10 @@ from autotune.training.save import ADAPTER_FILE
 PLAN_FILE = "run-plan.yaml"
 REPORT_FILE = "report.json"
 CHECKPOINTS = "checkpoints"
+LOCK_FILE = ".lock"
 
 NOT_LEARNED = frozenset(
-    {"model", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
+    {"model", "revision", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
     | {"preview_steps", "preview_every", "checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
 """Fields of a job that may differ when a run goes on: places, which the data's digest covers, and comforts."""
@@ -43,12 +46,15 @@ def run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:
     return digest_of({**learned(plan), "items": items})
 
 
-def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int) -> Path:
-    """Make the output folder, or take the one that is there.
+def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: bool = True) -> FileLock:
+    """Make the output folder, or take the one that is there; it is this run's while the lock is held.
+
+    The system frees the lock when its process ends in whatever way, so a dead run never blocks. With `lock` False the
+    folder is looked at but not held: for a process that belongs to the one that holds it.
 
     Raises:
-        InvalidInput: it holds another run, or this one and `resume` was not asked for; it lies in the data folder, or
-            cannot be written.
+        InvalidInput: it holds another run, or this one and `resume` was not asked for; another run is writing to it
+            now; it lies in the data folder, or cannot be written.
         AutotuneError: its disk has less than `needed_bytes` free.
     """
     folder = Path(plan.job.output)
@@ -57,10 +63,17 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int) -> Path
             f"the output folder {folder} lies in the data folder, so previews would become training images",
             hint="choose another with --output",
         )
-    (_require_same if resume else _require_unused)(folder, plan)
+    claim = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if lock:
+            claim.acquire(timeout=0)
+        (_require_same if resume else _require_unused)(folder, plan)
         write_plan(folder / PLAN_FILE, plan)
+    except Timeout as error:
+        raise InvalidInput(
+            f"another run is writing to {folder} now", hint="wait for its end, or choose another folder with --output"
+        ) from error
     except OSError as error:
         raise InvalidInput(
             f"cannot write to the output folder {folder}: {error.strerror}", hint="choose another with --output"
@@ -71,7 +84,7 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int) -> Path
             f"checkpoints and adapter need {needed_bytes / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB is free",
             hint="free some space, choose another folder with --output, or keep fewer checkpoints",
         )
-    return folder
+    return claim
 
 
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:

@@ -21,10 +21,10 @@ from autotune.training.events import Events, StepEvent
 from autotune.training.memory import allocated_bytes, held_peak_bytes, live_tensors, peak_memory_bytes
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel
-from autotune.training.monitor import MemoryWatch, gpu_utilisation
+from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
-from autotune.training.step import AdapterOptimizer, StepOutcome, drawn_loss, optimizer_step
+from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step
 from autotune.training.stopping import StopRequest
 
 EVALUATION_STEPS = 4
@@ -91,10 +91,13 @@ class Loop:
             self.rate.load_state(checkpoint.state["rate"])
             self.optimizer.scaler.load_state_dict(checkpoint.state["scaler"])
         self.network = model.transformer
+        shift = job.timestep_shift
+        by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
+        self.levels = NoiseLevels(by_tokens, job.timestep_sampling)
         self.peak_bytes = 0
         self.seconds: list[float] = []
         self.data_seconds: list[float] = []
-        self.utilisations: list[float] = []
+        self.utilisation = Utilisation(model.device)
         self.warnings: list[str] = []
 
     def run(self, around: Surroundings) -> None:
@@ -119,7 +122,9 @@ class Loop:
                 if around.metrics:
                     around.metrics.add(event)
                 around.events.on_step(event)
-                if warning := watch.look(event.memory_bytes, held_peak_bytes(self.model.device)):
+                if warning := watch.look(
+                    event.memory_bytes, max(event.memory_bytes, held_peak_bytes(self.model.device))
+                ):
                     self.warnings.append(warning)
                     around.events.on_warning(warning)
                 traced(step - self.first_step)
@@ -173,8 +178,6 @@ class Loop:
         self.rate.step(outcome.loss)
         self.seconds.append(seconds)
         self.data_seconds.append(waited)
-        busy = gpu_utilisation(self.model.device)
-        self.utilisations += [] if busy is None else [busy]
         return StepEvent(
             step=step + 1,
             num_steps=self.num_steps,
@@ -185,7 +188,7 @@ class Loop:
             data_seconds=waited,
             images_per_second=self.order.effective_batch_size / seconds,
             memory_bytes=allocated_bytes(self.model.device),
-            gpu_utilisation=busy,
+            gpu_utilisation=self.utilisation.read(),
         )
 
     def _step(self, step: int, batches: Iterator[LoadedBatch], processes: Processes) -> StepOutcome:
@@ -196,7 +199,7 @@ class Loop:
             self.optimizer,
             self._one_step(batches),
             effective_batch_size=share,
-            timestep_shift=self.job.timestep_shift,
+            levels=self.levels,
             seed=self.job.seed,
             step=step,
             weighting=self.job.weighting_scheme,
@@ -220,10 +223,13 @@ class Loop:
 
     def _on_device(self, batch: Batch) -> Batch:
         device, dtype = self.model.device, self.model.dtype
-        return {
+        moved = {
             name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
             for name, tensor in batch.items()
         }
+        if self.job.guidance_scale is not None:
+            moved["guidance"] = torch.full((len(batch["latents"]),), self.job.guidance_scale, device=device)
+        return moved
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -238,7 +244,7 @@ class Loop:
                     self.model.transformer,
                     self._on_device(batch),
                     (self.job.seed, step, position),
-                    self.job.timestep_shift,
+                    self.levels,
                     self.job.weighting_scheme,
                 )
                 position += len(planned.indices)

@@ -1,6 +1,7 @@
 """Measures the peak memory of a stretch of work, by the device's own allocator."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -83,12 +84,17 @@ def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[to
 
 def host_memory_bytes() -> int:
     """Resident memory of this process now."""
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@functools.cache
+def _process(pid: int) -> psutil.Process:
+    return psutil.Process(pid)  # looks up when the process began: too slow for every step
 
 
 def held_peak_bytes(device: torch.device) -> int:
-    """Most that this process has held on `device` in this phase; elsewhere than on CUDA what it holds now."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else allocated_bytes(device)
+    """Most that this process has held on `device` in this phase; 0 where nothing but CUDA keeps count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def allocated_bytes(device: torch.device) -> int:

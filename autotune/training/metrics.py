@@ -1,16 +1,25 @@
-"""The record of a run: a line of `metrics.jsonl` per step, flushed, and the same numbers for a tracker's curves."""
+"""The record of a run: a line of `metrics.jsonl` per step, flushed, and the same numbers as a tracker's curves.
+
+wandb comes through accelerate's tracker. Its TensorBoard tracker flushes after every call, which a short step feels,
+so TensorBoard's own writer is used.
+"""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from autotune.atomic import write_whole
+from autotune.errors import InvalidInput
 from autotune.training.events import StepEvent
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
 CURVES = ("loss", "learning_rate", "gradient_norm", "seconds", "data_seconds", "images_per_second", "memory_bytes")
+
+Log = Callable[[dict[str, float], int], None]
 
 
 class Metrics:
@@ -23,13 +32,12 @@ class Metrics:
         self.losses = [event.loss for event in earlier]
         self.seconds = [event.seconds for event in earlier]
         self._file = path.open("a", encoding="utf-8")
-        self._tracker = _tracker(report_to, folder, resumed_at)
+        self._log, self._finish = _tracker(report_to, folder, resumed_at)
 
     def close(self) -> None:
         """End the record."""
         self._file.close()
-        if self._tracker:
-            self._tracker.finish()
+        self._finish()
 
     def add(self, event: StepEvent) -> None:
         """Record one step."""
@@ -37,8 +45,7 @@ class Metrics:
         self.seconds.append(event.seconds)
         self._file.write(_line(event))
         self._file.flush()
-        if self._tracker:
-            self._tracker.log({name: getattr(event, name) for name in CURVES}, step=event.step)
+        self._log({name: getattr(event, name) for name in CURVES}, event.step)
 
 
 def read_metrics(path: Path) -> list[StepEvent]:
@@ -56,18 +63,34 @@ def _line(event: StepEvent) -> str:
     return json.dumps(asdict(event)) + "\n"
 
 
-def _tracker(report_to: str, folder: Path, resumed_at: int) -> Any:
-    """accelerate's tracker: one interface for TensorBoard and wandb."""
-    if report_to == "none":
-        return None
-    from accelerate import PartialState
-    from accelerate.tracking import TensorBoardTracker, WandBTracker
+def require_tracker(report_to: str) -> None:
+    """Raise InvalidInput where a job wants curves from a package that is not installed."""
+    if report_to == "wandb" and find_spec("wandb") is None:
+        raise InvalidInput(
+            "the job reports to wandb, which is not installed",
+            hint='pip install "lora-autotune[wandb]", or set report_to in the plan\'s job to tensorboard or none',
+        )
 
-    PartialState()  # trackers ask it which process is the first
+
+def _tracker(report_to: str, folder: Path, resumed_at: int) -> tuple[Log, Callable[[], None]]:
+    """What takes a step's numbers, and what ends it."""
+    if report_to == "none":
+        return lambda values, step: None, lambda: None
     if report_to == "wandb":
+        from accelerate import PartialState
+        from accelerate.tracking import WandBTracker
+
+        PartialState()  # the tracker asks it which process is the first
         tracker: Any = WandBTracker("autotune", dir=str(folder))
-    else:
-        # Steps after the checkpoint were perhaps logged by the start that died: TensorBoard then drops them.
-        tracker = TensorBoardTracker(TRACKER_FOLDER, folder, purge_step=resumed_at + 1, flush_secs=30)
-    tracker.start()
-    return tracker
+        tracker.start()
+        return lambda values, step: tracker.log(values, step=step), tracker.finish
+    from torch.utils.tensorboard import SummaryWriter
+
+    # Steps after the checkpoint were perhaps logged by the start that died: TensorBoard then drops them.
+    writer: Any = SummaryWriter(str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30)
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close

@@ -1,6 +1,7 @@
 """Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter on it."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import nn
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
+from autotune.knobs.block_swap import waits_on_host
 from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_on_arrival
 from autotune.knobs.registry import KNOBS
-from autotune.schema import Candidate, Workload
+from autotune.knobs.swapping import Swapping
+from autotune.schema import Candidate, QuantizationError, Workload
+from autotune.training.quality import ErrorMeter, require_quality
 from autotune.training.sharding import shard_on_arrival
 from autotune.weights.building import build_empty, dtype_of_from_pretrained
 from autotune.weights.sources import open_source, weights_in
@@ -29,6 +33,8 @@ class TrainingModel:
     adapter: list[nn.Parameter]
     device: torch.device
     dtype: torch.dtype
+    quantization_error: QuantizationError | None = None
+    """Of real weights that were quantised."""
 
 
 def load_model(
@@ -46,9 +52,11 @@ def load_model(
 
     Raises:
         BadWeights: files are missing, damaged or of another model.
+        QualityMissed: quantised, the weights are further off than the workload's quality floor allows.
     """
     dtype = torch_dtype(settings.precision)
-    transformer = load_transformer(model, settings, dtype, device, shards=shards)
+    transformer, error = load_transformer(model, settings, dtype, device, shards=shards)
+    require_quality(error, workload.quality, settings.quantization)
     adapter = add_adapter(
         model.family,
         transformer,
@@ -58,7 +66,8 @@ def load_model(
         dtype=dtype,
         seed=seed,
     )
-    loaded = TrainingModel(model.family, transformer, adapter, device, dtype)
+    Swapping().apply(transformer, model.family, settings.swapped_blocks)
+    loaded = TrainingModel(model.family, transformer, adapter, device, dtype, error)
     apply_settings(loaded, settings)
     return loaded
 
@@ -70,12 +79,26 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
             knob.apply(model.transformer, model.family, getattr(settings, knob.name))
 
 
+@contextlib.contextmanager
+def as_written(transformer: nn.Module) -> Iterator[None]:
+    """Leave compiled code aside: it is made for training steps, and any other call would compile anew for a minute."""
+    compiled = [(module, module._compiled_call_impl) for module in transformer.modules()]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, code in compiled:
+            module._compiled_call_impl = code
+
+
 def load_transformer(
     model: ResolvedModel, settings: Candidate, dtype: torch.dtype, device: torch.device, *, shards: int = 1
-) -> nn.Module:
+) -> tuple[nn.Module, QuantizationError | None]:
     """Stream the weights in and quantise each layer as it arrives, so that loading never needs much more than the end.
 
-    Without files the architecture gets random weights: enough for a trial, which measures memory and time.
+    Without files the architecture gets random weights: enough for a trial, which measures memory and time. With them,
+    the error that quantising leaves is measured and returned.
     """
     family = model.family
     if device.type == "cuda":
@@ -86,19 +109,23 @@ def load_transformer(
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
         transform = quantize_on_arrival(family, transformer, settings.quantization)
+    if settings.swapped_blocks:
+        transform = waits_on_host(family, transformer, settings.swapped_blocks, transform)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
     else:
         source = open_source(weights_in(model.folder / "transformer"))
+        meter = ErrorMeter(family.blocks(transformer))
         load_into(
             transformer,
             source,
             loader=settings.loader,
             device=str(device),
             dtype_policy=policy,
-            transform=transform,
+            transform=meter.around(transform) if transform and settings.quantization != "none" else transform,
         )
-    return transformer.eval()
+        return transformer.eval(), meter.result()
+    return transformer.eval(), None
 
 
 def synthetic_samples(

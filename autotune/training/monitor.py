@@ -1,6 +1,7 @@
 """Watches a run: memory of each phase, how near it is to the budget, whether it grows, how busy the GPU is."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -121,11 +122,18 @@ def leak_bytes_per_step(floors: list[int]) -> float:
     return covariance / sum((index - middle) ** 2 for index in range(len(floors))) / WINDOW_STEPS
 
 
-def gpu_utilisation(device: torch.device) -> float | None:
-    """Share of the last sampling period in which the GPU computed, or None where NVML does not tell."""
-    if device.type != "cuda":
-        return None
-    try:
-        return torch.cuda.utilization(device) / 100
-    except Exception:  # no NVML, or a card that does not support it
-        return None
+class Utilisation:
+    """How busy the GPU is, asked once a second: NVML averages over about as long, and asking takes milliseconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.readings: list[float] = []
+        self._asked = -math.inf
+
+    def read(self) -> float | None:
+        """The last reading in [0, 1], or None where NVML does not tell."""
+        if self.device.type == "cuda" and time.monotonic() - self._asked >= 1:
+            self._asked = time.monotonic()
+            with contextlib.suppress(Exception):  # no NVML, or a card that does not support it
+                self.readings.append(torch.cuda.utilization(self.device) / 100)
+        return self.readings[-1] if self.readings else None

@@ -1,19 +1,23 @@
 """All that is checked before a run's long work: plan, machine, model, data, output folder, disk."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from autotune.errors import DoesNotFit, InvalidInput
 from autotune.families.adapter import add_adapter
-from autotune.families.resolve import ResolvedModel, build_on_meta, resolve_model
+from autotune.families.resolve import ResolvedModel, build_on_meta, fetch_model, is_on_hub, resolve_model
 from autotune.fit import data_misfits, hardware_misfits, model_misfits
 from autotune.knobs.base import Setting
+from autotune.plan_file import with_job
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
-from autotune.training.data.dataset import Dataset, read_dataset
-from autotune.training.describe import describe_workload, require_even_shares, wishes_of
+from autotune.training.data.dataset import Dataset, Reading, read_dataset
+from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
 from autotune.training.folder import claim_folder
+from autotune.training.metrics import require_tracker
 from autotune.training.processes import device_misfits
 from autotune.weights.sources import open_source
 
@@ -26,6 +30,8 @@ class Prepared:
     dataset: Dataset
     workload: Workload
     output: Path
+    claim: FileLock
+    """Held on the output folder."""
 
 
 def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> Prepared:
@@ -40,20 +46,32 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     if job.data is None:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
     require_even_shares(planned, processes)
-    model = resolve_model(job.model)
+    require_tracker(job.report_to)
+    model = resolve_model(job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
+    check_job(job, model.family)
     _require_weights(model)
-    dataset = read_dataset(
-        Path(job.data),
-        caption=job.caption,
-        trigger=job.trigger,
-        control=Path(job.control) if job.control else None,
-        num_frames=job.num_frames,
-    )
+    control = Path(job.control) if job.control else None
+    dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
     workload = describe_workload(model, dataset, wishes_of(planned))
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
-    output = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model))
-    return Prepared(model, dataset, workload, output)
+    first = os.environ.get("RANK", "0") == "0"  # of several processes one holds the folder for all
+    claim = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model), lock=first)
+    return Prepared(model, dataset, workload, Path(job.output), claim)
+
+
+def fetch_weights(plan: TrainingPlan) -> TrainingPlan:
+    """Bring a hub's model to this machine, with progress bars; the plan returned names the commit.
+
+    Nothing is fetched for a folder, or while the data folder is missing: `prepare` will say so.
+
+    Raises:
+        BadWeights: there is no such repository, its licence is not accepted, or offline files are missing.
+    """
+    job = plan.job
+    if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():
+        return plan
+    return with_job(plan, revision=fetch_model(job.pinned_model).revision)
 
 
 def _require_weights(model: ResolvedModel) -> None:
@@ -61,7 +79,7 @@ def _require_weights(model: ResolvedModel) -> None:
     if model.folder is None:
         raise InvalidInput(
             f"the weights of {model.spec.name} are not on this machine",
-            hint=f"download {model.family.hub_id} and pass its folder: --model FOLDER",
+            hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
         )
     for part in model.family.components:
         if part in ("transformer", "vae") or part.startswith("text_encoder"):

@@ -1,11 +1,13 @@
 """Samples through the stock pipeline around the transformer in training: nothing is held in memory twice.
 
 Prompts are encoded once, before the transformer is loaded: the pipeline runs with its text encoder up to the first
-call of a transformer that has a shape but no weights, and what its `encode_prompt` returned is kept. Later the same
+call of a transformer that has a shape but no weights, and what its `encode_prompt` returned is kept, in the cache of
+encoded data too: the next start loads no encoder. Later the same
 pipeline runs without any text encoder and gets these answers back. No family needs code of its own for this.
 """
 
 import gc
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autotune.errors import AutotuneError
 from autotune.families.adapter import ADAPTER
 from autotune.families.resolve import ResolvedModel, build_on_meta
 from autotune.schema import Bucket
+from autotune.training.data.cache import Cache, entry_key
+from autotune.training.data.identity import Identity
+from autotune.training.data.recipes import prompt_of
 from autotune.training.encoders import Encoders, moved, weights_folder
 
 if TYPE_CHECKING:
@@ -49,8 +55,20 @@ class Studio:
         self.pipeline: Any = None
         self.scale = 1
 
-    def learn(self, shots: Sequence[Shot]) -> None:
-        """Encode the prompts of all shots."""
+    def learn(self, shots: Sequence[Shot], cache: Cache) -> None:
+        """Encode the prompts of all shots, or find them in `cache` where such encoders put them."""
+        identity, missing = self.encoders.identity, []
+        for shot in shots:
+            if found := cache.read(_answers_key(shot, identity)):
+                self.answers[shot.prompt, shot.control_paths] = _unpacked(found)
+            else:
+                missing.append(shot)
+        if missing:
+            self._encode(missing)
+        for shot in missing:
+            cache.write(_answers_key(shot, identity), _packed(self.answers[shot.prompt, shot.control_paths]))
+
+    def _encode(self, shots: Sequence[Shot]) -> None:
         pipeline = self.encoders.pipeline()
         pipeline.transformer = self._shape_of_transformer()
         encode = pipeline.encode_prompt
@@ -144,6 +162,29 @@ class Studio:
             raise AutotuneError(
                 f"{adapter} could not be loaded back", hint="this is a bug in autotune: please report it"
             )
+
+
+def _answers_key(shot: Shot, identity: Identity) -> str:
+    recipe = prompt_of(shot.prompt, shot.control_paths, shot.bucket, identity)
+    return entry_key("answers", prompt=recipe.key, size=(shot.bucket.width_px, shot.bucket.height_px))
+
+
+STRUCTURE = "structure"
+"""Name of the entry's tensor that tells, as JSON bytes, how the others make up the answers."""
+
+
+def _packed(answers: list[Any]) -> dict[str, torch.Tensor]:
+    """Nested tuples and lists of tensors and None, as tensors by name."""
+    leaves, structure = pytree.tree_flatten(answers)
+    tensors = {str(number): leaf for number, leaf in enumerate(leaves) if leaf is not None}
+    text = json.dumps([len(leaves), pytree.treespec_dumps(structure)])
+    return {**tensors, STRUCTURE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def _unpacked(tensors: dict[str, torch.Tensor]) -> list[Any]:
+    count, structure = json.loads(bytes(tensors[STRUCTURE].tolist()))
+    leaves = [tensors.get(str(number)) for number in range(count)]
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))  # type: ignore[no-any-return]
 
 
 def _stop(module: nn.Module, inputs: object) -> None:

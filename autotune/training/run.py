@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from autotune.atomic import replacing, write_whole
+from autotune.knobs.allocator import configure_allocator
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import HardwareProfile, RunReport, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
-from autotune.training.data.identity import read_identity
-from autotune.training.encoders import Encoders, weights_folder
+from autotune.training.encoders import Encoders
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
-from autotune.training.model import load_model
+from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
 from autotune.training.preview import Shot, Studio, grid
@@ -57,12 +57,30 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
+    configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
+    try:
+        return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
+    finally:
+        prepared.claim.release()
+
+
+def _train(
+    plan: TrainingPlan,
+    prepared: Prepared,
+    hardware: HardwareProfile,
+    cache_folder: Path,
+    events: Events | None,
+    *,
+    resume: bool,
+    trace: bool,
+    started: float,
+) -> RunReport:
     processes = join(plan.frozen.hardware, torch.device(_device_name(hardware)))
     events = (events or Events()) if processes.is_first else Events()
     run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
     with run.watch.phase("caching"):
         encoders = run.encoders()
-        studio = run.studio(encoders)
+        studio = run.studio(cache_folder, encoders)
         encoded = run.encode(cache_folder, encoders)
         encoders.release()
     with run.watch.phase("loading"):
@@ -102,7 +120,8 @@ def train(
         finally:
             if metrics:
                 metrics.close()
-    report = run.finish(loop, studio, metrics, started)
+    with as_written(loop.model.transformer):
+        report = run.finish(loop, studio, metrics, started)
     processes.wait()
     return report
 
@@ -136,6 +155,8 @@ class _Run:
         if not self.processes.is_first:
             self.processes.wait()
         model = self.prepared.model
+        for line in self.prepared.dataset.left_out:
+            self.events.on_warning(line)
         self.events.on_phase("encoding captions and images")
         encoded = encode_dataset(
             model.family,
@@ -143,12 +164,7 @@ class _Run:
             self.prepared.dataset,
             self.prepared.workload.buckets,
             Cache(cache_folder),
-            identity=read_identity(
-                weights_folder(model),
-                model.family,
-                settings=self.plan.frozen.settings.precision,
-                text_settings=encoders.key,
-            ),
+            identity=encoders.identity,
             caption_dropout=self.plan.job.caption_dropout,
             release=encoders.caching.residency == "release",
             on_progress=self.events.on_encoded,
@@ -175,12 +191,12 @@ class _Run:
             for number, prompt in enumerate(job.preview_prompts[:MAX_SHOTS])
         ]
 
-    def studio(self, encoders: Encoders) -> Studio:
+    def studio(self, cache_folder: Path, encoders: Encoders) -> Studio:
         """Ready to sample the job's prompts."""
         studio = Studio(encoders)
         if self.shots and self.processes.samples:
             self.events.on_phase("encoding the prompts of previews")
-            studio.learn(self.shots)
+            studio.learn(self.shots, Cache(cache_folder))
         return studio
 
     def metrics(self, first_step: int) -> Metrics | None:
@@ -192,7 +208,7 @@ class _Run:
     def preview(self, studio: Studio, step: int) -> None:
         """Sample the job's prompts with what is trained so far."""
         for number, shot in enumerate(self.shots):
-            with self.watch.phase("previews"):
+            with self.watch.phase("previews"), as_written(studio.pipeline.transformer):
                 frames = studio.sample(shot)
             if self.processes.is_first:
                 _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
@@ -237,7 +253,7 @@ class _Run:
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
         waits = loop.data_seconds[2:] or loop.data_seconds or [0.0]
-        expected = self.plan.frozen.expected
+        expected, busy = self.plan.frozen.expected, loop.utilisation.readings
         return RunReport(
             plan_digest=self.plan.digest,
             num_steps=loop.num_steps,
@@ -250,11 +266,12 @@ class _Run:
             measured_peak_memory_bytes=loop.peak_bytes or None,
             phases=tuple(self.watch.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
-            gpu_utilisation=sum(loop.utilisations) / len(loop.utilisations) if loop.utilisations else None,
+            gpu_utilisation=sum(busy) / len(busy) if busy else None,
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=tuple(loop.warnings),
             settings=self.plan.frozen.settings,
+            quantization_error=loop.model.quantization_error,
             adapter=ADAPTER_FILE,
         )
 

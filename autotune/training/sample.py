@@ -7,10 +7,11 @@ import torch
 
 from autotune.atomic import replacing
 from autotune.errors import InvalidInput
-from autotune.families.resolve import resolve_model
+from autotune.families.resolve import fetch_model
 from autotune.knobs.precision import torch_dtype
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
+from autotune.training.data.cache import Cache
 from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
@@ -22,6 +23,7 @@ def sample_run(
     folder: Path,
     hardware: HardwareProfile,
     prompt: str,
+    cache_folder: Path,
     *,
     count: int = 1,
     seed: int = 0,
@@ -41,7 +43,7 @@ def sample_run(
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
-    model, dtype = resolve_model(plan.job.model), torch_dtype(plan.frozen.settings.precision)
+    model, dtype = fetch_model(plan.job.pinned_model), torch_dtype(plan.frozen.settings.precision)
     if len(control_paths) > model.family.max_controls or bool(control_paths) != bool(model.family.max_controls):
         raise InvalidInput(
             f"{model.family.name} takes {f'1 to {model.family.max_controls}' if model.family.max_controls else 'no'} "
@@ -57,9 +59,9 @@ def sample_run(
         Shot(prompt, plan.frozen.workload.largest_bucket, steps, seed + number, control_paths)
         for number in range(count)
     ]
-    studio.learn(shots[:1])
+    studio.learn(shots[:1], Cache(cache_folder))
     encoders.release()
-    studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device))
+    studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device)[0])
     studio.load_adapter(folder / ADAPTER_FILE)
     written = []
     for number, shot in enumerate(shots, start=1):

@@ -1,6 +1,7 @@
 """One optimizer step, shared by training and trials."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from torch import nn
 
 from autotune.families.base import Batch, Family
 from autotune.families.loss import flow_matching_loss
+from autotune.families.packing import PATCH
+from autotune.schema import TimestepSampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,17 +24,34 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps for each parameter."""
 
 
-def draw(seed: int, step: int, position: int, shape: Sequence[int], shift: float) -> tuple["Tensor", float]:
+@dataclass(frozen=True)
+class NoiseLevels:
+    """How noise levels are drawn. The density and the shift are those of Stable Diffusion 3 (Esser et al. 2024,
+    sections 3.1 and 5.3.2)."""
+
+    shift: float | Callable[[int], float] = 1.0
+    """Towards noise, s * t / (1 + (s - 1) * t); perhaps by the number of tokens of an image."""
+    sampling: TimestepSampling = "logit_normal"
+
+    def draw(self, generator: torch.Generator, shape: Sequence[int]) -> float:
+        """A level in [0, 1] for latents of `shape` (channels, frames, height, width)."""
+        if self.sampling == "uniform":
+            level = float(torch.rand((), generator=generator))
+        else:
+            level = 1 / (1 + math.exp(-float(torch.randn((), generator=generator))))
+        shift = self.shift(math.prod(shape[1:]) // PATCH**2) if callable(self.shift) else self.shift
+        return shift * level / (1 + (shift - 1) * level)
+
+
+def draw(seed: int, step: int, position: int, shape: Sequence[int], levels: NoiseLevels) -> tuple["Tensor", float]:
     """Noise of `shape` and a noise level for one image: a pure function of seed, step and place in the effective batch.
 
     So a run is the same whatever the micro-batch size, the number of processes or the step it was resumed at.
-    The level is logit-normal, then shifted towards noise, s * t / (1 + (s - 1) * t): the density and the shift of
-    Stable Diffusion 3 (Esser et al. 2024, sections 3.1 and 5.3.2).
     """
     place = (seed * 1_000_003 + step) * 1_000_003 + position
     generator = torch.Generator().manual_seed(place % 2**63)  # large seeds overflow torch's 64 bits
-    level = float(torch.sigmoid(torch.randn((), generator=generator)))
-    return torch.randn(*shape, generator=generator), shift * level / (1 + (shift - 1) * level)
+    level = levels.draw(generator, shape)
+    return torch.randn(*shape, generator=generator), level
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ def optimizer_step(
     micro_batches: Iterable[Batch],
     *,
     effective_batch_size: int,
-    timestep_shift: float,
+    levels: NoiseLevels = NoiseLevels(),
     seed: int,
     step: int,
     weighting: str = "none",
@@ -133,7 +153,7 @@ def optimizer_step(
     for batch in micro_batches:
         size = len(batch["latents"])
         with contextlib.nullcontext() if position + size == end else unsynchronised():
-            loss = drawn_loss(family, transformer, batch, (seed, step, position), timestep_shift, weighting)
+            loss = drawn_loss(family, transformer, batch, (seed, step, position), levels, weighting)
             loss = loss * (size / effective_batch_size)
             optimizer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         position += size
@@ -146,12 +166,17 @@ def optimizer_step(
 
 
 def drawn_loss(
-    family: Family, transformer: nn.Module, batch: Batch, place: tuple[int, int, int], shift: float, weighting: str
+    family: Family,
+    transformer: nn.Module,
+    batch: Batch,
+    place: tuple[int, int, int],
+    levels: NoiseLevels,
+    weighting: str = "none",
 ) -> "Tensor":
     """Mean loss of a micro-batch whose first image stands at `place` = (seed, step, position), with its own noise."""
     clean = batch["latents"]
     seed, step, position = place
-    draws = [draw(seed, step, position + i, clean.shape[1:], shift) for i in range(len(clean))]
+    draws = [draw(seed, step, position + i, clean.shape[1:], levels) for i in range(len(clean))]
     noise = torch.stack([noise for noise, _ in draws]).to(clean)
     sigmas = torch.tensor([sigma for _, sigma in draws], device=clean.device)
     return flow_matching_loss(family, transformer, batch, noise, sigmas, weighting)

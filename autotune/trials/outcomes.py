@@ -23,6 +23,10 @@ def classify(error: BaseException) -> Outcome:
     """The outcome that an exception amounts to."""
     import torch
 
+    from autotune.training.quality import QualityMissed
+
+    if isinstance(error, QualityMissed):
+        return "numerics"
     text = str(error).lower()
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "oom"

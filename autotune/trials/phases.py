@@ -115,6 +115,7 @@ class _Rehearsal:
         import torch
 
         from autotune.knobs.precision import torch_dtype
+        from autotune.training.data.cache import Cache
         from autotune.training.data.pixels import open_pixels
         from autotune.training.encoders import Encoders
         from autotune.training.preview import Studio
@@ -123,7 +124,7 @@ class _Rehearsal:
         dtype = torch_dtype(candidate.precision)
         encoders = Encoders(self.model, self.request.caching, dtype, self.device, candidate.loader)
         studio = Studio(encoders)
-        studio.learn([shot])
+        studio.learn([shot], Cache(self.folder / "cache"))
         pipeline = encoders.pipeline()
         controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in shot.control_paths]
         pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)

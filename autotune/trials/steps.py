@@ -142,6 +142,7 @@ class Steps:
             peak_memory_bytes=peak,
             allocator_retries=_allocator_retries(self.model.device) - self.retries_before,
             host_memory_bytes=peak_host_bytes(),
+            quantization_error=self.model.quantization_error,
             final_loss=final_loss if math.isfinite(final_loss) else None,
             message=reason or "",
         )
@@ -157,7 +158,6 @@ class Steps:
             self.optimizer,
             self.batches,
             effective_batch_size=self.workload.effective_batch_size,
-            timestep_shift=1.0,
             seed=0,
             step=self.step_number,
         )

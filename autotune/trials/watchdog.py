@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from autotune.hardware.memory import usual_reserve
+from autotune.schema import MemoryKind
 
 WATCH_SECONDS = 0.02
 """Between two looks. Filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor."""
@@ -28,7 +29,7 @@ def available_bytes() -> int:
 
 def usual_floor_bytes(device_kind: str) -> int:
     """Half of what is kept for the host, and at most a quarter of what it has left now."""
-    kind = "host" if device_kind == "cpu" else "integrated"
+    kind: MemoryKind = "host" if device_kind == "cpu" else "integrated"
     return min(usual_reserve(kind, int(psutil.virtual_memory().total)) // 2, available_bytes() // 4)
 
 

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from autotune.knobs.allocator import configure_allocator
 from autotune.schema import Outcome
 
 
@@ -71,6 +72,8 @@ def _answer(request: Request, kept: dict[str, Any], tell: Callable[[Any], None],
 
     try:
         if "capped" not in kept:
+            if candidate := getattr(request, "candidate", None):
+                configure_allocator(candidate.allocator)  # before the cap starts CUDA
             cap_memory(allowance)
             kept["capped"] = True
         return request.perform(kept, tell)

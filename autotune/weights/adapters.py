@@ -128,17 +128,6 @@ def write_adapter(path: Path, adapter: Adapter, to: AdapterFormat) -> None:
     save_file(path, tensors, metadata)
 
 
-def convert_adapter(
-    state: Mapping[str, "Tensor"],
-    metadata: Mapping[str, str],
-    *,
-    to: AdapterFormat,
-    module_names: Iterable[str] = (),
-) -> tuple[dict[str, "Tensor"], dict[str, str]]:
-    """Tensors and metadata of an adapter file, in another format: the same matrices and alphas to the bit. Pure."""
-    return render_adapter(parse_adapter(state, metadata, module_names), to)
-
-
 def parse_adapter(
     state: Mapping[str, "Tensor"], metadata: Mapping[str, str], module_names: Iterable[str] = ()
 ) -> Adapter:

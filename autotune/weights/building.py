@@ -68,11 +68,6 @@ def _names(model: "nn.Module", attribute: str) -> Iterable[str]:
     return names or ()
 
 
-def as_stored(name: str, stored: "torch.dtype") -> "torch.dtype":
-    """The policy that converts nothing."""
-    return stored
-
-
 def names_in_transformers(model: "nn.Module") -> Callable[[str], str]:
     """How a transformers model calls the tensors that its published checkpoints still store under older names.
 

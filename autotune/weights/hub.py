@@ -16,6 +16,9 @@ from autotune.weights.sources import PICKLES, STEMS, read_index, weights_in
 TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Configurations, vocabularies and chat templates: small, and what belongs to a component is not known beforehand."""
 
+INDEX = "model_index.json"
+"""What makes a repository a pipeline; its snapshot is found by it."""
+
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 """Component folders, by the beginning or end of their names, that hold no weights."""
 
@@ -29,8 +32,10 @@ class FetchedRepo(Frozen):
     folder: str
 
 
-def fetch(repo: str, *, revision: str = "main", components: Iterable[str]) -> FetchedRepo:
+def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True) -> FetchedRepo:
     """Bring `components` (folders such as `transformer`, `vae`, `tokenizer`) of a pipeline into the hub's cache.
+
+    Without `weights` only configurations and tokenizers come: some megabytes, enough to plan with.
 
     Out of reach of the hub, or with HF_HUB_OFFLINE=1, what is in the cache is used if it is complete.
 
@@ -51,27 +56,31 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str]) -> Fe
     except unreachable as error:
         if isinstance(error, HfHubHTTPError):
             raise HubError(f"the hub did not answer for {repo}: {error}", hint="try again later") from error
-        return _from_cache(repo, revision, wanted)
-    files = needed_files([str(sibling.rfilename) for sibling in info.siblings or ()], wanted)
-    with _explained(repo, revision):
-        folder = snapshot_download(repo, revision=str(info.sha), allow_patterns=list(files))
-    return FetchedRepo(repo=repo, revision=str(info.sha), folder=str(folder))
+        return _from_cache(repo, revision, wanted, weights=weights)
+    files = needed_files([str(sibling.rfilename) for sibling in info.siblings or ()], wanted, weights=weights)
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
+    except unreachable as error:
+        first = str(error).splitlines()[0]
+        hint = "run the same command again: what has come is kept"
+        raise HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
+    return FetchedRepo(repo=repo, revision=folder.name, folder=str(folder))
 
 
-def needed_files(files: Iterable[str], components: Iterable[str]) -> tuple[str, ...]:
+def needed_files(files: Iterable[str], components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
     """Of a repository's files, those that `components` need: no second precision, no pickles, no pictures. Pure.
 
     Raises MissingWeights for a component that is not there, PickledWeights for one with pickled weights only.
     """
     present = sorted(set(files))
-    chosen = [name for name in present if name == "model_index.json"]
+    chosen = [name for name in present if name == INDEX]
     for component in components:
         own = [name for name in present if PurePosixPath(name).parent.name == component and name.count("/") == 1]
         if not own:
             folders = ", ".join(sorted({name.split("/")[0] for name in present if "/" in name})) or "none"
             raise MissingWeights(f"the repository has no {component}/", hint=f"it has these folders: {folders}")
         chosen += [name for name in own if PurePosixPath(name).suffix in TEXT_SUFFIXES and ".index." not in name]
-        chosen += _weights_of(own, component)
+        chosen += _weights_of(own, component) if weights else []
     return tuple(chosen)
 
 
@@ -105,33 +114,41 @@ def _has_no_weights(component: str) -> bool:
     return component.startswith(WEIGHTLESS) or component.endswith(WEIGHTLESS)
 
 
-def _from_cache(repo: str, revision: str, components: tuple[str, ...]) -> FetchedRepo:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
+    """The folder of that revision in the hub's cache, complete or not; asks no network."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    hint = "go online and run this again: what is there already is not fetched twice"
     try:
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, OSError) as error:
-        message = f"{repo} at {revision} is not in the local cache, and the hub is out of reach"
-        raise MissingWeights(message, hint=hint) from error
-    missing = missing_files(folder, components)
+        index = try_to_load_from_cache(repo, INDEX, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(index).parent if isinstance(index, str) else None
+
+
+def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> FetchedRepo:
+    hint = "go online and run this again: what is there already is not fetched twice"
+    folder = snapshot_in_cache(repo, revision)
+    if folder is None:
+        message = f"{INDEX} of {repo} at {revision} is not in the local cache, and the hub is out of reach"
+        raise MissingWeights(message, hint=hint)
+    missing = missing_files(folder, components, weights=weights)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MissingWeights(f"offline, and {missing[0]} of {repo} is not in the cache{more}", hint=hint)
     return FetchedRepo(repo=repo, revision=folder.name, folder=str(folder))
 
 
-def missing_files(folder: Path, components: Iterable[str]) -> tuple[str, ...]:
+def missing_files(folder: Path, components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
     """Files that a pipeline's folder should have for `components` but has not. Reads only indices."""
-    missing = [] if (folder / "model_index.json").is_file() else ["model_index.json"]
+    missing = [] if (folder / INDEX).is_file() else [INDEX]
     for component in components:
         place = folder / component
         if _has_no_weights(component):
             missing += [] if any(place.glob("*.json")) else [f"{component}/*.json"]
             continue
         missing += [] if (place / "config.json").is_file() else [f"{component}/config.json"]
-        missing += [f"{component}/{name}" for name in _missing_weights(place)]
+        missing += [f"{component}/{name}" for name in _missing_weights(place)] if weights else []
     return tuple(missing)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-READ_AHEAD_BYTES = 64 << 20
+READ_AHEAD_BYTES = 32 << 20
 """What `pread` may hold beyond the tensor in use, unless one tensor alone is larger."""
 
 READ_THREADS = 4

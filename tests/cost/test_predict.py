@@ -129,3 +129,27 @@ def test_every_kind_of_attention_is_traced_with_and_without_a_mask(attention):
         candidate = Candidate(micro_batch_size=2, checkpointed_blocks=1, attention=attention)
         peaks.append(own.predict(candidate).allocated_memory_bytes)
     assert peaks[1] >= peaks[0]
+
+
+def test_swapped_blocks_leave_the_device_for_pinned_host_memory_and_cost_transfers(card):
+    blocks = sum(card.model.counts)
+    predictions = [
+        card.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks, swapped_blocks=k)) for k in (0, 2, 4)
+    ]
+    storage = card.model.storage("bf16", "none")
+    weights = [p.phases[2].breakdown.weight_bytes for p in predictions]
+    assert weights[0] == weights[1] > weights[2]  # two blocks visit, so swapping two frees nothing
+    assert weights[0] - weights[2] == sum(sorted(storage.block_weight_bytes[:4])[:2])
+    host = [p.host_memory_bytes for p in predictions]
+    assert host[2] - host[0] == sum(storage.block_pinned_bytes[:4]) >= sum(storage.block_weight_bytes[:4])
+    assert predictions[2].step_seconds >= predictions[0].step_seconds
+    assert card.weight_bytes(predictions[2].candidate) < card.weight_bytes(predictions[0].candidate)
+
+
+def test_expandable_segments_reserve_less_and_compiling_shortens_steps(card):
+    usual = Candidate(micro_batch_size=2, checkpointed_blocks=2)
+    grown = Candidate(micro_batch_size=2, checkpointed_blocks=2, allocator="expandable")
+    compiled = Candidate(micro_batch_size=2, checkpointed_blocks=2, compile="block")
+    assert card.predict(grown).peak_memory_bytes <= card.predict(usual).peak_memory_bytes
+    assert card.predict(grown).allocated_memory_bytes == card.predict(usual).allocated_memory_bytes
+    assert card.predict(compiled).step_seconds < card.predict(usual).step_seconds

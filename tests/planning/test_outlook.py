@@ -12,6 +12,8 @@ from autotune.search.study import Limits
 from tests import builders
 from tests.planning.machines import GATES, HARDWARE, question, surroundings
 
+pytestmark = pytest.mark.usefixtures("_by_formula")
+
 
 def test_every_relaxation_that_is_named_really_fits() -> None:
     hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=14 * 2**30)

@@ -8,6 +8,8 @@ from autotune.errors import InvalidInput
 from autotune.plan_file import plan_text
 from autotune.planner import make_plan
 from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
+from autotune.schema import TrainingPlan
+from tests.planning.formula import by_formula
 from tests.planning.golden import FOLDER, GOLDEN, Golden, replayed_text, write_measured_model
 from tests.planning.machines import HARDWARE, question, surroundings
 
@@ -17,6 +19,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("golden") / "model"
     write_measured_model(folder)
     return folder
+
+
+def made() -> TrainingPlan:
+    with by_formula():
+        return make_plan(question(), HARDWARE, around=surroundings())
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
@@ -34,21 +41,21 @@ def test_what_is_golden_covers_failures_records_and_real_trials() -> None:
 
 
 def test_a_plan_is_its_own_recording(tmp_path: Path) -> None:
-    plan = make_plan(question(), HARDWARE, around=surroundings())
+    plan = made()
     write_recording(tmp_path / "r.jsonl", recording_of(plan, HARDWARE, ()))
     recording = read_recording(tmp_path / "r.jsonl")
     assert recording == Recording("0.0", HARDWARE, (), plan.frozen.trials)
-    again = make_plan(question(), recording.hardware, around=replayed(recording))
+    with by_formula():
+        again = make_plan(question(), recording.hardware, around=replayed(recording))
     assert plan_text(again) == plan_text(plan)
     assert again.frozen.search_seconds == 2.5 * len(plan.frozen.trials)
 
 
 def test_a_question_that_was_not_recorded_is_refused() -> None:
-    plan = make_plan(question(), HARDWARE, around=surroundings())
-    recording = recording_of(plan, HARDWARE, ())
-    with pytest.raises(InvalidInput, match="the recording has no trial of batch 2"):
-        make_plan(question(pins=(("attention", "native"), ("micro_batch_size", "2"))), HARDWARE,
-                  around=replayed(recording))  # fmt: skip
+    recording = recording_of(made(), HARDWARE, ())
+    other = question(pins=(("attention", "native"), ("micro_batch_size", "2")))
+    with by_formula(), pytest.raises(InvalidInput, match="the recording has no trial of batch 2"):
+        make_plan(other, HARDWARE, around=replayed(recording))
 
 
 @pytest.mark.parametrize("text", ["", "no json\n", "[]\n", '{"hardware": {}}\n', '{"autotune_version": "1"}\n', "\x00"])

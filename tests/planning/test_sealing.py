@@ -16,9 +16,11 @@ from tests.planning.machines import answer, question, surroundings
 
 HERE = builders.hardware("attention.native", "precision.bf16", compute_capability=(8, 9))
 
+pytestmark = pytest.mark.usefixtures("_by_formula")
+
 
 @pytest.fixture(scope="module")
-def predicted() -> TrainingPlan:
+def predicted(_by_formula: None) -> TrainingPlan:
     asked = replace(question(pins=(("quantization", "none"),)), here=False)
     return make_plan(asked, hardware_named("nvidia-rtx-4090"))
 

@@ -29,7 +29,7 @@ PASSWORD = "p@ss/word"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _traced_once() -> None:
+def _ready(_by_formula: None) -> None:
     """What all workers need is imported before they are forked."""
     make_plan(question(max_trials=1), HARDWARE, around=surroundings())
 

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from autotune.reporting.data import TITLES, WIDTH, data_report_lines
 from autotune.schema import Bucket
-from autotune.training.data.check import DataReport, FileProblem
+from autotune.training.data.check import DataReport
+from autotune.training.data.dataset import Problem
 
 REPORT = DataReport(
     folder="photos",
@@ -14,8 +15,8 @@ REPORT = DataReport(
     num_unverified=0,
     num_with_controls=0,
     problems=(
-        FileProblem(file="a.png", kind="broken", message="a.png cannot be decoded: image file is truncated"),
-        FileProblem(file="b.png", kind="captionless", message="has no caption"),
+        Problem(file="a.png", kind="broken", message="a.png cannot be decoded: image file is truncated"),
+        Problem(file="b.png", kind="captionless", message="has no caption"),
     ),
     buckets=(
         Bucket(width_px=832, height_px=1216, num_frames=1, num_items=6),
@@ -47,7 +48,7 @@ def test_the_report_reads_as_a_person_would_write_it() -> None:
 
 @given(st.text(), st.text(), st.sampled_from(sorted(TITLES)))
 def test_no_file_name_leaves_the_columns_or_reaches_the_terminal_raw(folder: str, file: str, kind: str) -> None:
-    problem = FileProblem.model_validate({"file": file, "kind": kind, "message": file * 3})
+    problem = Problem.model_validate({"file": file, "kind": kind, "message": file * 3})
     lines = data_report_lines(REPORT.model_copy(update={"folder": folder, "problems": (problem,)}))
     assert all(len(line) <= WIDTH and (line.isprintable() or not line) for line in lines)
 

@@ -63,11 +63,11 @@ def test_list_says_why_a_record_counts_or_not() -> None:
     own_store().add(record(), record(machine(driver="570")), other, poison)
     text = run("list", "--why").stdout
     assert "counts here" in text
-    assert "a prior here: driver: 570 there, 580.95 here" in text
+    assert "counts here once verified: driver: 570 there, 580.95 here" in text
     assert "does not count here: torch version: 2.12 there, 2.13 here" in text
     assert "cannot be true: trial 2" in text
     rows = json.loads(run("list", "--why", "--json").stdout)
-    assert {row["match"] for row in rows} == {"exact", "near", "none", "impossible"}
+    assert {row["match"] for row in rows} == {"exact", "upgraded", "none", "impossible"}
     assert len(json.loads(run("list", "--json").stdout)) == 4
 
 

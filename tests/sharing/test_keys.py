@@ -54,7 +54,7 @@ def test_what_does_not_matter_stays_exact(change: dict[str, object]) -> None:
 def test_soft_keys_make_a_prior_the_nearer_the_more_alike() -> None:
     changes = [{"driver": "590.1"}, {"power_limit_watts": 300.0}, {"name": "NVIDIA L40S"}, {"rates": FASTER}]
     found = [match(record(), machine(**change), workload()) for change in changes]
-    assert [item.kind for item in found] == ["near"] * 4
+    assert [item.kind for item in found] == ["upgraded", "near", "near", "near"]
     assert [item.distance for item in found] == sorted(item.distance for item in found)
     assert [item.reasons[0].split(":")[0] for item in found] == ["driver", "power limit", "device", "memory bandwidth"]
 
@@ -101,7 +101,7 @@ def test_a_library_of_another_version_takes_only_the_trials_that_used_it(
     made = record(settings=plain.candidate, trials=(using, plain))
     here = machine(**{library: "99.1"})
     found = compare_machine(made, here)
-    assert found.kind == "near"
+    assert found.kind == "upgraded"
     assert any(reason.startswith(f"trials on {library}: ") for reason in found.reasons)
     assert usable_trials(made, here) == (plain,)
     alone = record(settings=using.candidate, trials=(using,))
@@ -113,6 +113,14 @@ def test_running_out_of_a_smaller_budget_says_nothing_here() -> None:
     assert [t.outcome for t in usable_trials(made, machine(budget_bytes=20 * GIB))] == ["ok", "ok", "oom"]
     assert [t.outcome for t in usable_trials(made, machine(budget_bytes=16 * GIB))] == ["ok", "ok", "oom"]
     assert [t.outcome for t in usable_trials(made, machine(budget_bytes=23 * GIB))] == ["ok", "ok"]
+
+
+def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
+    found = match(record(machine(budget_bytes=20 * GIB)), machine(), workload())
+    assert (found.kind, found.reasons) == ("near", ("memory to take: 0.83 times ours",))
+    roomy = record(machine(budget_bytes=20 * GIB), trials=(trial(TRIALS[1].candidate, 1.8, 15 * GIB),))
+    assert match(roomy, machine(), workload()).kind == "exact"
+    assert match(record(), machine(budget_bytes=20 * GIB), workload()).kind == "exact"
 
 
 VERSIONS = st.sampled_from(["1.0", "2.0.1", None])

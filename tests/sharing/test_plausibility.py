@@ -7,7 +7,7 @@ from autotune.schema import Expected, TrialResult
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import Record
 from tests.builders import GIB, candidate, trial, workload
-from tests.sharing.examples import machine, plan, record
+from tests.sharing.examples import machine, plan, rate, record
 
 INT8 = candidate(quantization="torchao-int8")
 LESS = candidate(quantization="torchao-int8", checkpointed_blocks=1)
@@ -89,11 +89,9 @@ def test_a_run_at_half_the_peak_is_believed_on_every_gpu(gpu) -> None:
     assert not [reason for reason in reasons if "faster" in reason or "more than" in reason]
 
 
-def test_the_cost_model_names_what_is_possible_but_not_believable() -> None:
-    made = record()
-    assert implausible(made, lambda work, run: (2.0, 21 * GIB)) == ()
-    assert "cost model says 12 s" in implausible(made, lambda work, run: (12.0, 21 * GIB))[0]
-    assert "cost model says 4.00 GiB" in implausible(made, lambda work, run: (2.0, 4 * GIB))[0]
+@pytest.mark.parametrize(("name", "value"), [("memory.bandwidth", 9e12), ("matmul.bf16.4096x3072x3072", 9e15)])
+def test_rates_that_would_cover_for_false_trials_are_named(name: str, value: float) -> None:
+    assert f"its rate {name} is above the device's peak" in implausible(record(machine(rates=(rate(name, value),))))
 
 
 def test_a_record_full_of_trials_is_judged_quickly() -> None:

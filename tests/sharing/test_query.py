@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from autotune.schema import HardwareProfile, Workload
 from autotune.sharing.exchange import verify
 from autotune.sharing.files import LocalFiles
-from autotune.sharing.query import MAX_CONSIDERED, broken_promise, first_candidates, known, priors, survey
+from autotune.sharing.query import MAX_CONSIDERED, Known, survey
 from autotune.sharing.store import Store, own_store, remember, shipped_store
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import TRIALS, fill, machine, plan, record
 
-SPACE = frozenset(t.candidate for t in TRIALS)
+
+def known(here: HardwareProfile, work: Workload, stores: list[Store] | None = None) -> tuple[Known, ...]:
+    return survey(here, work, stores).known
 
 
 @pytest.fixture
@@ -28,13 +31,13 @@ def test_an_empty_store_knows_nothing(store: Store) -> None:
     assert known(machine(), workload(), [store]) == ()
 
 
-def test_exact_records_come_first_the_newest_leading_then_neighbours(store: Store) -> None:
+def test_exact_records_come_first_the_newest_leading_then_upgraded_ones_then_neighbours(store: Store) -> None:
     far, near = record(machine(name="NVIDIA L40S")), record(machine(driver="570.1"))
     old, new = record(), record(measured_on=date(2026, 5, 5))
     store.add(far, near, old, new)
     found = known(machine(), workload(), [store])
     assert [item.name for item in found] == [new.name, old.name, near.name, far.name]
-    assert [item.confirmed for item in found] == [True, True, False, False]
+    assert [item.match.kind for item in found] == ["exact", "exact", "upgraded", "near"]
     weights = [item.weight for item in found]
     assert weights == sorted(weights, reverse=True)
     assert weights[0] == 1.0
@@ -53,7 +56,9 @@ def test_what_a_plan_measured_is_remembered_and_found_again(monkeypatch, tmp_pat
 def test_after_an_upgrade_the_records_of_this_machine_say_why_they_no_longer_count(store: Store) -> None:
     store.add(before := record(), record(machine(name="NVIDIA L40S")))
     driver = survey(machine(driver="590.1"), workload(), [store])
-    assert driver.stale == (f"{before.name[:12]} counts as a prior only: driver: 580.95 there, 590.1 here",)
+    assert driver.stale == (
+        f"{before.name[:12]} is from before an upgrade, and verified first: driver: 580.95 there, 590.1 here",
+    )
     torch = survey(machine(torch="2.14.0"), workload(), [store])
     assert torch.stale == (f"{before.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",)
     assert torch.known == ()
@@ -81,53 +86,10 @@ def test_impossible_and_damaged_records_are_left_out_and_named(store: Store) -> 
     assert any("faster than the device's peak" in line for line in found.refused)
 
 
-def test_the_cost_model_can_disbelieve_too(store: Store) -> None:
+def test_another_quality_floor_is_no_exact_match(store: Store) -> None:
     store.add(record())
-    assert survey(machine(), workload(), [store], predict=lambda work, run: (60.0, 21 * GIB)).known == ()
-    assert survey(machine(), workload(), [store], predict=lambda work, run: (2.0, 21 * GIB)).known
-
-
-def test_priors_stay_inside_the_local_space_and_carry_their_weight(store: Store) -> None:
-    store.add(record(), record(machine(driver="570.1"), workload(rank=32)))
-    found = known(machine(), workload(), [store])
-    beliefs = priors(found, SPACE - {TRIALS[0].candidate}, workload())
-    assert {belief.candidate for belief in beliefs} == SPACE - {TRIALS[0].candidate}
-    assert [belief.same_work for belief in beliefs] == [True, True, False, False]
-    assert beliefs[1].outcome == "oom"
-    assert beliefs[0].weight == 1.0 > beliefs[2].weight > 0
-    assert beliefs[0].step_seconds == 1.8
-
-
-def test_another_quality_floor_is_the_same_measurement(store: Store) -> None:
-    store.add(record())
-    found = known(machine(), workload(quality="exact"), [store])
-    assert not found[0].confirmed
-    assert all(belief.same_work for belief in priors(found, SPACE, workload(quality="exact")))
-
-
-def test_first_candidates_are_in_the_space_and_within_the_budget(store: Store) -> None:
-    store.add(record())
-    found = known(machine(), workload(), [store])
-    best = record().settings
-    assert first_candidates(found, SPACE, 24 * GIB) == (best,)
-    assert first_candidates(found, SPACE, 20 * GIB) == ()
-    assert first_candidates(found, SPACE - {best}, 24 * GIB) == ()
-
-
-@pytest.mark.parametrize(
-    ("local", "why"),
-    [
-        (trial(TRIALS[1].candidate, 1.9, 22 * GIB), None),
-        (trial(TRIALS[1].candidate, 1.8, int(22.5 * GIB)), None),
-        (trial(TRIALS[1].candidate, 2.1, 22 * GIB), "1.17 times the promised time"),
-        (trial(TRIALS[1].candidate, 1.0, 22 * GIB), "0.56 times the promised time"),
-        (trial(TRIALS[1].candidate, 1.8, 23 * GIB), "1.05 times the promised memory"),
-        (trial(TRIALS[1].candidate, None), "it ended as oom here"),
-    ],
-)
-def test_one_local_trial_confirms_or_breaks_a_promise(local, why: str | None) -> None:
-    told = broken_promise(record(), local)
-    assert told is None if why is None else why in (told or "")
+    (found,) = known(machine(), workload(quality="exact"), [store])
+    assert (found.match.kind, found.match.reasons) == ("near", ("quality floor: high there, exact here",))
 
 
 def test_a_flood_of_records_costs_a_bounded_time(store: Store) -> None:

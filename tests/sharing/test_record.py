@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.schema import Gate, HardwareProfile, ModelSpec, Provenance, TrainingPlan
+from autotune.schema import Candidate, Gate, HardwareProfile, ModelSpec, Provenance, TrainingPlan
 from autotune.sharing.files import KEY
 from autotune.sharing.record import (
     MAX_RECORD_BYTES,
@@ -78,11 +78,12 @@ def test_nothing_that_tells_who_or_where_enters_a_record() -> None:
 
 def test_a_new_field_is_judged_before_it_leaves() -> None:
     """Whoever adds a field to what records hold: can it tell who or where? Then keep it out in `record.py`."""
-    assert set(_paths(json.loads(record().content))) == set(_LEAVES.split())
+    knobs = {f"{place}.{name}" for place in ("settings", "trials.candidate") for name in Candidate.model_fields}
+    assert set(_paths(json.loads(record().content))) == knobs | set(_LEAVES.split())
 
 
 _LEAVES = """
-    autotune_version measured_on schema_version search_seconds
+    autotune_version calibration measured_on schema_version search_seconds
     expected.evidence expected.images_per_second expected.peak_memory_bytes expected.process_memory_bytes
     expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
     machine.hard_keys.cuda machine.hard_keys.device_kind machine.hard_keys.memory_kind
@@ -95,12 +96,9 @@ _LEAVES = """
     machine.versions.fastsafetensors machine.versions.flash_attn machine.versions.kernels machine.versions.peft
     machine.versions.python machine.versions.sageattention machine.versions.torch machine.versions.torchao
     machine.versions.transformers machine.versions.triton machine.versions.xformers
-    settings.attention settings.checkpointed_blocks settings.loader settings.micro_batch_size settings.precision
-    settings.quantization trials.candidate.attention trials.candidate.checkpointed_blocks
-    trials.candidate.loader trials.candidate.micro_batch_size trials.candidate.precision trials.candidate.quantization
-    trials.allocator_retries trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
+    trials.allocator_retries trials.confirms trials.final_loss trials.host_memory_bytes trials.load_peak_memory_bytes
     trials.load_seconds trials.memory_cap_bytes trials.message trials.outcome trials.peak_memory_bytes trials.phases
-    trials.confirms trials.step_seconds trials.wall_seconds trials.warmup_seconds
+    trials.step_seconds trials.wall_seconds trials.warmup_seconds
     workload.buckets.height_px workload.buckets.num_frames workload.buckets.num_items workload.buckets.width_px
     workload.effective_batch_size workload.lora_alpha workload.max_text_tokens workload.model.architecture
     workload.model.family workload.model.name workload.model.num_blocks workload.model.num_parameters
@@ -199,7 +197,8 @@ def _changed(**changes: object) -> bytes:
         _changed(schema_version=2), _changed(command="rm -rf /"), _changed(search_seconds="60"),
         _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")), _changed(search_seconds=-1.0),
         _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
-        _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"), _changed(machine__hard_keys={}), _changed(trials=[]),
+        _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"),
+        _changed(machine__hard_keys={}), _changed(trials=[]),
         _changed(machine__total_memory_bytes=10**400), _changed(machine__hard_keys={"k" * 200: "v"}),
         _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS), _changed(expected__evidence="predicted"),
         _changed(settings__micro_batch_size=3), _changed(trials__0__outcome="splendid"),

@@ -108,7 +108,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         read_dataset(images),
         plan.frozen.workload.buckets,
         Cache(folder / "cache"),
-        identity=read_identity(model_folder, resolved.family, settings="fp32"),
+        identity=read_identity(model_folder, resolved.family, settings="float32"),
         caption_dropout=0.1,
     )
     trained = load_model(resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)

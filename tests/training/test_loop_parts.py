@@ -1,7 +1,11 @@
 """Learning rates, loss weights, precision, record, watch and verdict: each against what it says of itself."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from autotune.errors import InvalidInput
+from autotune.families.registry import family_named
+from autotune.training.describe import check_job
 from autotune.training.events import StepEvent
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
-from autotune.training.step import AdapterOptimizer, drawn_loss, optimizer_step
+from autotune.training.step import AdapterOptimizer, NoiseLevels, drawn_loss, optimizer_step
 from autotune.training.verdict import update_norm
 from autotune.weights.adapters import Layer
 from tests.training.conftest import CPU, Bench
@@ -52,11 +59,11 @@ def test_loss_weights_are_those_of_diffusers(bench: Bench, scheme: str, weight: 
     family, transformer = bench.resolved.family, bench.trained.transformer
     batch = family.collate([bench.encoded.sample(0)])
     with torch.no_grad():
-        plain = drawn_loss(family, transformer, batch, (3, 0, 0), 2.2, "none")
-        weighted = drawn_loss(family, transformer, batch, (3, 0, 0), 2.2, scheme)
+        plain = drawn_loss(family, transformer, batch, (3, 0, 0), NoiseLevels(2.2), "none")
+        weighted = drawn_loss(family, transformer, batch, (3, 0, 0), NoiseLevels(2.2), scheme)
     from autotune.training.step import draw
 
-    _, sigma = draw(3, 0, 0, batch["latents"].shape[1:], 2.2)
+    _, sigma = draw(3, 0, 0, batch["latents"].shape[1:], NoiseLevels(2.2))
     assert float(weighted) == pytest.approx(float(plain) * weight(sigma), rel=1e-5)  # type: ignore[operator]
 
 
@@ -75,23 +82,40 @@ def test_fp16_scales_the_loss_and_skips_what_overflows() -> None:
     assert optimizer.scaler.get_scale() == scale / 2
 
 
+class Replica(torch.nn.Module):
+    """Stands for a model wrapped for several processes: counts the passes that it may not average."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.unsynchronised = 0
+
+    def forward(self, *values: Any, **named: Any) -> Any:
+        return self.module(*values, **named)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.unsynchronised += 1
+        yield
+
+
 def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: Bench) -> None:
-    calls: list[int] = []
+    averaged: list[int] = []
     optimizer = AdapterOptimizer(bench.trained.adapter, learning_rate=0.0, weight_decay=0.0, max_grad_norm=1.0)
-    family = bench.resolved.family
+    family, replica = bench.resolved.family, Replica(bench.trained.transformer)
     batches = [family.collate([bench.encoded.sample(index)]) for index in (0, 0, 0)]
     optimizer_step(
         family,
-        bench.trained.transformer,
+        replica,
         optimizer,
         batches,
         effective_batch_size=3,
-        timestep_shift=1.0,
         seed=0,
         step=0,
-        average=lambda tensors: calls.append(len(tensors)),
+        average=lambda tensors: averaged.append(len(tensors)),
     )
-    assert calls == [len(bench.trained.adapter), 1]
+    assert replica.unsynchronised == 2
+    assert averaged == [1]  # the loss
 
 
 def event(step: int) -> StepEvent:
@@ -176,3 +200,40 @@ def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:
         on_step=lambda event: held.append(event.memory_bytes),
     )
     assert max(held[-20:]) < 1.01 * max(held[40:60])
+
+
+def test_what_a_family_lacks_is_refused(bench: Bench) -> None:
+    family = bench.resolved.family
+    check_job(bench.plan(timestep_shift="by_resolution").job, family)
+    with pytest.raises(InvalidInput, match="takes no guidance"):
+        check_job(bench.plan(guidance_scale=1.0).job, family)
+    with pytest.raises(InvalidInput, match="no timestep shift by resolution"):
+        check_job(bench.plan(timestep_shift="by_resolution").job, family_named("kandinsky5-image-lite"))
+
+
+@pytest.mark.parametrize(("name", "tokens", "shift"), [("flux1-dev", 4096, 3.1582), ("qwen-image", 8192, 2.4596)])
+def test_shift_by_resolution_is_the_pipelines(name: str, tokens: int, shift: float) -> None:
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    defaults = family_named(name).defaults
+    assert defaults.shift_at(tokens) == pytest.approx(shift, rel=1e-3)
+    (low, start), (high, end) = defaults.shift_by_tokens or ((0, 0.0), (0, 0.0))
+    assert math.log(defaults.shift_at(1024)) == pytest.approx(calculate_shift(1024, low, high, start, end))
+
+
+def test_a_plans_guidance_reaches_the_model() -> None:
+    seen: list[float] = []
+    family = family_named("flux1-dev")
+    model = SimpleNamespace(config=SimpleNamespace(guidance_embeds=True))
+
+    class Stub:
+        config = model.config
+
+        def __call__(self, **inputs: Any) -> tuple[torch.Tensor]:
+            seen.append(float(inputs["guidance"][0]))
+            return (inputs["hidden_states"],)
+
+    batch = {"prompt_embeds": torch.zeros(1, 4, 8), "pooled_prompt_embeds": torch.zeros(1, 8)}
+    for more in ({}, {"guidance": torch.tensor([3.5])}):
+        family.predict(Stub(), torch.zeros(1, 16, 1, 4, 4), torch.zeros(1), {**batch, **more})  # type: ignore[arg-type]
+    assert seen == [1.0, 3.5]

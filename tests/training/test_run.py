@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from autotune.reporting.run import report_lines
 from autotune.schema import CachingSettings, RunReport
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
+from autotune.training.metrics import Metrics
 from autotune.training.prepare import prepare
 from autotune.training.preview import Shot, Studio
 from autotune.training.run import train
@@ -87,7 +90,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
     expected = bench.resolved.family.sample(stock, shot.prompt, shot.bucket, num_steps=2, seed=5)[0]
-    (written,) = sample_run(run[0], bench.hardware, PROMPTS[0], seed=5)
+    (written,) = sample_run(run[0], bench.hardware, PROMPTS[0], bench.cache, seed=5)
     assert Image.open(written).tobytes() == expected.tobytes()
 
 
@@ -164,4 +167,61 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
 
 def test_sampling_from_a_folder_without_an_adapter_is_refused(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no trained adapter"):
-        sample_run(tmp_path, bench.hardware, "x")
+        sample_run(tmp_path, bench.hardware, "x", bench.cache)
+
+
+def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_steps=2, output=str(tmp_path / "out"))
+    running = prepare(plan, bench.hardware, resume=False)
+    for resume in (False, True):
+        with pytest.raises(InvalidInput, match="another run is writing to"):
+            prepare(plan, bench.hardware, resume=resume)
+    running.claim.release()
+    holder = "import sys, filelock\nlock = filelock.FileLock(sys.argv[1])\nlock.acquire()\n"
+    holder += "print('held', flush=True)\nsys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path / "out" / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"held\n"
+    with pytest.raises(InvalidInput, match="another run is writing to"):
+        prepare(plan, bench.hardware, resume=False)
+    other.kill()
+    other.communicate()
+    assert train(plan, bench.hardware, bench.cache).num_steps == 2
+
+
+def test_a_job_for_a_tracker_that_is_not_installed_is_refused_at_once(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.training.metrics.find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match="wandb, which is not installed") as error:
+        prepare(bench.plan(report_to="wandb", output=str(tmp_path / "out")), bench.hardware, resume=False)
+    assert "pip install" in error.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_wandb_gets_the_curves_through_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda values, step=None, **kw: told.append((step, values)), finish=lambda: told.append("end")
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **named: run))
+    metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb")
+    metrics.add(StepEvent(1, 2, 0.5, 1e-4, 1.0, 0.1, 0.0, 40.0, 100))
+    metrics.close()
+    assert told[0][0] == 1
+    assert told[0][1]["loss"] == 0.5
+    assert told[-1] == "end"
+
+
+def test_prompts_of_previews_are_encoded_once_for_all_starts(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"num_steps": 1, "preview_prompts": PROMPTS, "caption_dropout": 0.1}
+    first = train(bench.plan(output=str(tmp_path / "one"), **job), bench.hardware, bench.cache)
+    monkeypatch.setattr(Encoders, "_text_encoder", lambda *_: pytest.fail("a text encoder was loaded"))
+    train(bench.plan(output=str(tmp_path / "two"), **job), bench.hardware, bench.cache)
+    assert first.num_steps == 1
+    left, right = (Image.open(tmp_path / name / "samples.png").tobytes() for name in ("one", "two"))
+    assert left == right

@@ -14,7 +14,6 @@ from autotune.weights.adapters import (
     Adapter,
     AdapterInfo,
     Layer,
-    convert_adapter,
     parse_adapter,
     read_adapter,
     render_adapter,
@@ -157,7 +156,7 @@ def test_every_chain_of_conversions_keeps_weights_and_alphas(found, chain):
     }
     state, metadata = render_adapter(Adapter(made, {"autotune": INFO.model_dump_json()}), chain[0])
     for to in chain[1:]:
-        state, metadata = convert_adapter(state, metadata, to=to)
+        state, metadata = render_adapter(parse_adapter(state, metadata), to)
     result = parse_adapter(state, metadata)
     assert result.info == INFO
     assert result.layers.keys() == made.keys()

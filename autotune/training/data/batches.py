@@ -58,10 +58,6 @@ class Order:
         """Images per epoch, repeats included."""
         return sum(self.repeats)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, in which a step (from 0) begins."""
-        return step * self.effective_batch_size // self.epoch_size
-
     def images(self, step: int) -> tuple[tuple[int, bool], ...]:
         """(index, caption dropped) of every image of one step, in the order seen."""
         position, end = step * self.effective_batch_size, (step + 1) * self.effective_batch_size

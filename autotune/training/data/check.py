@@ -1,26 +1,17 @@
 """The dataset check before training: what is in a folder, what is wrong with it, what training will make of it."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from autotune.frozen import Frozen, NaturalInt, PositiveInt
 from autotune.schema import Bucket
 from autotune.training.data.buckets import assign_buckets, make_buckets
-from autotune.training.data.dataset import VERIFY_SECONDS, Item, OnProgress, ProblemKind, scan_dataset
+from autotune.training.data.dataset import Item, OnProgress, Problem, Reading, scan_dataset
 
 MAX_ENLARGEMENT = 1.5
 """Images scaled up by more than this (per side) are counted: blur is learned like any other feature."""
 
 MAX_CROP = 0.25
 """Images that lose more than this share of their area to the crop are counted."""
-
-
-class FileProblem(Frozen):
-    """One file that is left out or needs attention."""
-
-    file: str
-    kind: ProblemKind
-    message: str
 
 
 class DataReport(Frozen):
@@ -32,7 +23,7 @@ class DataReport(Frozen):
     num_unverified: int = NaturalInt
     """Usable as far as their headers say; time to decode them ran out."""
     num_with_controls: int = NaturalInt
-    problems: tuple[FileProblem, ...]
+    problems: tuple[Problem, ...]
     buckets: tuple[Bucket, ...]
     num_enlarged: int = NaturalInt
     """Images scaled up by more than `MAX_ENLARGEMENT`."""
@@ -49,30 +40,18 @@ class DataReport(Frozen):
 
 def check_dataset(
     folder: Path,
+    reading: Reading | None = None,
     *,
     resolution_px: int,
     multiple_px: int,
-    caption: str | None = None,
-    trigger: str | None = None,
-    control: Path | None = None,
-    num_frames: int = 1,
-    verify_seconds: float = VERIFY_SECONDS,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
-    """Look at every file, with the arguments that training would get.
+    """Look at every file, understood as training would.
 
     Raises:
         InvalidInput: a folder does not exist, or the resolution is too small.
     """
-    dataset = scan_dataset(
-        folder,
-        caption=caption,
-        trigger=trigger,
-        control=control,
-        num_frames=num_frames,
-        verify_seconds=verify_seconds,
-        on_progress=on_progress,
-    )
+    dataset = scan_dataset(folder, reading, on_progress)
     buckets = make_buckets(dataset, resolution_px, multiple_px)
     pairs = [
         (item, buckets[index]) for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
@@ -84,7 +63,7 @@ def check_dataset(
         num_usable=len(dataset.items),
         num_unverified=dataset.num_unverified,
         num_with_controls=sum(bool(item.control_paths) for item in dataset.items),
-        problems=tuple(FileProblem(**asdict(problem)) for problem in dataset.problems),
+        problems=dataset.problems,
         buckets=buckets,
         num_enlarged=sum(_scale(item, bucket) > MAX_ENLARGEMENT for item, bucket in pairs),
         num_cropped=sum(_lost_share(item, bucket) > MAX_CROP for item, bucket in pairs),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from autotune.errors import InvalidInput
+from autotune.frozen import Frozen
 from autotune.training.data.captions import (
     METADATA,
     UnreadableCaption,
@@ -31,13 +32,15 @@ MIN_SIDE_PX = 32
 VERIFY_SECONDS = 120.0
 """How long images are decoded to prove them whole; those left over are still caught when they are encoded."""
 
+MOST_NAMED = 5
+"""Files that are named one by one where some are left out."""
+
 ProblemKind = Literal["broken", "tiny", "duplicate", "captionless", "control", "metadata", "unsupported", "short"]
 OnProgress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(Frozen):
     """One file that is left out or needs attention."""
 
     file: str
@@ -80,48 +83,47 @@ class Dataset:
     num_unverified: int = 0
     """Items whose pixels were not decoded because time ran out."""
 
-    def summary(self) -> str:
-        """Counts of the problems in one line, empty without any."""
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What is wrong with the rest, for people: the counts, then the first files by name; empty without any."""
         counts = Counter(problem.kind for problem in self.problems)
-        return ", ".join(f"{number} {kind}" for kind, number in counts.items())
+        told = [f"{problem.file}: {problem.message}" for problem in self.problems[:MOST_NAMED]]
+        if len(self.problems) > MOST_NAMED:
+            told.append(f"and {len(self.problems) - MOST_NAMED} more: `autotune data check` names all")
+        summary = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+        return (f"left out of the data: {summary}", *told) if told else ()
 
 
-def read_dataset(
-    folder: Path,
-    *,
-    caption: str | None = None,
-    trigger: str | None = None,
-    control: Path | None = None,
-    repeats: int = 1,
-    num_frames: int = 1,
-    verify_seconds: float = VERIFY_SECONDS,
-    on_progress: OnProgress | None = None,
-) -> Dataset:
+@dataclass(frozen=True)
+class Reading:
+    """How a data folder is to be understood."""
+
+    caption: str | None = None
+    """For images that have none."""
+    trigger: str | None = None
+    """Word put in front of every caption that lacks it."""
+    control: Path | None = None
+    """Folder of control images for editing, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ..."""
+    repeats: int = 1
+    """How often each image is seen per epoch."""
+    num_frames: int = 1
+    """Above 1, each subfolder is a clip of which the first `num_frames` images are taken."""
+    verify_seconds: float = VERIFY_SECONDS
+    """Time to decode images in, to prove them whole."""
+
+
+def read_dataset(folder: Path, reading: Reading | None = None, on_progress: OnProgress | None = None) -> Dataset:
     """The usable part of a data folder; files that are no good are left out and named in `problems`.
 
     Args:
         folder: images with same-stem `.txt` captions or a `metadata.jsonl`; subfolders are read too.
-        caption: for images that have none.
-        trigger: word put in front of every caption that lacks it.
-        control: folder of control images for editing, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ...
-        repeats: how often each image is seen per epoch.
-        num_frames: above 1, each subfolder is a clip of which the first `num_frames` images are taken.
-        verify_seconds: time to decode images in, to prove them whole.
+        reading: how.
         on_progress: called with (done, total) items.
 
     Raises:
         InvalidInput: no such folder, images without captions, or nothing usable.
     """
-    dataset = scan_dataset(
-        folder,
-        caption=caption,
-        trigger=trigger,
-        control=control,
-        repeats=repeats,
-        num_frames=num_frames,
-        verify_seconds=verify_seconds,
-        on_progress=on_progress,
-    )
+    dataset = scan_dataset(folder, reading, on_progress)
     captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
     if captionless:
         named = ", ".join(captionless[:3]) + (", ..." if len(captionless) > 3 else "")
@@ -131,44 +133,39 @@ def read_dataset(
         )
     if not dataset.items:
         raise InvalidInput(
-            f"no usable image in {folder}" + (f": {dataset.summary()}" if dataset.problems else ""),
+            f"no usable image in {folder}" + "".join(f"; {line}" for line in dataset.left_out[:2]),
             hint=f"put png, jpeg or webp files there; `autotune data check {folder}` names what is wrong",
         )
     return dataset
 
 
-def scan_dataset(
-    folder: Path,
-    *,
-    caption: str | None = None,
-    trigger: str | None = None,
-    control: Path | None = None,
-    repeats: int = 1,
-    num_frames: int = 1,
-    verify_seconds: float = VERIFY_SECONDS,
-    on_progress: OnProgress | None = None,
-) -> Dataset:
+def scan_dataset(folder: Path, reading: Reading | None = None, on_progress: OnProgress | None = None) -> Dataset:
     """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
     Raises:
         InvalidInput: a folder does not exist, or `repeats` or `num_frames` is not positive.
     """
     _require_folder(folder, "data")
+    reading = reading or Reading()
+    control = reading.control
     if control is not None:
         _require_folder(control, "control")
-    if repeats < 1 or num_frames < 1:
+    if reading.repeats < 1 or reading.num_frames < 1:
         raise InvalidInput("repeats and frames must be at least 1", hint="leave the option out")
-    found = find_items(folder, clips=num_frames > 1, without=control)
+    found = find_items(folder, clips=reading.num_frames > 1, without=control)
     metadata, complaints = read_metadata(folder)
-    problems = [Problem(METADATA, "metadata", complaint) for complaint in complaints]
+    problems = [Problem(file=METADATA, kind="metadata", message=complaint) for complaint in complaints]
     names = {one.name for one in found}
-    problems += [Problem(METADATA, "metadata", f"no image {name}") for name in metadata if name not in names]
     problems += [
-        Problem(name, "unsupported", "its format is not read: convert it to png, jpeg or webp")
+        Problem(file=METADATA, kind="metadata", message=f"no image {name}") for name in metadata if name not in names
+    ]
+    problems += [
+        Problem(file=name, kind="unsupported", message="its format is not read: convert it to png, jpeg or webp")
         for name in find_unsupported(folder, without=control)
     ]
-    reader = _Reader(metadata, caption, trigger, Controls(control) if control else None, repeats, num_frames)
-    reader.deadline = time.monotonic() + verify_seconds
+    reader = _Reader(
+        reading, metadata, Controls(control) if control else None, time.monotonic() + reading.verify_seconds
+    )
     items: list[tuple[str, Item]] = []
     for one, result in zip(found, _inspect_all(reader, found, on_progress), strict=True):
         if isinstance(result, Item):
@@ -211,25 +208,23 @@ class _Skip(Exception):
 class _Reader:
     """Makes items of what was found."""
 
+    reading: Reading
     metadata: Mapping[str, str]
-    caption: str | None
-    trigger: str | None
     controls: Controls | None
-    repeats: int
-    num_frames: int
-    deadline: float = 0.0
+    deadline: float
     num_unverified: int = 0
 
     def inspect(self, found: Found) -> Item | Problem:
         try:
             return self._item(found)
         except _Skip as skip:
-            return Problem(found.name, skip.kind, skip.message)
+            return Problem(file=found.name, kind=skip.kind, message=skip.message)
 
     def _item(self, found: Found) -> Item:
-        if found.is_clip and len(found.frame_paths) < self.num_frames:
-            raise _Skip("short", f"has {len(found.frame_paths)} frames, {self.num_frames} are needed")
-        frames = found.frame_paths[: self.num_frames]
+        needed = self.reading.num_frames
+        if found.is_clip and len(found.frame_paths) < needed:
+            raise _Skip("short", f"has {len(found.frame_paths)} frames, {needed} are needed")
+        frames = found.frame_paths[:needed]
         controls = self.controls.of(found) if self.controls else ()
         if self.controls and not controls:
             raise _Skip("control", f"has no control image in {self.controls.folder}")
@@ -242,7 +237,7 @@ class _Reader:
             width_px=sizes[0][0],
             height_px=sizes[0][1],
             control_paths=controls,
-            repeats=self.repeats,
+            repeats=self.reading.repeats,
             frame_paths=frames if found.is_clip else (),
         )
 
@@ -251,7 +246,7 @@ class _Reader:
             own = read_caption(found, self.metadata)
         except UnreadableCaption as error:
             raise _Skip("broken", str(error)) from error
-        text = complete_caption(own, caption=self.caption, trigger=self.trigger)
+        text = complete_caption(own, caption=self.reading.caption, trigger=self.reading.trigger)
         if not text:
             raise _Skip("captionless", "has no caption")
         return text
@@ -280,7 +275,9 @@ def _drop_duplicates(items: list[tuple[str, Item]]) -> tuple[tuple[Item, ...], t
         name, item = items[index]
         original = first.setdefault(tuple(file_digest(path) for path in _files_of(item)), name)
         if original != name:
-            problems[index] = Problem(name, "duplicate", f"the same image as {original}: use repeats to weigh it")
+            problems[index] = Problem(
+                file=name, kind="duplicate", message=f"the same image as {original}: use repeats to weigh it"
+            )
     kept = tuple(item for index, (_, item) in enumerate(items) if index not in problems)
     return kept, tuple(problems.values())
 

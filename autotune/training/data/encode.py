@@ -17,7 +17,7 @@ from autotune.training.data.dataset import Dataset, Item, OnProgress, Problem
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import Identity
 from autotune.training.data.pixels import open_pixels
-from autotune.training.data.recipes import Latents, Prompt, Recipe, prompt_of, recipe_of
+from autotune.training.data.recipes import Latents, Prompt, Recipe, recipe_of
 from autotune.training.encoders import TEXT_ENCODERS, give_back_memory
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def encode_dataset(
     *,
     identity: Identity,
     caption_dropout: float = 0.0,
-    extra_captions: Sequence[str] = (),
     release: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     on_progress: OnProgress | None = None,
@@ -57,7 +56,6 @@ def encode_dataset(
         cache: where entries are kept.
         identity: what encodes; entries of another identity are never used.
         caption_dropout: above 0, the empty caption is encoded too.
-        extra_captions: encoded without control images and cached as well, e.g. for previews.
         release: drop text encoders as soon as captions are done, and the VAE at the end. Without it the caller keeps
             the pipeline as it was loaded.
         memory_bytes: encoded tensors up to this size stay in memory.
@@ -65,9 +63,11 @@ def encode_dataset(
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, or an item has more or fewer control images than the family takes.
+        InvalidInput: no image could be read, an item has more or fewer control images than the family takes, or pickled
+            caches of another program lie in the cache's folder.
     """
     _check_controls(family, dataset)
+    cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
     recipes: dict[int, Recipe] = {}
     problems: dict[int, Problem] = {}
@@ -76,9 +76,7 @@ def encode_dataset(
             recipes[index] = recipe_of(item, buckets[assigned[index]], identity, with_empty=caption_dropout > 0)
         except OSError as error:
             problems[index] = _broken(item, f"cannot be read: {error.strerror}")
-    extra = {caption: prompt_of(caption, (), None, identity) for caption in extra_captions}
     prompts = {prompt.key: prompt for recipe in recipes.values() for prompt in recipe.prompts}
-    prompts |= {prompt.key: prompt for prompt in extra.values()}
     latents = {one.key: one for recipe in recipes.values() for _, one in recipe.latents}
     cache.remove_stale()
     store = _Store(cache, memory_bytes, len(prompts) + len(latents), on_progress)
@@ -92,15 +90,13 @@ def encode_dataset(
             f"none of {len(dataset.items)} images could be read: {next(iter(problems.values())).message}",
             hint="`autotune data check DIR` names what is wrong",
         )
-    in_use = {key for index in usable for key in recipes[index].keys}
-    cache.evict(keep=in_use | {prompt.key for prompt in extra.values()})
+    cache.evict(keep={key for index in usable for key in recipes[index].keys})
     return EncodedDataset(
         items=tuple(dataset.items[index] for index in usable),
         buckets=tuple(buckets),
         bucket_indices=tuple(assigned[index] for index in usable),
         problems=tuple(problems[index] for index in sorted(problems)),
         recipes=tuple(recipes[index] for index in usable),
-        extra_prompts={caption: prompt.key for caption, prompt in extra.items()},
         cache=cache,
         in_memory=store.in_memory,
     )
@@ -121,7 +117,7 @@ def _check_controls(family: Family, dataset: Dataset) -> None:
 
 
 def _broken(item: Item, message: str) -> Problem:
-    return Problem(item.path.name, "broken", message)
+    return Problem(file=item.path.name, kind="broken", message=message)
 
 
 def _complete(

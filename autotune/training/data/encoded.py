@@ -23,7 +23,6 @@ class EncodedDataset:
     problems: tuple[Problem, ...]
     """Items that turned out to be unreadable while encoding; they are not in `items`."""
     recipes: tuple[Recipe, ...]
-    extra_prompts: Mapping[str, str]
     cache: Cache
     in_memory: Mapping[str, Tensors] = field(repr=False)
 
@@ -51,10 +50,6 @@ class EncodedDataset:
             raise ValueError("the data was encoded without caption dropout")
         pixels = {name: self._entry(latents.key)["latents"] for name, latents in recipe.latents}
         return {**self._entry(prompt.key), **pixels}
-
-    def extra_prompt(self, caption: str) -> Sample:
-        """The encoding of one of the `extra_captions`."""
-        return dict(self._entry(self.extra_prompts[caption]))
 
     def _entry(self, key: str) -> Tensors:
         tensors = self.in_memory.get(key) or self.cache.read(key)

@@ -26,7 +26,7 @@ def read_identity(model_folder: Path, family: Family, *, settings: str, text_set
     Args:
         model_folder: holds `model_index.json` and a folder per component.
         family: its way to encode is part of the identity.
-        settings: precision of the encoders, e.g. `bf16`.
+        settings: dtype of the encoders, e.g. `bfloat16`.
         text_settings: what else decides the values of the text encoder's output, e.g. its quantisation.
     """
     base = f"{family.name} {settings} diffusers {version('diffusers')}"

@@ -16,14 +16,13 @@ from autotune.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
-from autotune.trials.steps import TrialRequest
-
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
 from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.training.describe import Wishes, describe_workload
+from autotune.trials.steps import TrialRequest
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]

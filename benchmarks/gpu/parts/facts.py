@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 
-from autotune.trials.parity import proven
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
 from autotune.families.registry import family_named
@@ -13,6 +12,7 @@ from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
 from autotune.knobs.quantization import QUALITY_OF
 from autotune.schema import HardwareProfile
+from autotune.trials.parity import proven
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, closed_gate, told
-from autotune.trials.steps import Steps, TrialRequest, load
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.steps import Steps, TrialRequest, load
 from autotune.trials.worker import Failure
 
 KINDS = (

@@ -6,6 +6,7 @@ import pytest
 
 from autotune.errors import InvalidInput
 from autotune.training.data.check import DataReport, check_dataset
+from autotune.training.data.dataset import Reading
 from tests.training.data.pictures import write_pictures
 
 
@@ -30,7 +31,7 @@ def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: 
     report = check_dataset(tmp_path, resolution_px=64, multiple_px=16)
     assert (report.can_train, report.num_usable) == (False, 1)
     assert [(problem.file, problem.kind) for problem in report.problems] == [("000.png", "captionless")]
-    assert check_dataset(tmp_path, resolution_px=64, multiple_px=16, trigger="sks").can_train
+    assert check_dataset(tmp_path, resolution_px=64, multiple_px=16, reading=Reading(trigger="sks")).can_train
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:

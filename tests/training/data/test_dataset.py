@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.training.data.captions import complete_caption, read_metadata
-from autotune.training.data.dataset import Dataset, read_dataset, scan_dataset
+from autotune.training.data.dataset import Dataset, Reading, read_dataset, scan_dataset
 from tests.training.data.pictures import CAPTIONS, picture, write_pictures
 
 
@@ -20,7 +20,7 @@ def kinds(dataset: Dataset) -> dict[str, str]:
 
 def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     write_pictures(tmp_path, (64, 48), (40, 80))
-    dataset = read_dataset(tmp_path, repeats=3)
+    dataset = read_dataset(tmp_path, Reading(repeats=3))
     assert [(item.path.name, item.caption, item.width_px, item.height_px) for item in dataset.items] == [
         ("000.png", CAPTIONS[0], 64, 48),
         ("001.png", CAPTIONS[1], 40, 80),
@@ -32,7 +32,7 @@ def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path
 @pytest.mark.parametrize("suffix", ["png", "jpg", "JPEG", "webp"])
 def test_every_format_is_read(tmp_path: Path, suffix: str) -> None:
     picture(0).save(tmp_path / f"a.{suffix}")
-    assert len(read_dataset(tmp_path, caption="x").items) == 1
+    assert len(read_dataset(tmp_path, Reading(caption="x")).items) == 1
 
 
 def test_subfolders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
@@ -82,7 +82,10 @@ def test_missing_captions_are_an_error_that_names_files_and_options(tmp_path: Pa
     with pytest.raises(InvalidInput, match=r"1 image.*001\.png") as caught:
         read_dataset(tmp_path)
     assert "--caption" in caught.value.hint
-    assert [item.caption for item in read_dataset(tmp_path, caption="a photo").items] == [CAPTIONS[0], "a photo"]
+    assert [item.caption for item in read_dataset(tmp_path, Reading(caption="a photo")).items] == [
+        CAPTIONS[0],
+        "a photo",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_truncated_images_are_broken_though_their_header_may_be_whole(tmp_path: 
     path = tmp_path / f"a.{suffix}"
     picture(0, 200, 100).save(path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
-    assert kinds(scan_dataset(tmp_path, caption="x")) == {f"a.{suffix}": "broken"}
+    assert kinds(scan_dataset(tmp_path, Reading(caption="x"))) == {f"a.{suffix}": "broken"}
 
 
 def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
@@ -138,15 +141,16 @@ def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
         "text.jpg": "broken",
         "photo.heic": "unsupported",
     }
-    assert dataset.summary().count("1 ") == 4
-    assert "2 broken" in dataset.summary()
+    assert dataset.left_out[0].count("1 ") == 4
+    assert "2 broken" in dataset.left_out[0]
+    assert len(dataset.left_out) == 1 + 5 + (len(dataset.problems) > 5)
 
 
 def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path) -> None:
     write_pictures(tmp_path, (64, 64))
     (tmp_path / "lost.png").symlink_to(tmp_path / "elsewhere.png")
     os.mkfifo(tmp_path / "pipe.png")
-    dataset = scan_dataset(tmp_path, caption="x")
+    dataset = scan_dataset(tmp_path, Reading(caption="x"))
     assert len(dataset.items) == 1
     assert kinds(dataset) == {"lost.png": "broken"}
     assert "elsewhere" not in dataset.problems[0].message
@@ -155,7 +159,7 @@ def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path)
 def test_what_time_was_too_short_to_decode_is_counted(tmp_path: Path) -> None:
     write_pictures(tmp_path, (64, 64), (64, 64))
     progress: list[tuple[int, int]] = []
-    dataset = read_dataset(tmp_path, verify_seconds=0, on_progress=lambda *done: progress.append(done))
+    dataset = read_dataset(tmp_path, Reading(verify_seconds=0), on_progress=lambda *done: progress.append(done))
     assert (len(dataset.items), dataset.num_unverified) == (2, 2)
     assert progress == [(1, 2), (2, 2)]
 
@@ -177,7 +181,7 @@ def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
     for seed, name in enumerate(("000.jpg", "001_1.png", "001_2.png", "002_1.png", "002_3.png", "004.png"), start=50):
         picture(seed).save(control / name)
     (control / "004.png").write_bytes(b"no image")
-    dataset = read_dataset(data, control=control)
+    dataset = read_dataset(data, Reading(control=control))
     assert [[path.name for path in item.control_paths] for item in dataset.items] == [
         ["000.jpg"],
         ["001_1.png", "001_2.png"],
@@ -188,7 +192,7 @@ def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
 def test_a_control_folder_inside_the_data_is_not_data(tmp_path: Path) -> None:
     write_pictures(tmp_path, (64, 64))
     write_pictures(tmp_path / "control", (64, 64))
-    dataset = read_dataset(tmp_path, control=tmp_path / "control")
+    dataset = read_dataset(tmp_path, Reading(control=tmp_path / "control"))
     assert [item.path.name for item in dataset.items] == ["000.png"]
 
 
@@ -197,7 +201,7 @@ def test_one_target_of_two_controls_is_no_duplicate(tmp_path: Path) -> None:
     data.mkdir()
     for name in ("000.png", "001.png"):
         picture(9).save(data / name)
-    assert len(read_dataset(data, control=control, caption="clean it").items) == 2
+    assert len(read_dataset(data, Reading(control=control, caption="clean it")).items) == 2
 
 
 def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -> None:
@@ -207,7 +211,7 @@ def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -
     (tmp_path / "clip.txt").write_text("a moving fox")
     write_pictures(tmp_path / "brief", (64, 64))
     picture(7).save(tmp_path / "still.png")
-    dataset = read_dataset(tmp_path, num_frames=3, caption="x")
+    dataset = read_dataset(tmp_path, Reading(num_frames=3, caption="x"))
     clip, still = dataset.items
     assert [path.name for path in clip.frame_paths] == ["f1.png", "f2.png", "f10.png"]
     assert (clip.caption, clip.num_frames, clip.width_px, clip.height_px) == ("a moving fox", 3, 64, 48)

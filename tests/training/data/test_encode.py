@@ -15,7 +15,7 @@ from autotune.families.base import Sample
 from autotune.families.qwen_image import QwenImage
 from autotune.training.data.buckets import make_buckets
 from autotune.training.data.cache import Cache
-from autotune.training.data.dataset import read_dataset
+from autotune.training.data.dataset import Reading, read_dataset
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import Identity, read_identity
@@ -83,7 +83,7 @@ def data(tmp_path: Path) -> Path:
 def encode(
     data: Path, pipeline: Any, family: CountingFamily | None = None, *, control: Path | None = None, **options: Any
 ) -> EncodedDataset:
-    dataset = read_dataset(data, control=control, verify_seconds=options.pop("verify_seconds", 60))
+    dataset = read_dataset(data, Reading(control=control, verify_seconds=options.pop("verify_seconds", 60)))
     return encode_dataset(
         family or CountingFamily(),
         options.pop("load", lambda: pipeline),
@@ -139,13 +139,12 @@ def test_a_second_run_loads_nothing_and_gives_the_same(data: Path, pipeline: Any
 
 def test_each_caption_is_encoded_once_and_the_empty_one_only_for_dropout(data: Path, pipeline: Any) -> None:
     family = CountingFamily()
-    encoded = encode(data, pipeline, family, extra_captions=["a preview"])
-    assert sorted(family.captions) == sorted([*CAPTIONS, "a preview"])
-    assert encoded.extra_prompt("a preview")["prompt_embeds"].ndim == 2
+    encoded = encode(data, pipeline, family)
+    assert sorted(family.captions) == sorted(CAPTIONS)
     with pytest.raises(ValueError, match="without caption dropout"):
         encoded.sample(0, dropped=True)
     encoded = encode(data, pipeline, family, caption_dropout=0.5)
-    assert family.captions[4:] == [""]
+    assert family.captions[len(CAPTIONS) :] == [""]
     dropped, own = encoded.sample(0, dropped=True), encoded.sample(0)
     assert len(dropped["prompt_embeds"]) < len(own["prompt_embeds"])
     assert torch.equal(dropped["latents"], own["latents"])

@@ -1,0 +1,34 @@
+"""How CUDA's caching allocator grows: fixed segments, or ones that expand. A rule settles it, no search."""
+
+import os
+
+from autotune.knobs.base import Choices, Knob, Setting
+from autotune.schema import Choice, Rejected
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch reads the first that is set, once, when CUDA starts; the second is the older name."""
+
+
+class Allocator(Knob):
+    """Expandable segments on discrete cards: they leave no holes between segments that nothing else fits into."""
+
+    name = "allocator"
+    title = "allocator"
+    needs_reload = True
+
+    def choices(self, setting: Setting) -> Choices:
+        device, system = setting.hardware.device, setting.hardware.host.system
+        if device.kind != "cuda" or system.startswith("Windows"):
+            reason = "only CUDA on Linux has them"
+            return Choices(("default",), rejected=(Rejected(choice="expandable", reason=reason),))
+        if device.memory_kind != "discrete":
+            reason = "where GPU and host share memory, reports about them contradict each other"
+            return Choices(("default",), on_request=(Rejected(choice="expandable", reason=reason),))
+        reason = "fixed segments of different sizes leave holes; expandable ones grow at their end instead"
+        return Choices(("expandable",), on_request=(Rejected(choice="default", reason=reason),))
+
+
+def configure_allocator(choice: Choice) -> None:
+    """Set what torch will read when CUDA starts in this process; what the user has set stays."""
+    if choice == "expandable" and not any(name in os.environ for name in VARIABLES):
+        os.environ.update(dict.fromkeys(VARIABLES, "expandable_segments:True"))

@@ -1,0 +1,72 @@
+"""torch.compile of each repeated block: faster steps after a start-up that the job has to pay back."""
+
+import math
+from typing import TYPE_CHECKING
+
+from autotune.families.base import Family
+from autotune.knobs.base import Choices, Knob, Parity, Setting
+from autotune.schema import Candidate, Choice, Rejected
+
+if TYPE_CHECKING:
+    from torch import nn
+
+STARTUP_SECONDS = 60.0
+"""Of compiling one kind of block, forward and backward, for one shape. A round figure, not measured here."""
+ELEMENTWISE_SHARE = 0.6
+"""Of the time of elementwise kernels that is left once they are fused. Not measured here."""
+LAUNCH_SHARE = 0.4
+"""Of the launches that are left."""
+SAVED_SHARE = 0.1
+"""Of a step, for the payback alone: published savings of regional compilation range from none to a quarter."""
+REACHED_FLOPS_SHARE = 0.4
+"""Of the dense peak, that steps reach."""
+
+
+class Compile(Knob):
+    """`off`, or `block` on request."""
+
+    name = "compile"
+    title = "compile"
+
+    def choices(self, setting: Setting) -> Choices:
+        gate = setting.hardware.gate("compile")
+        if not gate.available:
+            return Choices(("off",), rejected=(Rejected(choice="block", reason=gate.reason),))
+        return Choices(("off",), on_request=(Rejected(choice="block", reason=_payback(setting)),))
+
+    def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
+        if candidate.compile != "off" and candidate.quantization != "none":
+            return "quantised layers run outside compiled code, which leaves nothing to gain"
+        return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        because = "fused kernels keep intermediate results in fp32 where single ones round them"
+        return Parity(choice, 0.05, because) if choice == "block" else None
+
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        for block in family.blocks(transformer):
+            if choice == "block":
+                block.compile(dynamic=False)
+            else:
+                block._compiled_call_impl = None
+
+
+def startup_seconds(family: Family, num_shapes: int) -> float:
+    """Of compiling the blocks of `family` for `num_shapes` buckets: blocks of one kind share the compiled code."""
+    return STARTUP_SECONDS * len(family.block_lists) * num_shapes
+
+
+def _payback(setting: Setting) -> str:
+    workload = setting.workload
+    job = setting.family.defaults.num_steps(max(1, sum(bucket.num_items for bucket in workload.buckets)))
+    startup = startup_seconds(setting.family, len(workload.buckets))
+    told = f"compiling takes about {startup:.0f} s here"
+    sheet = setting.hardware.datasheet
+    if sheet is None or sheet.bf16_flops_per_second is None:
+        return f"{told}, and what it saves has to be measured"
+    bucket = workload.largest_bucket
+    patches = bucket.width_px * bucket.height_px // setting.family.size_multiple_px**2 * bucket.num_frames
+    tokens = workload.effective_batch_size * (patches + workload.max_text_tokens)
+    step = 6 * workload.model.num_parameters * tokens / (REACHED_FLOPS_SHARE * sheet.bf16_flops_per_second)
+    steps = math.ceil(startup / (SAVED_SHARE * step))
+    return f"{told}, which {steps} steps might pay back at {SAVED_SHARE:.0%} saved; this much data asks for {job}"

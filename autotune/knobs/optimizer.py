@@ -1,0 +1,19 @@
+"""Optimizer of the adapter: fused AdamW on fp32 masters. A rule settles it, no search."""
+
+from autotune.knobs.base import Choices, Knob, Setting
+from autotune.schema import Rejected
+
+AGAINST_8BIT = (
+    "it would save at most 6 of the 18 bytes that training needs for each parameter of an adapter, which is small, "
+    "and steps each of its many small tensors by itself: about 0.4 s a step"
+)
+
+
+class Optimizer(Knob):
+    """8-bit moments pay where all weights are trained, not for adapters."""
+
+    name = "optimizer"
+    title = "optimizer"
+
+    def choices(self, setting: Setting) -> Choices:
+        return Choices(admitted=("adamw",), rejected=(Rejected(choice="adamw-8bit", reason=AGAINST_8BIT),))

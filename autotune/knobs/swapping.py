@@ -1,0 +1,73 @@
+"""Swap whole blocks: the frozen weights of the first k wait on the host and visit the device when a pass needs them."""
+
+import math
+from typing import TYPE_CHECKING
+
+from autotune.families.base import Family
+from autotune.knobs.base import Choices, Knob, Parity, Setting
+from autotune.knobs.quantization import Quantization
+from autotune.schema import Candidate, Choice, Rejected, Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+QUARTERS = 4
+"""Levels between no and all but one block."""
+BYTES_PER_WEIGHT = {"none": 2.0, "torchao-int8": 1.0, "torchao-fp8": 1.0, "bnb-int8": 1.0, "bnb-nf4": 0.53}
+"""As `cost.quantized` counts them, scales left out."""
+ROOM_SHARE = 0.9
+"""Of the budget: weights that take more leave too little for a step, so nothing fits without swapping."""
+HOST_SHARE = 0.7
+"""Of the host's memory that swapped weights may take; pinned memory rounds up to powers of two."""
+
+
+class Swapping(Knob):
+    """Searched only where even the smallest admitted storage of the weights is too large for the device."""
+
+    name = "swapped_blocks"
+    title = "swapped blocks"
+    needs_reload = True
+
+    def choices(self, setting: Setting) -> Choices:
+        most = setting.workload.model.num_blocks - 1
+        levels = sorted({math.ceil(most * step / QUARTERS) for step in range(1, QUARTERS + 1)} - {0}, reverse=True)
+        device, host = setting.hardware.device, setting.hardware.host
+        if device.kind != "cuda" or device.memory_kind == "integrated":
+            reason = "device and host share one memory: swapping frees nothing"
+            return Choices((0,), rejected=_each(levels, reason))
+        least = min(BYTES_PER_WEIGHT[str(name)] for name in Quantization().choices(setting).admitted)
+        weights = least * setting.workload.model.num_parameters
+        fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
+        too_many = _each([k for k in levels if k not in fitting], "the host has too little memory for the weights")
+        if weights <= ROOM_SHARE * device.budget_bytes:
+            reason = "each block crosses the bus twice a micro-batch, and weights fit without"
+            return Choices((0,), rejected=too_many, on_request=_each(fitting, reason))
+        return Choices((*fitting, 0), rejected=too_many)
+
+    def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
+        if candidate.swapped_blocks > candidate.checkpointed_blocks:
+            return "swapped blocks have to recompute: autograd would keep their weights on the device"
+        if candidate.swapped_blocks and candidate.quantization.startswith("bnb-"):
+            return "bitsandbytes keeps what belongs to its weights on the GPU"
+        if candidate.swapped_blocks and candidate.compile != "off":
+            return "compiled blocks hold on to their weights"
+        return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return Parity(1, 1e-5, "the same operations on copies of the same weights") if choice else None
+
+    def shown(self, choice: Choice, workload: Workload) -> str:
+        return f"{choice} of {workload.model.num_blocks} blocks" if choice else "none"
+
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        """Once per loaded model; the device is where weights of other blocks lie."""
+        from autotune.knobs.block_swap import BlockSwap
+
+        blocks = family.blocks(transformer)[: int(choice)]
+        if blocks:
+            on_cuda = (parameter.device for parameter in transformer.parameters() if parameter.is_cuda)
+            BlockSwap(blocks, next(on_cuda, next(transformer.parameters()).device))
+
+
+def _each(levels: list[int], reason: str) -> tuple[Rejected, ...]:
+    return tuple(Rejected(choice=k, reason=reason) for k in levels)

@@ -1,0 +1,37 @@
+"""Which values of a plan's job and workload are the user's, and which the family's defaults, with their source."""
+
+from autotune.families.base import VIEWS_PER_IMAGE
+from autotune.families.registry import family_named
+from autotune.schema import TrainingPlan
+
+
+def origin_lines(plan: TrainingPlan) -> list[str]:
+    """`you set` and `we set`, a value per line; a value equal to the default counts as ours, whoever wrote it."""
+    job, work = plan.job, plan.frozen.workload
+    defaults = family_named(work.model.family).defaults
+    images = sum(bucket.num_items for bucket in work.buckets)
+    usual_alpha = defaults.lora_alpha * work.rank / defaults.rank
+    values = {
+        "resolution": (work.resolution_px, defaults.resolution_px, "the published model's"),
+        "rank": (work.rank, defaults.rank, defaults.sources.get("rank")),
+        "alpha": (work.lora_alpha, usual_alpha, "in proportion to the rank"),
+        "batch": (work.effective_batch_size, defaults.effective_batch_size, "our choice"),
+        "steps": (
+            job.num_steps,
+            defaults.num_steps(images),
+            f"{VIEWS_PER_IMAGE} views of each image, 500 in all or more",
+        ),
+        "learning rate": (job.learning_rate, defaults.learning_rate, defaults.sources.get("learning_rate")),
+        "weight decay": (job.weight_decay, defaults.weight_decay, defaults.sources.get("weight_decay")),
+        "noise levels": (job.timestep_sampling, "logit_normal", "Stable Diffusion 3's density"),
+        "shift": (job.timestep_shift, defaults.timestep_shift, defaults.sources.get("timestep_shift")),
+        "guidance": (job.guidance_scale, defaults.training_guidance, defaults.sources.get("training_guidance")),
+    }
+    lines = []
+    for title, ours in (("you set", False), ("we set", True)):
+        chosen = {name: (v, why) for name, (v, usual, why) in values.items() if v is not None and (v == usual) is ours}
+        for number, (name, (value, why)) in enumerate(chosen.items()):
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            source = f"  ({why})" if ours and why else ""
+            lines.append(f"{'' if number else title:<9} {name} {shown}{source}")
+    return lines

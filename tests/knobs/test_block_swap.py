@@ -1,0 +1,98 @@
+"""Swapped blocks give the gradients of unswapped ones, bit for bit, and at most two are on the device."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autotune.knobs.block_swap import BlockSwap, waits_on_host
+from autotune.knobs.quantization import quantize_on_arrival
+
+CPU = torch.device("cpu")
+
+
+class Family:
+    """As far as these knobs ask a family."""
+
+    @staticmethod
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        return list(model.blocks)
+
+
+class Model(nn.Module):
+    """Blocks of a frozen and a trained Linear, each under a checkpoint."""
+
+    def __init__(self, num_blocks: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"base": nn.Linear(32, 32).requires_grad_(False), "adapter": nn.Linear(32, 32)})
+            for _ in range(num_blocks)
+        )
+        for block in self.blocks:
+            block.forward = lambda x, b=block: x + torch.tanh(b["base"](x)) + b["adapter"](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def gradients(model: nn.Module, num_passes: int = 2) -> list[torch.Tensor]:
+    """Of all trained parameters after some passes: the second starts where the first ended."""
+    torch.manual_seed(1)
+    for _ in range(num_passes):
+        model(torch.randn(3, 32)).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("storage", ["none", "torchao-int8", "torchao-fp8"])
+@pytest.mark.parametrize("num_swapped", [1, 2, 5])
+def test_gradients_are_bit_equal(storage, num_swapped):
+    plain, swapped = Model(), Model()
+    for model in (plain, swapped):
+        quantize = quantize_on_arrival(Family(), model, storage)
+        for block in model.blocks if quantize else ():
+            quantize("base", block["base"])
+    BlockSwap(swapped.blocks[:num_swapped], CPU)
+    for expected, found in zip(gradients(plain), gradients(swapped), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_at_most_two_blocks_visit_at_a_time_and_homes_are_never_written():
+    model = Model()
+    swap = BlockSwap(model.blocks, CPU)
+    homes = {id(home) for places in swap.places for _, _, home in places}
+    values = [home.clone() for places in swap.places for _, _, home in places]
+    seen = []
+
+    def visiting(*_: object) -> None:
+        seen.append(sum(id(block["base"].weight) not in homes for block in model.blocks))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(visiting)
+    gradients(model)
+    assert len(seen) == 20  # two passes, forward and recomputed, of five blocks
+    assert max(seen) == 2
+    kept = [home for places in swap.places for _, _, home in places]
+    assert all(torch.equal(value, home) for value, home in zip(values, kept, strict=True))
+
+
+def test_the_block_that_comes_next_is_on_its_way():
+    model = Model()
+    swap = BlockSwap(model.blocks, CPU)
+    order = []
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, n=number: order.append((n, set(swap.arrivals))))
+    gradients(model, num_passes=1)
+    forward, backward = order[:5], order[5:]
+    assert forward == [(0, {0, 1}), (1, {1, 2}), (2, {2, 3}), (3, {3, 4}), (4, {4})]
+    assert backward == [(4, {3, 4}), (3, {2, 3}), (2, {1, 2}), (1, {0, 1}), (0, {0})]
+
+
+def test_weights_that_arrive_for_a_swapped_block_are_transformed_first():
+    model, calls = Model(), []
+    arrived = waits_on_host(Family(), model, 1, lambda name, module: calls.append(name))
+    arrived("blocks.0.base", model.blocks[0]["base"])
+    assert calls == ["blocks.0.base"]
+    assert arrived("blocks.4.base", model.blocks[4]["base"]) is None

@@ -1,0 +1,73 @@
+"""Knobs that a rule settles: what they admit where, and why the rest is not tried."""
+
+import pytest
+
+from autotune.families.registry import family_named
+from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
+from autotune.knobs.base import Setting
+from autotune.knobs.compile import Compile
+from autotune.knobs.optimizer import Optimizer
+from autotune.knobs.swapping import Swapping
+from autotune.schema import Candidate
+from tests.builders import GIB, hardware, workload
+
+
+def setting(*gates: str, **changes: object) -> Setting:
+    return Setting(hardware(*gates, **changes), family_named("qwen-image"), workload())
+
+
+def integrated() -> Setting:
+    one = hardware()
+    device = one.device.model_copy(update={"memory_kind": "integrated"})
+    return Setting(one.model_copy(update={"device": device}), family_named("qwen-image"), workload())
+
+
+def test_discrete_cards_get_expandable_segments_and_shared_memory_does_not():
+    assert Allocator().choices(setting()).admitted == ("expandable",)
+    assert Allocator().choices(integrated()).admitted == ("default",)
+    assert Allocator().choices(setting(kind="cpu")).admitted == ("default",)
+
+
+def test_what_the_user_told_the_allocator_stays(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(VARIABLES[1], "max_split_size_mb:128")
+    configure_allocator("expandable")
+    import os
+
+    assert VARIABLES[0] not in os.environ
+    assert os.environ[VARIABLES[1]] == "max_split_size_mb:128"
+
+
+def test_blocks_are_swapped_only_where_weights_are_too_large():
+    assert Swapping().choices(setting()).admitted == (0,)
+    tight = Swapping().choices(setting(budget_bytes=12 * GIB))
+    assert tight.admitted[0] == 59
+    assert tight.admitted[-1] == 0
+    assert Swapping().choices(integrated()).admitted == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"checkpointed_blocks": 3}, "recompute"),
+        ({"quantization": "bnb-nf4"}, "bitsandbytes"),
+        ({"compile": "block"}, "compiled"),
+        ({}, None),
+    ],
+)
+def test_swapping_refuses_what_would_keep_weights_on_the_device(changes, word):
+    values = {"micro_batch_size": 1, "checkpointed_blocks": 60, "swapped_blocks": 30, **changes}
+    conflict = Swapping().conflict(Candidate.model_validate(values), setting())
+    assert conflict is None if word is None else word in conflict
+
+
+def test_compiling_is_offered_with_its_payback_and_never_searched():
+    offered = Compile().choices(setting("compile"))
+    assert offered.admitted == ("off",)
+    assert "60 s" in offered.on_request[0].reason
+    assert Compile().choices(setting()).rejected[0].choice == "block"
+
+
+def test_8_bit_moments_are_refused_with_the_reason():
+    assert "0.4 s" in Optimizer().choices(setting()).rejected[0].reason

@@ -1,0 +1,13 @@
+"""Planning that predicts by formula, for tests that are about something else."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.planning.formula import by_formula
+
+
+@pytest.fixture(scope="module", name="_by_formula")
+def by_formula_in_a_module() -> Iterator[None]:
+    with by_formula():
+        yield

@@ -1,0 +1,36 @@
+"""What the user set and what we set, told apart by the family's defaults."""
+
+import pytest
+
+from autotune.plan_file import with_job
+from autotune.reporting.origins import origin_lines
+from autotune.schema import TrainingPlan
+from tests.test_plan_file import make_plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> TrainingPlan:
+    return make_plan()
+
+
+def _of(plan: TrainingPlan) -> dict[str, bool]:
+    """For each value whether the user set it."""
+    user, told = True, {}
+    for line in origin_lines(plan):
+        user = user and not line.startswith("we set")
+        told[line[10:].partition("  (")[0]] = user
+    return told
+
+
+def test_values_that_differ_from_the_defaults_are_the_users(plan: TrainingPlan) -> None:
+    usual = with_job(plan, learning_rate=1e-4, timestep_shift=2.2)
+    assert _of(usual)["learning rate 0.0001"] is False
+    assert _of(usual)["shift 2.2"] is False
+    own = _of(with_job(plan, learning_rate=3e-4, timestep_shift="by_resolution", timestep_sampling="uniform"))
+    assert own["learning rate 0.0003"] is own["shift by_resolution"] is own["noise levels uniform"] is True
+
+
+def test_defaults_name_their_source(plan: TrainingPlan) -> None:
+    text = "\n".join(origin_lines(with_job(plan, timestep_shift=2.2)))
+    assert "shift 2.2  (musubi-tuner's guide)" in text
+    assert "guidance" not in text  # the model takes none

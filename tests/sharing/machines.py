@@ -1,0 +1,108 @@
+"""Machines that answer trials as the cost model says, bent by factors it cannot know; and planning on them."""
+
+import math
+import random
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cache
+from pathlib import Path
+
+from autotune.cost.predict import Predictor
+from autotune.planner import Events, make_plan
+from autotune.planning.case import Case, case_of
+from autotune.planning.surroundings import Surroundings
+from autotune.schema import Candidate, HardwareProfile, Residual, TrainingPlan, TrialResult
+from autotune.sharing.files import LocalFiles
+from autotune.sharing.query import Survey, survey
+from autotune.sharing.record import Record, record_of
+from autotune.sharing.store import Store
+from tests.builders import GIB, trial
+from tests.planning.machines import question
+from tests.sharing.examples import machine, rate
+
+QUESTION = question()
+RATES = (rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14))
+GATES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3", "compute_capability": (9, 0), "total_memory_bytes": 80 * GIB,
+    "budget_bytes": 78 * GIB, "power_limit_watts": 700.0, "rates": RATES,
+}  # fmt: skip
+
+
+def gpu(**changes: object) -> HardwareProfile:
+    """An H100 on which everything that trains is open."""
+    gates = tuple(machine().gates[0].model_copy(update={"name": name}) for name in GATES)
+    return machine(**{**H100, "gates": gates, **changes})
+
+
+@cache
+def case_on_gpu() -> Case:
+    return case_of(QUESTION, gpu(), needs_weights=False)
+
+
+@dataclass
+class Simulated:
+    """A machine whose every trial is decided beforehand. `slow`: factors of its choices; `seed`: of its noise."""
+
+    hardware: HardwareProfile = field(default_factory=gpu)
+    slow: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    tried: list[Candidate] = field(default_factory=list)
+
+    @property
+    def cost(self) -> Predictor:
+        return case_on_gpu().cost.beside(self.hardware)
+
+    def run(self, candidate: Candidate) -> TrialResult:
+        self.tried.append(candidate)
+        predicted = self.cost.uncalibrated(candidate)
+        rng = random.Random(f"{candidate} {self.seed}")
+        factor = math.prod(self.slow.get(str(choice), 1.0) for _, choice in candidate)
+        seconds = predicted.step_seconds * 1.2 * factor * rng.gauss(1, 0.01)
+        fits = predicted.required_memory_bytes <= self.hardware.device.budget_bytes
+        return trial(candidate, seconds if fits else None, int(predicted.allocated_memory_bytes * 1.01), wall_seconds=9)
+
+    def around(self, *stores: Store) -> Surroundings:
+        @contextmanager
+        def trials(model: str, hardware: HardwareProfile, workload: object):  # type: ignore[no-untyped-def]
+            yield self.run
+
+        return Surroundings(trials, lambda h, w: survey(h, w, stores), needs_weights=False)
+
+    @property
+    def best_seconds(self) -> float:
+        silent = replace(self, tried=[])
+        results = [silent.run(candidate) for candidate in case_on_gpu().space.candidates]
+        return min(r.median_step_seconds or math.inf for r in results)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what was told while it was made."""
+
+    plan: TrainingPlan
+    record: Record
+    survey: Survey
+    doubts: tuple[str, ...]
+
+    @property
+    def trials(self) -> tuple[TrialResult, ...]:
+        return self.plan.frozen.trials
+
+
+def planned_on(simulated: Simulated, *stores: Store) -> Planned:
+    surveys: list[Survey] = []
+    doubts: list[str] = []
+    calibration: list[Residual | None] = []
+    events = Events(on_survey=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
+    plan = make_plan(QUESTION, simulated.hardware, events, simulated.around(*stores))
+    record = record_of(plan, simulated.hardware, tuple(calibration), measured_on=date(2026, 3, 1))
+    return Planned(plan, record, surveys[0], tuple(doubts))
+
+
+def store_with(folder: Path, records: Sequence[Record]) -> Store:
+    store = Store(LocalFiles(folder))
+    store.add(*records)
+    return store

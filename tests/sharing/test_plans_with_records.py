@@ -1,0 +1,203 @@
+"""Planning with records: fewer trials where they are true, the same answer where they are not, never an unsafe one."""
+
+import getpass
+import math
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune.plan_file import read_plan
+from autotune.planning.surroundings import Surroundings
+from autotune.schema import FrozenPart, TrialResult
+from autotune.sharing.advice import broken_promise
+from autotune.sharing.record import Record
+from tests.builders import GIB, candidate, trial
+from tests.conftest import autotune_here
+from tests.sharing.examples import rate
+from tests.sharing.machines import RATES, Planned, Simulated, case_on_gpu, gpu, planned_on, store_with
+
+SLOW = {"_native_cudnn": 0.8, "torchao-int8": 1.3}
+
+
+@pytest.fixture(scope="module")
+def cold() -> Planned:
+    return planned_on(Simulated(slow=SLOW))
+
+
+def altered(record: Record, factor: float, memory: float = 1.0) -> Record:
+    """The same with all times and peaks changed: what it promises follows from its trials."""
+    trials = tuple(_changed(one, factor, memory) for one in record.trials)
+    expected = record.expected.model_copy(
+        update={
+            "step_seconds": record.expected.step_seconds * factor,
+            "images_per_second": record.expected.images_per_second / factor,
+            "peak_memory_bytes": int(record.expected.peak_memory_bytes * memory),
+        }
+    )
+    return Record.model_validate({**dict(record), "trials": trials, "expected": expected})
+
+
+def _changed(one: TrialResult, factor: float, memory: float) -> TrialResult:
+    peak = one.peak_memory_bytes and int(one.peak_memory_bytes * memory)
+    steps = tuple(seconds * factor for seconds in one.step_seconds)
+    return TrialResult.model_validate({**dict(one), "step_seconds": steps, "peak_memory_bytes": peak})
+
+
+def test_a_search_without_records_takes_several_trials_and_records_what_it_taught(cold: Planned) -> None:
+    assert len(cold.trials) > 4
+    assert cold.plan.frozen.records == ()
+    ran = [t.outcome == "ok" for t in cold.record.trials]
+    assert [residual is not None for residual in cold.record.calibration] == ran
+    taught = [residual.time for residual in cold.record.calibration if residual]
+    assert all(math.log(1.2 * 0.75) < value < math.log(1.2 * 1.4) for value in taught)
+
+
+def test_an_exact_match_costs_exactly_one_trial(cold: Planned, tmp_path: Path) -> None:
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [cold.record]))
+    assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings]
+    assert again.plan.frozen.settings == cold.plan.frozen.settings
+    assert again.plan.frozen.records == (cold.record.name,)
+    assert again.doubts == ()
+    assert any("x the step time" in item.reason for reason in again.plan.frozen.reasons for item in reason.rejected)
+
+
+def test_after_a_drivers_upgrade_that_changed_nothing_one_trial_tells(cold: Planned, tmp_path: Path) -> None:
+    upgraded = Simulated(gpu(driver="590.1"), SLOW, seed=1)
+    again = planned_on(upgraded, store_with(tmp_path, [cold.record]))
+    assert len(again.trials) == 1
+    (told,) = again.survey.stale
+    assert told == (
+        f"{cold.record.name[:12]} is from before an upgrade, and verified first: driver: 580.95 there, 590.1 here"
+    )
+
+
+def test_after_a_drivers_upgrade_that_changed_speed_the_search_goes_on(cold: Planned, tmp_path: Path) -> None:
+    upgraded = Simulated(gpu(driver="590.1"), SLOW | {"_native_cudnn": 1.6}, seed=1)
+    again = planned_on(upgraded, store_with(tmp_path, [cold.record]))
+    assert len(again.trials) > 1
+    assert "does not hold here" in again.doubts[0]
+    assert again.plan.frozen.settings.attention == "native"
+
+
+def test_a_librarys_upgrade_measures_its_own_trials_again_and_no_others(cold: Planned, tmp_path: Path) -> None:
+    used = [t for t in cold.trials if t.candidate.quantization == "torchao-int8"]
+    assert used
+    assert cold.plan.frozen.settings.quantization == "none"
+    store = store_with(tmp_path, [cold.record])
+    again = planned_on(Simulated(gpu(torchao="0.19.0"), SLOW, seed=1), store)
+    fastest = min(used, key=lambda t: t.median_step_seconds or math.inf)
+    assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings, fastest.candidate]
+    assert "trials on torchao: 0.18.0 there, 0.19.0 here" in again.survey.stale[0]
+    faster = planned_on(Simulated(gpu(torchao="0.19.0"), {**SLOW, "torchao-int8": 0.5}, seed=1), store)
+    assert faster.plan.frozen.settings.quantization == "torchao-int8"
+
+
+def test_after_an_upgrade_of_torch_nothing_counts_and_it_is_said(cold: Planned, tmp_path: Path) -> None:
+    again = planned_on(Simulated(gpu(torch="2.14.0"), SLOW), store_with(tmp_path, [cold.record]))
+    assert again.survey.stale == (f"{cold.record.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",)
+    assert again.plan.frozen.records == ()
+    assert len(again.trials) == len(cold.trials)
+
+
+def neighbour(seed: int) -> Simulated:
+    """Another card of the same generation: 0.7 of the rates, half of the power."""
+    slower = tuple(rate(one.name, 0.7 * one.value) for one in RATES)
+    return Simulated(gpu(name="NVIDIA H100 PCIe", rates=slower, power_limit_watts=350.0), SLOW, seed)
+
+
+def test_a_neighbours_profile_saves_trials(cold: Planned, tmp_path: Path) -> None:
+    alone = planned_on(neighbour(2))
+    helped = planned_on(neighbour(2), store_with(tmp_path, [cold.record]))
+    assert len(helped.trials) < len(alone.trials)
+    assert helped.plan.frozen.records == (cold.record.name,)
+    assert helped.plan.frozen.expected.step_seconds <= 1.05 * neighbour(2).best_seconds
+
+
+def test_two_teams_on_unlike_machines_share_through_the_real_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def command(team: str, *arguments: object) -> str:
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / team))
+        done = autotune_here(capfd, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def plan(team: str, on: Simulated, *options: str) -> FrozenPart:
+        monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: on.hardware)
+        around = replace(Surroundings(), trials=on.around().trials, needs_weights=False)
+        monkeypatch.setattr("autotune.planning.surroundings.Surroundings", lambda: around)
+        file = tmp_path / f"{team}.yaml"
+        asked = ("--model", "kandinsky5-image-lite", "--resolution", "256", "--batch", 2, "-o", file)
+        command(team, "plan", *asked, *options)
+        return read_plan(file).frozen
+
+    team = tmp_path / "team"
+    alone = plan("carol", neighbour(2), "--no-profiles")
+    first = plan("alice", Simulated(slow=SLOW))
+    assert "new: 1" in command("alice", "profiles", "push", team)
+    assert "new: 1" in command("bob", "profiles", "pull", team)
+    helped = plan("bob", neighbour(2))
+    assert first.records == alone.records == ()
+    assert len(helped.trials) < len(alone.trials)
+    assert len(helped.records) == 1
+    assert "new: 1" in command("bob", "profiles", "push", team)
+    assert "new: 1" in command("alice", "profiles", "pull", team)
+    again = plan("alice", Simulated(slow=SLOW, seed=1))
+    assert (len(again.trials), again.settings) == (1, first.settings)
+    shared = " ".join(file.read_text() for file in team.rglob("*.json"))
+    assert not [told for told in (str(tmp_path), platform.node(), getpass.getuser()) if f'"{told}' in shared]
+
+
+def test_what_physics_allows_and_the_cost_model_does_not_is_refused_and_named(cold: Planned, tmp_path: Path) -> None:
+    for poison, why in ((altered(cold.record, 0.25), "times the time"), (altered(cold.record, 1, 0.6), "the memory")):
+        again = planned_on(Simulated(slow=SLOW), store_with(tmp_path / why, [poison]))
+        assert len(again.survey.refused) == 1
+        assert again.survey.refused[0].startswith(f"{poison.name[:12]} is not believed")
+        assert why in again.survey.refused[0]
+        assert again.plan.frozen.records == ()
+        assert again.trials == cold.trials
+
+
+def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold: Planned, tmp_path: Path) -> None:
+    poison = altered(cold.record, 0.6)
+    again = planned_on(Simulated(slow=SLOW), store_with(tmp_path, [poison]))
+    assert again.doubts == (f"{poison.name[:12]} does not hold here: it takes 1.67 times the promised time",)
+    assert again.plan.frozen.settings == cold.plan.frozen.settings
+    assert again.plan.frozen.expected == cold.plan.frozen.expected
+    assert len(again.trials) <= len(cold.trials) + 1
+
+
+def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold: Planned, tmp_path: Path) -> None:
+    small = gpu(budget_bytes=int(cold.plan.frozen.expected.peak_memory_bytes * 0.8))
+    lowered = [
+        residual and residual.model_copy(update={"memory": -0.4, "time": residual.time})
+        for residual in cold.record.calibration
+    ]
+    poison = Record.model_validate({**dict(altered(cold.record, 1, 0.7)), "calibration": tuple(lowered)})
+    with_poison = Simulated(small, SLOW)
+    planned_on(with_poison, store_with(tmp_path, [poison]))
+    cost = case_on_gpu().cost
+    assert with_poison.tried
+    for tried in with_poison.tried:
+        assert cost.uncalibrated(tried).required_memory_bytes <= 1.1 * small.device.budget_bytes
+
+
+PROMISED = trial(candidate(), 1.8, 22 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("local", "why"),
+    [
+        (trial(candidate(), 1.9, 22 * GIB), None),
+        (trial(candidate(), 1.8, int(22.5 * GIB)), None),
+        (trial(candidate(), 2.1, 22 * GIB), "1.17 times the promised time"),
+        (trial(candidate(), 1.0, 22 * GIB), "0.56 times the promised time"),
+        (trial(candidate(), 1.8, 23 * GIB), "1.05 times the promised memory"),
+        (trial(candidate(), None), "it ended as oom"),
+    ],
+)
+def test_one_local_trial_keeps_or_breaks_a_promise(local: TrialResult, why: str | None) -> None:
+    told = broken_promise(PROMISED, local)
+    assert told is None if why is None else why in (told or "")

@@ -1,0 +1,75 @@
+"""The error of quantised layers is measured on the real weights, and too large a one stops the run."""
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.knobs.quantization import quantize_inside
+from autotune.reporting.run import error_lines
+from autotune.schema import QuantizationError
+from autotune.training.model import load_model
+from autotune.training.quality import LIMITS, ErrorMeter, QualityMissed, require_quality
+from tests.training.conftest import CPU, Bench
+from tests.training.small import SETTINGS
+
+
+def blocks(outlier: float = 1.0) -> list[nn.Module]:
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False)) for _ in range(3)]
+    made[1][0].weight.data[:, 0] *= outlier  # a scale per row then leaves little of the other columns
+    return [block.requires_grad_(False) for block in made]
+
+
+def measured(made: list[nn.Module], choice: str) -> QuantizationError:
+    meter, quantize = ErrorMeter(made), quantize_inside(made, choice)
+    assert quantize is not None
+    watched = meter.around(quantize)
+    for block in made:
+        for name, layer in block.named_modules():
+            watched(name, layer)
+    result = meter.result()
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize(("choice", "least", "most"), [("torchao-int8", 0.003, 0.012), ("torchao-fp8", 0.02, 0.035)])
+def test_ordinary_weights_stay_within_what_their_storage_can_do(choice: str, least: float, most: float) -> None:
+    error = measured(blocks(), choice)
+    assert least < error.overall <= error.worst < most < LIMITS["high"]
+
+
+def test_a_block_with_outliers_is_found_and_refused() -> None:
+    error = measured(blocks(outlier=3000.0), "torchao-int8")
+    fine = measured(blocks(), "torchao-int8")
+    assert error.worst_block == 1 or error.worst < LIMITS["high"]
+    assert error.worst >= fine.worst / 2
+    bad = QuantizationError(overall=0.04, worst=0.2, worst_block=1)
+    with pytest.raises(QualityMissed, match="block 1") as caught:
+        require_quality(bad, "high", "torchao-int8")
+    assert "--exclude quantization=torchao-int8" in caught.value.hint
+    require_quality(QuantizationError(overall=0.1, worst=0.1, worst_block=0), "compact", "bnb-nf4")
+    require_quality(None, "exact", "none")
+
+
+def test_the_meter_agrees_with_a_plain_comparison() -> None:
+    made = blocks()[:1]
+    layer = made[0][2]
+    inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(64))
+    before = layer(inputs)
+    meter, quantize = ErrorMeter([layer]), quantize_inside([layer], "torchao-int8")
+    assert quantize is not None
+    meter.around(quantize)("layer", layer)
+    result = meter.result()
+    assert result is not None
+    assert result.overall == pytest.approx(float((layer(inputs) - before).norm() / before.norm()), rel=1e-3)
+
+
+def test_loading_real_weights_reports_it_and_plain_weights_have_none(bench: Bench) -> None:
+    plan = bench.plan()
+    settings = SETTINGS.model_copy(update={"quantization": "torchao-int8"})
+    loaded = load_model(bench.resolved, plan.frozen.workload, settings, CPU, 0)
+    assert loaded.quantization_error is not None
+    assert 0.001 < loaded.quantization_error.worst < LIMITS["high"]
+    assert bench.trained.quantization_error is None
+    (line,) = error_lines(loaded.quantization_error, "torchao-int8")
+    assert "off their real outputs" in line

@@ -1,0 +1,140 @@
+"""A hub of our own: serves a folder's files over HTTP as far as huggingface_hub asks, and can fail on purpose."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+GATED = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to this model is restricted."}
+ABSENT = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
+
+
+class FakeHub:
+    """Repositories by name; `requests` are what was asked."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Path] = {}
+        self.gated: set[str] = set()
+        self.break_once: set[str] = set()
+        """Files whose first download ends half-way."""
+        self.broken: set[str] = set()
+        """Files that the hub cannot give."""
+        self.requests: list[tuple[str, str, str | None]] = []
+
+    @property
+    def downloads(self) -> list[str]:
+        return [
+            path.split(f"/resolve/{COMMIT}/")[1]
+            for verb, path, _ in self.requests
+            if verb == "GET" and "/resolve/" in path
+        ]
+
+
+@contextmanager
+def fake_hub() -> Iterator[tuple[FakeHub, str]]:
+    """The hub, and its address for HF_ENDPOINT."""
+    hub = FakeHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.answer()
+
+        def log_message(self, *arguments: Any) -> None:
+            return
+
+        def answer(self) -> None:
+            path = self.path.split("?")[0]
+            hub.requests.append((self.command, path, self.headers.get("Range")))
+            name = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
+            if name in hub.gated:
+                self.reply(403, b"{}", GATED)
+            elif name not in hub.repos:
+                self.reply(404, b"{}", ABSENT)
+            elif path.startswith("/api/models/"):
+                self.describe(name, path)
+            else:
+                self.send_file(hub.repos[name], path.split(f"/resolve/{COMMIT}/")[-1])
+
+        def describe(self, name: str, path: str) -> None:
+            revision = path.rsplit("/revision/", maxsplit=1)[-1] if "/revision/" in path else "main"
+            if revision not in ("main", COMMIT):
+                self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+                return
+            found = sorted(path for path in hub.repos[name].rglob("*") if path.is_file())
+            files = [file.relative_to(hub.repos[name]).as_posix() for file in found]
+            if "/tree/" in path:
+                sizes = [file.stat().st_size for file in found]
+                tree = [{"type": "file", "path": f, "size": s, "oid": f} for f, s in zip(files, sizes, strict=True)]
+                self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+                return
+            info = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+            self.reply(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+
+        def send_file(self, folder: Path, file: str) -> None:
+            if not (folder / file).is_file():
+                self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return
+            if self.command == "GET" and file in hub.broken:
+                self.reply(500, b"", {})
+                return
+            content = (folder / file).read_bytes()
+            headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT,
+                       "Accept-Ranges": "bytes"}  # fmt: skip
+            start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
+            if self.command == "GET" and file in hub.break_once:
+                hub.break_once.discard(file)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2])
+                self.wfile.flush()
+                self.connection.close()
+                self.close_connection = True
+                return
+            if start:
+                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self.reply(206 if start else 200, content[start:], headers)
+
+        def reply(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub, f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def hub_in_this_process(cache: Path) -> Iterator[FakeHub]:
+    """huggingface_hub, already imported, asks the fake hub and keeps files in `cache`."""
+    from huggingface_hub import constants
+
+    with fake_hub() as (hub, address), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield hub

@@ -1,0 +1,105 @@
+"""What really comes over the wire, from a hub of our own."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidInput
+from autotune.families.resolve import fetch_model, resolve_model
+from autotune.weights.errors import HubError, MissingWeights
+from autotune.weights.hub import fetch
+from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
+from tests.weights.fake_hub import COMMIT, FakeHub, hub_in_this_process
+
+STEM = "diffusion_pytorch_model"
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with hub_in_this_process(tmp_path / "cache") as hub:
+        yield hub
+
+
+@pytest.fixture
+def repo(hub: FakeHub, tmp_path: Path) -> str:
+    folder = tmp_path / "repo"
+    for name in ("model_index.json", "vae/config.json", "README.md", "tokenizer/vocab.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"I am": name}))  # equal files are fetched once
+    for name in (f"{STEM}.safetensors", f"{STEM}.fp16.safetensors", "more.bin"):
+        (folder / "vae" / name).write_bytes(os.urandom(1 << 16))
+    hub.repos["team/small"] = folder
+    return "team/small"
+
+
+def test_only_needed_files_are_downloaded_and_only_once(hub: FakeHub, repo: str) -> None:
+    fetched = fetch(repo, components=["vae"])
+    assert fetched.revision == COMMIT
+    assert sorted(hub.downloads) == ["model_index.json", "vae/config.json", f"vae/{STEM}.safetensors"]
+    assert fetch(repo, components=["vae"]) == fetched
+    assert len(hub.downloads) == 3
+
+
+def test_without_weights_only_texts_come_and_weights_may_follow(hub: FakeHub, repo: str) -> None:
+    fetch(repo, components=["vae", "tokenizer"], weights=False)
+    assert sorted(hub.downloads) == ["model_index.json", "tokenizer/vocab.json", "vae/config.json"]
+    fetch(repo, revision=COMMIT, components=["vae", "tokenizer"])
+    assert hub.downloads[3:] == [f"vae/{STEM}.safetensors"]
+
+
+def test_a_download_that_breaks_off_ends_whole(hub: FakeHub, repo: str) -> None:
+    hub.break_once.add(f"vae/{STEM}.safetensors")
+    fetched = fetch(repo, components=["vae"])
+    name = f"vae/{STEM}.safetensors"
+    assert (Path(fetched.folder) / name).read_bytes() == (hub.repos[repo] / name).read_bytes()
+
+
+def test_a_hub_that_fails_during_a_download_says_that_it_can_be_continued(hub: FakeHub, repo: str) -> None:
+    hub.broken.add(f"vae/{STEM}.safetensors")
+    with pytest.raises(HubError) as caught:
+        fetch(repo, components=["vae"])
+    assert "again" in caught.value.hint
+
+
+@pytest.mark.parametrize(("name", "word"), [("team/gated", "licence"), ("team/absent", "spelling")])
+def test_gated_and_absent_repositories_say_so(hub: FakeHub, name: str, word: str) -> None:
+    hub.gated.add("team/gated")
+    with pytest.raises(HubError) as caught:
+        fetch_model(name)
+    assert word in caught.value.hint
+
+
+def test_an_absent_revision_says_so(repo: str) -> None:
+    with pytest.raises(HubError, match="no revision 'v9'"):
+        fetch(repo, revision="v9", components=["vae"])
+
+
+def test_offline_the_missing_file_of_a_model_is_named(
+    hub: FakeHub,
+    small_pipelines,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from huggingface_hub import constants
+
+    hub.repos["team/small"] = small_pipelines("qwen-image").folder
+    texts = fetch_model("team/small", weights=False)
+    assert (texts.folder, texts.revision, texts.spec.name) == (None, COMMIT, "team/small")
+    assert texts.texts is not None
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch_model(f"team/small@{COMMIT}", weights=False) == texts
+    with pytest.raises(MissingWeights, match=r"transformer/\*.safetensors of team/small is not in the cache"):
+        fetch_model("team/small")
+    with pytest.raises(InvalidInput, match="neither a folder nor a known model"):
+        resolve_model("team/never-fetched")
+
+
+def test_a_model_of_an_unknown_name_is_what_its_repository_says(hub: FakeHub, small_pipelines) -> None:  # noqa: F811
+    small = small_pipelines("flux1-dev")
+    hub.repos["someone/fine-tune"] = small.folder
+    model = fetch_model("someone/fine-tune")
+    assert model.family.name == "flux1-dev"
+    assert model.spec.architecture == resolve_model(str(small.folder)).spec.architecture
+    assert resolve_model(f"someone/fine-tune@{COMMIT}") == model
+    assert resolve_model("someone/fine-tune").folder == model.folder
