@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.quantization import QUALITY_OF
+from autotune.schema import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from tests.gpu.conftest import GIB, candidate, work
 
@@ -77,6 +79,24 @@ def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware
         assert large.outcome == "oom", large.message
         runner.memory_cap_bytes = hardware.device.budget_bytes
         assert runner.run(candidate(precision)).outcome == "ok"
+
+
+@dataclass(frozen=True)
+class AskAllocator:
+    """Whether the child's allocator has expandable segments."""
+
+    candidate: Candidate
+    device: str
+
+    def perform(self, kept, tell):
+        torch.zeros(1, device=self.device)
+        return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+
+
+@pytest.mark.parametrize("choice", ["default", "expandable"])
+def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
+    answer = runner.ask(AskAllocator(candidate(precision, allocator=choice), runner.device), (choice,))
+    assert answer is (choice == "expandable")
 
 
 def test_the_planning_process_holds_no_memory_of_the_card(model):
