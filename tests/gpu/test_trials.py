@@ -3,14 +3,19 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.quantization import QUALITY_OF
+from autotune.schema import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from tests.gpu.conftest import GIB, candidate, work
+
+LOSS_TOLERANCES = {"torchao-int8": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5, "bnb-nf4": 1.0}
+"""Of a loss against unquantised weights: random ones magnify small errors; test_kernels.py holds gradients to less."""
 
 
 @pytest.mark.anywhere
@@ -40,7 +45,7 @@ def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, na
     plain = runner.run(candidate(precision, checkpointed_blocks=checkpointed))
     result = runner.run(candidate(precision, quantization=name, checkpointed_blocks=checkpointed))
     assert result.outcome == "ok", result.message
-    assert result.final_loss == pytest.approx(plain.final_loss, rel=0.1)
+    assert result.final_loss == pytest.approx(plain.final_loss, rel=LOSS_TOLERANCES[name])
 
 
 @pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8"])
@@ -74,6 +79,24 @@ def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware
         assert large.outcome == "oom", large.message
         runner.memory_cap_bytes = hardware.device.budget_bytes
         assert runner.run(candidate(precision)).outcome == "ok"
+
+
+@dataclass(frozen=True)
+class AskAllocator:
+    """Whether the child's allocator has expandable segments."""
+
+    candidate: Candidate
+    device: str
+
+    def perform(self, kept, tell):
+        torch.zeros(1, device=self.device)
+        return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+
+
+@pytest.mark.parametrize("choice", ["default", "expandable"])
+def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
+    answer = runner.ask(AskAllocator(candidate(precision, allocator=choice), runner.device), (choice,))
+    assert answer is (choice == "expandable")
 
 
 def test_the_planning_process_holds_no_memory_of_the_card(model):

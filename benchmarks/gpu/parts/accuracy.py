@@ -100,10 +100,7 @@ def curve(evidence: Evidence, predictor: Predictor, workload: Workload, about: d
 
 def tried(runner: ProcessTrialRunner, chosen: Candidate, num_steps: int = 3) -> tuple[TrialResult, int | None]:
     """The trial's result and the bytes that the allocator reserved."""
-    request = ReservingTrial(
-        model=runner.model, workload=runner.workload, candidate=chosen, device=runner.device,
-        memory_cap_bytes=runner.memory_cap_bytes, num_steps=num_steps,
-    )  # fmt: skip
+    request = ReservingTrial(runner.model, runner.workload, chosen, runner.device, num_steps)
     answer = runner.ask(request, tuple(getattr(chosen, knob.name) for knob in KNOBS if knob.needs_reload))
     result, reserved = (answer, None) if isinstance(answer, Failure) else answer
     return runner.judged(chosen, result), reserved

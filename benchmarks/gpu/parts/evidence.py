@@ -140,6 +140,7 @@ def candidate(workload: Workload, batch: int, share: float, quantization: str = 
         quantization=quantization,
         attention=attention,
         precision=precision,
+        allocator="expandable" if precision == "bf16" else "default",  # as the rule for discrete cards says
     )
 
 

@@ -51,13 +51,12 @@ class ProfiledSteps:
     workload: Workload
     candidate: Candidate
     device: str
-    memory_cap_bytes: int
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
         from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        request = TrialRequest(self.model, self.workload, self.candidate, self.device, self.memory_cap_bytes, 3)
+        request = TrialRequest(self.model, self.workload, self.candidate, self.device, 3)
         steps = Steps(load(request), self.workload, self.candidate)
         seconds = sorted(steps.timed()[1] for _ in range(5))[2]
         on_gpu = self.device.startswith("cuda")
@@ -94,7 +93,7 @@ def main() -> None:
             if why := closed_gate(hardware, chosen):
                 evidence.skip(chosen.label(), why)
                 continue
-            request = ProfiledSteps(model, workload, chosen, runner.device, runner.memory_cap_bytes)
+            request = ProfiledSteps(model, workload, chosen, runner.device)
             answer = runner.ask(request, (number,))
             row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
             predicted = told(predictor.predict(chosen))

@@ -24,7 +24,6 @@ class LoadOnce:
     workload: Workload
     candidate: Candidate
     device: str
-    memory_cap_bytes: int
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
         import torch
@@ -35,8 +34,9 @@ class LoadOnce:
         on_gpu, device = self.device.startswith("cuda"), torch.device(self.device)
         if on_gpu:
             torch.zeros(1, device=device)  # CUDA's own start is not loading
+        resolved = resolve_model(self.model)
         started = time.perf_counter()
-        model = load_model(resolve_model(self.model), self.workload, self.candidate, device, seed=0)
+        model = load_model(resolved, self.workload, self.candidate, device, seed=0)
         if on_gpu:
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - started
@@ -53,7 +53,7 @@ def load(
 ) -> None:
     """One load in a fresh process, as a row."""
     with ProcessTrialRunner.on(hardware, model, workload) as runner:
-        answer = runner.ask(LoadOnce(model, workload, chosen, runner.device, runner.memory_cap_bytes))
+        answer = runner.ask(LoadOnce(model, workload, chosen, runner.device))
     row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
     evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **row)
 

@@ -29,7 +29,6 @@ class WriteTransformer:
     folder: str
     workload: Workload
     device: str
-    memory_cap_bytes: int
     precision: str
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, float]:
@@ -43,7 +42,7 @@ class WriteTransformer:
         started = time.perf_counter()
         settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=self.precision)
         model = ResolvedModel(family, self.config, self.workload.model, None)
-        transformer: Any = load_transformer(model, settings, dtype, torch.device(self.device))
+        transformer, _ = load_transformer(model, settings, dtype, torch.device(self.device))
         built = time.perf_counter()
         transformer.save_pretrained(self.folder, max_shard_size="5GB")
         return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}
@@ -63,8 +62,7 @@ def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Work
         blocks = max(2, min(FULL_BLOCKS, room // BYTES_PER_BLOCK))
         full = {"num_layers": blocks, "joint_attention_dim": config["joint_attention_dim"]}
         with ProcessTrialRunner.on(hardware, FAMILY, workload) as runner:
-            request = WriteTransformer(full, str(folder / "transformer"), workload, runner.device,
-                                       runner.memory_cap_bytes, precision)  # fmt: skip
+            request = WriteTransformer(full, str(folder / "transformer"), workload, runner.device, precision)
             answer = runner.ask(request)
         if isinstance(answer, Failure):
             raise RuntimeError(f"writing the pipeline: {answer.outcome}: {answer.message}")

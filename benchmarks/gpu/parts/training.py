@@ -32,7 +32,6 @@ class PlainLoop:
     config: dict[str, Any]
     workload: Workload
     device: str
-    memory_cap_bytes: int
     num_steps: int
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
@@ -122,8 +121,7 @@ def main() -> None:
         for name, turn in evidence.each(turns):
             chosen = found[name]
             if name == "plain diffusers loop":
-                plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device,
-                                  runner.memory_cap_bytes, STEPS)  # fmt: skip
+                plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device, STEPS)
                 answer = runner.ask(plain, ("plain", turn))
                 row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
             elif why := "no plan" if chosen is None else closed_gate(hardware, chosen):
