@@ -17,7 +17,7 @@ from zlib import crc32
 from autotune.weights.building import DtypePolicy
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
 from autotune.weights.files import TensorEntry
-from autotune.weights.loaders import loader_called
+from autotune.weights.loaders import loader_called, return_freed_buffers_at_once
 from autotune.weights.sources import WeightSource
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def load_into(
 
     target = torch.device(device)
     chosen = loader_called(loader, target)
+    if transform:
+        return_freed_buffers_at_once()  # whichever loader: what quantising frees must not stay in the heap
     slots = _slots(model)
     names = {stored: rename(stored) if rename else stored for stored in source.places}
     _check(model, slots, source, names)
