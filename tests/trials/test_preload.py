@@ -1,4 +1,4 @@
-"""The fork server only imports: nothing parallel runs in it, no thread, no CUDA; and a preload that fails is noticed."""
+"""The fork server only imports: nothing parallel runs in it, no thread, no CUDA; a preload that fails is noticed."""
 
 import os
 import subprocess
