@@ -20,9 +20,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Grab:
-    """Takes host memory without end, after starting a process of its own."""
+    """Takes that many times 64 MiB of host memory, after starting a process of its own."""
 
     pids: str
+    blocks: int
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> None:
         import numpy as np
@@ -30,7 +31,7 @@ class Grab:
         sleeper = subprocess.Popen(["sleep", "600"])
         Path(self.pids).write_text(str(sleeper.pid))
         held = []
-        for _ in range(256):  # 16 GiB at most, should the watchdog fail
+        for _ in range(self.blocks):
             held.append(np.ones(64 * MIB, dtype=np.uint8))
             time.sleep(0.02)
 
@@ -38,9 +39,9 @@ class Grab:
 def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model: Path, tmp_path: Path) -> None:
     watchdog = Watchdog(floor_bytes=0)
     with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 64 * GIB, watchdog=watchdog) as runner:
-        before = available_bytes()
-        watchdog.floor_bytes = before - 600 * MIB
-        answer = runner.ask(Grab(str(tmp_path / "pid")))
+        runner.ask(Grab(str(tmp_path / "pid"), blocks=0))  # a child that was allowed more than is left now
+        watchdog.floor_bytes = available_bytes() - 600 * MIB
+        answer = runner.ask(Grab(str(tmp_path / "pid"), blocks=256))  # 16 GiB at most, should the watchdog fail
         assert isinstance(answer, Failure)
         result = runner.judged(FIRST, answer)
         assert result.outcome == "oom"
