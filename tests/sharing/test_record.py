@@ -86,7 +86,8 @@ def test_a_new_field_is_judged_before_it_leaves() -> None:
 _LEAVES = """
     autotune_version calibration measured_on schema_version search_seconds
     expected.evidence expected.images_per_second expected.other_seconds expected.peak_memory_bytes expected.phases
-    expected.price_per_hour expected.process_memory_bytes expected.step_seconds machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
+    expected.price_per_hour expected.process_memory_bytes expected.step_seconds machine.budget_bytes
+    machine.device_name machine.hard_keys.compute_capability
     machine.hard_keys.cuda machine.hard_keys.device_kind machine.hard_keys.memory_kind
     machine.hard_keys.memory_model machine.hard_keys.torch machine.hard_keys.trial_protocol
     machine.logical_cores machine.noisy
