@@ -18,7 +18,7 @@ def plan_command(evidence: Evidence, model: str, rank: int, batch: int, seconds:
     return [sys.executable, "-m", "autotune", "plan", "--model", model, "--resolution", str(evidence.size(1024)),
             "--rank", str(rank), "--batch", str(batch), "--quality", "compact", "--no-profiles", "--json",
             "--search-time", str(max(10, round(seconds))), "-o", str(evidence.scratch() / "plan.yaml"),
-            *options]  # fmt: skip
+            *(["--max-trials", "2"] if evidence.small else []), *options]  # fmt: skip
 
 
 def plan(evidence: Evidence, command: list[str], cap_gib: int | None = None) -> dict[str, object] | None:
