@@ -268,7 +268,7 @@ class Expected(Frozen):
             phase.host_bytes if phase.device_bytes is None else phase.device_bytes + self.process_memory_bytes
             for phase in self.phases
         )
-        return max(self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured))
+        return max([self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured)])
 
     other_seconds: float = Field(default=0.0, ge=0)
     """What the job takes beside its steps, always predicted: loading, caches, compiling, previews, checkpoints."""
