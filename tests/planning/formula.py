@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.cost.calibration import Calibration
+from autotune.cost.calibration import Calibration, Lesson, Residual, residual_of
 from autotune.cost.parallel import Parallel
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel
@@ -38,9 +38,18 @@ class FormulaPredictor:
     def weight_bytes(self, candidate: Candidate) -> int:
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55))
 
-    def calibrate(self, trials: Sequence[TrialResult]) -> None:
-        pairs = [(trial, self._raw(trial.candidate)) for trial in trials]
-        self._calibration = Calibration.of(pairs, rates_measured=False)
+    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
+        pairs = [(trial.candidate, residual) for trial in trials if (residual := self.residual(trial))]
+        self._calibration = Calibration.of(pairs, rates_measured=False, lessons=lessons)
+
+    def residual(self, trial: TrialResult) -> Residual | None:
+        return residual_of(trial, self._raw(trial.candidate)) if trial.outcome == "ok" else None
+
+    def uncalibrated(self, candidate: Candidate) -> Prediction:
+        return self._raw(candidate)
+
+    def beside(self, hardware: Any) -> "FormulaPredictor":
+        return FormulaPredictor(hardware, self.workload, self.family, self.config, self.parts, None, self.parallel)
 
     def predict(self, candidate: Candidate) -> Prediction:
         time, memory = self._calibration.time, self._calibration.memory

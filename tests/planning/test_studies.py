@@ -147,13 +147,16 @@ def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> Non
     assert caught.value.__suppress_context__
 
 
+def _stumble() -> None:
+    try:
+        raise StorageInternalError("the disk is full")
+    finally:
+        raise AssertionError("Should not reach.")
+
+
 def test_a_storage_that_fails_behind_another_error_is_named() -> None:
-    with pytest.raises(AutotuneError, match="the storage of the search failed: the disk is full") as caught:
-        with safe_words(Place("x")):
-            try:
-                raise StorageInternalError("the disk is full")
-            finally:
-                raise AssertionError("Should not reach.")
+    with pytest.raises(AutotuneError, match="the disk is full") as caught, safe_words(Place("x")):
+        _stumble()
     assert "results of finished trials are kept" in caught.value.hint
     with pytest.raises(ZeroDivisionError), safe_words(Place("x")):
         _ = 1 / 0
