@@ -58,7 +58,7 @@ class Bench:
             truth, rng = self.task.truth[candidate], random.Random(f"{self.task.name} {candidate} {seed}")
             pace = self.times[candidate] / (truth.median_step_seconds or 1.0) * rng.gauss(1, NOISE)
             steps = tuple(seconds * pace for seconds in truth.step_seconds)
-            wall = (truth.wall_seconds or 0.0) * (pace if steps else 1.0)
+            wall = (truth.load_seconds or 0.0) + pace * sum((*truth.warmup_seconds, *truth.step_seconds))
             return TrialResult.model_validate({**dict(truth), "step_seconds": steps, "wall_seconds": wall})
 
         return run

@@ -222,3 +222,8 @@ def test_a_plan_from_before_a_field_existed_is_still_whole(tmp_path: Path) -> No
     path = tmp_path / "older.yaml"
     path.write_text(yaml.safe_dump(data))
     assert read_plan(path).frozen.settings.loader == "safetensors"
+
+
+def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
+    expected = make_plan().frozen.expected.model_copy(update={"phases": ()})
+    assert expected.required_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes

@@ -76,16 +76,28 @@ def safe_words(place: Place | None) -> Iterator[None]:
     if place is None:
         yield
         return
-    from sqlalchemy.exc import SQLAlchemyError
-
     try:
         yield
-    except (SQLAlchemyError, StorageInternalError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
+    except AutotuneError:
+        raise
+    except Exception as error:
+        failure = _storage_failure(error)
+        if failure is None:
+            raise
+        reason = " ".join(str(failure.__cause__ or failure).split())[:300]
         raise AutotuneError(
             f"the storage of the search failed: {_without_password(reason, place)}",
             hint="results of finished trials are kept; run the same command again once the storage can be reached",
         ) from None  # the chain would show what was left out
+
+
+def _storage_failure(error: BaseException | None) -> BaseException | None:
+    """The storage's error behind `error`: Optuna stumbles over its own feet where a trial cannot be told its end."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    while error is not None and not isinstance(error, SQLAlchemyError | StorageInternalError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _storage(place: Place) -> optuna.storages.RDBStorage:

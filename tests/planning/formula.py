@@ -49,7 +49,7 @@ class FormulaPredictor:
         return self._raw(candidate)
 
     def beside(self, hardware: Any) -> "FormulaPredictor":
-        return FormulaPredictor(hardware, self.workload, self.family, self.config)
+        return FormulaPredictor(hardware, self.workload, self.family, self.config, self.parts, None, self.parallel)
 
     def predict(self, candidate: Candidate) -> Prediction:
         time, memory = self._calibration.time, self._calibration.memory

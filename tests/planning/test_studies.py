@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from optuna.exceptions import StorageInternalError
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.plan_file import plan_text
 from autotune.planner import make_plan
 from autotune.schema import Candidate
-from autotune.search.storage import Place
+from autotune.search.storage import Place, safe_words
 from autotune.training.describe import Wishes
 from tests import builders
 from tests.planning.machines import (
@@ -101,7 +102,7 @@ def test_a_study_of_another_question_or_machine_says_so() -> None:
 
 
 def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, database: str) -> None:
-    asked = question(Place("shared", database, heartbeat_seconds=1, grace_seconds=2), max_trials=10)
+    asked = question(Place("shared", database, heartbeat_seconds=2, grace_seconds=6), max_trials=10)
     victim = start_worker(tmp_path, "victim", asked, far_away=True, hangs_at=1)
     wait_until(lambda: len(logged(victim.log, "begins")) == 1)
     others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.3, far_away=True) for n in range(3)]
@@ -144,6 +145,21 @@ def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> Non
     assert PASSWORD not in words
     assert "p%40ss" not in words
     assert caught.value.__suppress_context__
+
+
+def _stumble() -> None:
+    try:
+        raise StorageInternalError("the disk is full")
+    finally:
+        raise AssertionError("Should not reach.")
+
+
+def test_a_storage_that_fails_behind_another_error_is_named() -> None:
+    with pytest.raises(AutotuneError, match="the disk is full") as caught, safe_words(Place("x")):
+        _stumble()
+    assert "results of finished trials are kept" in caught.value.hint
+    with pytest.raises(ZeroDivisionError), safe_words(Place("x")):
+        _ = 1 / 0
 
 
 def test_a_study_name_cannot_leave_its_folder() -> None:

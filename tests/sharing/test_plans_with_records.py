@@ -158,12 +158,16 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
     assert not [told for told in (str(tmp_path), platform.node(), getpass.getuser()) if f'"{told}' in shared]
 
 
-def test_what_physics_allows_and_the_cost_model_does_not_is_refused_and_named(cold: Planned, tmp_path: Path) -> None:
-    for poison, why in ((altered(cold.record, 0.25), "times the time"), (altered(cold.record, 1, 0.6), "the memory")):
-        again = planned_on(Simulated(slow=SLOW), store_with(tmp_path / why, [poison]))
+def test_what_the_cost_model_or_physics_contradicts_is_refused_and_named(cold: Planned, tmp_path: Path) -> None:
+    cases = (
+        (altered(cold.record, 0.25), "is not believed: trial 2 took 0.24 times the time"),
+        (altered(cold.record, 1, 4.5), "is not believed: trial 1 took 4.5 times the memory"),
+        (altered(cold.record, 1, 0.6), "cannot be true: trial 1: its peak of"),
+    )
+    for poison, why in cases:
+        again = planned_on(Simulated(slow=SLOW), store_with(tmp_path / poison.name, [poison]))
         assert len(again.survey.refused) == 1
-        assert again.survey.refused[0].startswith(f"{poison.name[:12]} is not believed")
-        assert why in again.survey.refused[0]
+        assert again.survey.refused[0].startswith(f"{poison.name[:12]} {why}")
         assert again.plan.frozen.records == ()
         assert again.trials == cold.trials
 
