@@ -386,6 +386,7 @@ class RunReport(Frozen):
     final_loss: float
     warnings: tuple[str, ...] = ()
     settings: Candidate
+    """Those that it ended with: the plan's, or a fallback, which a warning then names."""
     quantization_error: QuantizationError | None = None
     verdict: AdapterVerdict | None = None
     adapter: str
