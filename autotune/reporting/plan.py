@@ -145,7 +145,7 @@ def _saving(plan: TrainingPlan) -> str:
     saved = per_step * plan.job.num_steps
     if saved < 1:
         return "; the safest settings are no slower"
-    return f"; saves {seconds_text(saved)} of the run against the safest settings"
+    return f"; saves {seconds_text(saved)} of the run"
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:
