@@ -13,7 +13,8 @@ from autotune.commands import data, profiles, weights
 from autotune.commands.about import doctor, models
 from autotune.commands.demo import demo
 from autotune.commands.estimate import estimate
-from autotune.commands.plan import check, diff, explain, plan
+from autotune.commands.plan import plan
+from autotune.commands.plans import check, diff, explain
 from autotune.commands.probe import probe
 from autotune.commands.train import sample, train
 from autotune.errors import AutotuneError, Preempted

@@ -1,17 +1,18 @@
-"""`autotune plan`, and what can be asked of plan files: `check`, `explain` and `diff`."""
+"""`autotune plan`: options to a question, progress to the terminal, the answer to a file."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.commands.options import Json, PlanFile, parse_shift
+from autotune.commands.options import Json, parse_shift
 
 if TYPE_CHECKING:
-    from autotune.schema import Residual
+    from autotune.planner import Events
+    from autotune.schema import HardwareProfile, Residual
     from autotune.sharing.query import Known, Survey
+    from autotune.terminal import TrialDisplay
 
 
 def plan(
@@ -79,17 +80,17 @@ def plan(
     from autotune.commands.machine import machine_for
     from autotune.cost.arguments import parse_resolution
     from autotune.plan_file import read_plan, write_plan
-    from autotune.planner import Events, make_plan
+    from autotune.planner import make_plan
     from autotune.planning.case import list_choices
     from autotune.planning.question import Question, question_of
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.surroundings import Surroundings
     from autotune.reporting.origins import origin_lines
-    from autotune.reporting.plan import knob_lines, plan_lines, prediction_lines, survey_lines, workload_lines
+    from autotune.reporting.plan import knob_lines, plan_lines
     from autotune.search.storage import Place
     from autotune.sharing.record import why_no_evidence
     from autotune.sharing.store import remember
-    from autotune.terminal import err, out, trial_display
+    from autotune.terminal import out, trial_display
 
     if earlier is None and model is None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
@@ -138,35 +139,14 @@ def plan(
     if list_knobs:
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
-    known: list[Known] = []
-    proven = [machine]
-    calibration: list[Residual | None] = []
+    heard = _Heard(machine)
     with trial_display(max_trials) as display:
-
-        def tell_survey(survey: "Survey") -> None:
-            known.extend(survey.known)
-            err.print("\n".join(survey_lines(survey)), end="", markup=False)
-
-        events = Events(
-            on_left_out=lambda lines: err.print(
-                *lines, sep="\n", end="\n" if lines else "", style="yellow", markup=False
-            ),
-            on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
-            on_machine=proven.append,
-            on_note=lambda note: err.print(f"note      {note}", markup=False),
-            on_survey=tell_survey,
-            on_start=display.start,
-            on_trial=display.show,
-            on_doubt=lambda line: err.print(f"profiles  {line}", markup=False),
-            on_calibration=calibration.extend,
-            on_predictions=lambda all_: err.print("\n".join(prediction_lines(all_, machine.device.budget_bytes))),
-        )
-        made = make_plan(question, machine, events, around)
+        made = make_plan(question, machine, heard.events(display), around)
     write_plan(output, made)
     if record is not None:
-        write_recording(record, recording_of(made, proven[-1], known))
+        write_recording(record, recording_of(made, heard.proven, heard.known))
     if recording is None and why_no_evidence(made, machine) is None:
-        remember(made, machine, tuple(calibration))
+        remember(made, machine, tuple(heard.calibration))
     if as_json:
         typer.echo(made.model_dump_json(indent=1))
         return
@@ -174,54 +154,41 @@ def plan(
     out.print(f"written to {output}; train it with: autotune train {output}", markup=False)
 
 
-def check(plan_file: PlanFile, as_json: Json = False) -> None:
-    """Tell whether a plan fits this machine, without training."""
-    from autotune.fit import hardware_misfits
-    from autotune.hardware.probe import probe as read_machine
-    from autotune.plan_file import read_plan
-    from autotune.training.processes import device_misfits
+class _Heard:
+    """What planning tells on the way: printed, and kept for the recording and the record."""
 
-    chosen, machine = read_plan(plan_file), read_machine(quick=True)
-    misfits = hardware_misfits(chosen, machine) + device_misfits(chosen.frozen.hardware.num_processes, machine)
-    if as_json:
-        typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
-    else:
-        for misfit in misfits:
-            typer.echo(f"does not fit: {misfit}")
-        if not misfits:
-            typer.echo(f"{plan_file} is valid and fits this machine")
-    if misfits:
-        raise typer.Exit(4)
+    def __init__(self, machine: "HardwareProfile") -> None:
+        self.proven = machine
+        """The machine, with what parity has shown."""
+        self.known: list[Known] = []
+        self.calibration: list[Residual | None] = []
 
+    def events(self, display: "TrialDisplay") -> "Events":
+        """Progress to stderr, trials to `display`."""
+        from autotune.planner import Events
+        from autotune.reporting.plan import prediction_lines, workload_lines
+        from autotune.terminal import err
 
-def explain(plan_file: PlanFile, as_json: Json = False) -> None:
-    """Say why each setting was chosen, and what was rejected and why."""
-    from autotune.plan_file import read_plan
-    from autotune.reporting.origins import origin_lines
-    from autotune.reporting.plan import explain_lines
+        budget = self.proven.device.budget_bytes
+        return Events(
+            on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow", markup=False),
+            on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
+            on_machine=lambda machine: setattr(self, "proven", machine),
+            on_note=lambda note: err.print(f"note      {note}", markup=False),
+            on_survey=self._survey,
+            on_start=display.start,
+            on_trial=display.show,
+            on_doubt=lambda line: err.print(f"profiles  {line}", markup=False),
+            on_calibration=self.calibration.extend,
+            on_predictions=lambda predictions: err.print("\n".join(prediction_lines(predictions, budget))),
+        )
 
-    chosen = read_plan(plan_file)
-    if as_json:
-        typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
-    else:
-        typer.echo("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
+    def _survey(self, survey: "Survey") -> None:
+        from autotune.reporting.plan import survey_lines
+        from autotune.terminal import err
 
-
-def diff(
-    first: Annotated[Path, typer.Argument(help="A plan.", metavar="A")],
-    second: Annotated[Path, typer.Argument(help="Another plan.", metavar="B")],
-    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, to compare costs.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Compare two plans: settings, memory, time and cost."""
-    from autotune.plan_file import read_plan
-    from autotune.reporting.difference import difference_lines, differences
-
-    found = differences(read_plan(first), read_plan(second), price_per_hour=price)
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(item) for item in found], indent=1))
-    else:
-        typer.echo("\n".join(difference_lines(found)))
+        self.known.extend(survey.known)
+        err.print("\n".join(survey_lines(survey)), end="", markup=False)
 
 
 def _changed(thing: Any, **values: object) -> Any:

@@ -111,12 +111,14 @@ def _reason(knob: str, space: SearchSpace, scores: Sequence[Score], winner: Scor
     others = [choice for choice in space.choices[knob] if choice != chosen]
     excluded = {item.choice for item in space.rejected[knob]}
     best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
+    own = winner_of([score for score in scores if score.candidate == winner.candidate], objective)
+    even = own or winner  # others ran for a short time: compared with the winner's short trial, not its long one
     rejected = [
         *space.rejected[knob],
-        *(Rejected(choice=c, reason=_compare(score, winner)) for c, score in best.items() if c not in excluded),
+        *(Rejected(choice=c, reason=_compare(score, even)) for c, score in best.items() if c not in excluded),
     ]
     if not others:
-        why = "the only value that can be used here"
+        why = "the only value that is searched here"
     elif any(best.values()):
         why = f"part of the {'fastest' if objective == 'throughput' else 'smallest'} settings that run"
     else:

@@ -1,6 +1,7 @@
 """The loop of a run: data, steps, learning rate, checkpoints, previews, what is told of each step."""
 
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -12,15 +13,22 @@ import torch
 
 from autotune.errors import AutotuneError, Preempted
 from autotune.families.base import Batch
-from autotune.schema import TrainingPlan
+from autotune.knobs.registry import KNOBS
+from autotune.schema import Candidate, TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.data.batches import Order
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
-from autotune.training.memory import allocated_bytes, held_peak_bytes, live_tensors, peak_memory_bytes
+from autotune.training.memory import (
+    allocated_bytes,
+    held_peak_bytes,
+    is_out_of_memory,
+    live_tensors,
+    peak_memory_bytes,
+)
 from autotune.training.metrics import Metrics
-from autotune.training.model import TrainingModel
+from autotune.training.model import TrainingModel, apply_settings
 from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
@@ -52,6 +60,11 @@ def steps_of(plan: TrainingPlan, order: Order) -> int:
     return math.ceil(plan.job.num_train_epochs * order.epoch_size / order.effective_batch_size)
 
 
+def _same_load(one: Candidate, other: Candidate) -> bool:
+    """Whether a model loaded for one serves the other."""
+    return all(getattr(one, knob.name) == getattr(other, knob.name) for knob in KNOBS if knob.needs_reload)
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What the loop works with besides the model."""
@@ -74,6 +87,8 @@ class Loop:
         self, plan: TrainingPlan, model: TrainingModel, encoded: EncodedDataset, checkpoint: Checkpoint | None
     ) -> None:
         self.plan, self.model, self.encoded = plan, model, encoded
+        self.settings = plan.frozen.settings
+        """The plan's, or the fallback that memory has made necessary."""
         job = self.job = plan.job
         self.order = order_of(plan, encoded)
         self.num_steps = steps_of(plan, self.order)
@@ -101,41 +116,75 @@ class Loop:
         self.warnings: list[str] = []
 
     def run(self, around: Surroundings) -> None:
-        """Take every step that is left.
+        """Take every step that is left; where memory runs out, go on with the plan's next safer settings.
 
         Raises:
             Preempted: a signal came; a checkpoint is written.
-            AutotuneError: the loss is no longer finite, or a checkpoint cannot be written.
+            AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing safer that needs no
+                reload, or a checkpoint cannot be written.
         """
-        loader = self._loader(around.processes)
         self.network = around.processes.replicate(self.model.transformer)
         watch = MemoryWatch(around.budget_bytes)
+        done, single = self.first_step, around.processes.world_size == 1
+        with StopRequest(second_ends=single) as stop, _tracing(around.trace) as traced:
+            while done < self.num_steps:
+                try:
+                    with contextlib.closing(self._steps(done, around.processes)) as events:
+                        for event in events:
+                            done = event.step
+                            self._tell(event, around, watch)
+                            traced(done - 1 - self.first_step)
+                            stopping = around.processes.any(stop.signal_name is not None)
+                            self._after(done, around, stopping=stopping)
+                            if stopping:
+                                raise Preempted(
+                                    f"stopped by {stop.signal_name or 'a signal'} after step {done} of "
+                                    f"{self.num_steps}; a checkpoint is written",
+                                    hint="go on from there: run the same command with --resume",
+                                )
+                    return
+                except Exception as error:
+                    if not single or not is_out_of_memory(error):
+                        raise
+                self._step_down(done, around)  # outside of the handler: the error holds what the step had saved
+
+    def _steps(self, first_step: int, processes: Processes) -> Generator[StepEvent]:
+        """Every step from `first_step` on, as it is taken."""
+        loader = self._loader(first_step, processes)
         batches = cast("Generator[LoadedBatch]", iter(loader))
-        single = around.processes.world_size == 1
-        with (
-            StopRequest(second_ends=single) as stop,
-            contextlib.closing(batches),
-            _tracing(around.trace) as traced,
-        ):
-            for step in range(self.first_step, self.num_steps):
-                event = self._timed_step(step, batches, loader, around.processes)
-                if around.metrics:
-                    around.metrics.add(event)
-                around.events.on_step(event)
-                if warning := watch.look(
-                    event.memory_bytes, max(event.memory_bytes, held_peak_bytes(self.model.device))
-                ):
-                    self.warnings.append(warning)
-                    around.events.on_warning(warning)
-                traced(step - self.first_step)
-                stopping = around.processes.any(stop.signal_name is not None)
-                self._after(step + 1, around, stopping=stopping)
-                if stopping:
-                    raise Preempted(
-                        f"stopped by {stop.signal_name or 'a signal'} after step {step + 1} of {self.num_steps}; "
-                        "a checkpoint is written",
-                        hint="go on from there: run the same command with --resume",
-                    )
+        with contextlib.closing(batches):
+            for step in range(first_step, self.num_steps):
+                yield self._timed_step(step, batches, loader, processes)
+
+    def _tell(self, event: StepEvent, around: Surroundings, watch: MemoryWatch) -> None:
+        if around.metrics:
+            around.metrics.add(event)
+        around.events.on_step(event)
+        peak = max(event.memory_bytes, held_peak_bytes(self.model.device))
+        if warning := watch.look(event.memory_bytes, peak):
+            self._warn(warning, around)
+
+    def _warn(self, warning: str, around: Surroundings) -> None:
+        self.warnings.append(warning)
+        around.events.on_warning(warning)
+
+    def _step_down(self, done: int, around: Surroundings) -> None:
+        """Turn to the next fallback; the step that ran out is taken again, with the same images and noise."""
+        rungs = self.plan.frozen.fallbacks
+        later = rungs[rungs.index(self.settings) + 1 :] if self.settings in rungs else rungs
+        safer = next((rung for rung in later if _same_load(rung, self.settings)), None)
+        if safer is None:
+            raise AutotuneError(
+                f"memory ran out at step {done + 1}, and the plan names no safer settings that need no reload",
+                hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
+            )
+        self.optimizer.forget()
+        gc.collect()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.settings = safer
+        apply_settings(self.model, safer)
+        self._warn(f"memory ran out at step {done + 1}; from there on with {safer.label()}", around)
 
     def _after(self, done: int, around: Surroundings, *, stopping: bool) -> None:
         job, last = self.job, done == self.num_steps
@@ -151,14 +200,14 @@ class Loop:
     def _state(self) -> dict[str, Any]:
         return {"rate": self.rate.state(), "scaler": self.optimizer.scaler.state_dict()}
 
-    def _loader(self, processes: Processes) -> Loader:
+    def _loader(self, first_step: int, processes: Processes) -> Loader:
         return Loader(
             self.model.family,
             self.encoded,
             self.order,
-            self.plan.frozen.settings.micro_batch_size,
+            self.settings.micro_batch_size,
             self.num_steps,
-            first_step=self.first_step,
+            first_step=first_step,
             rank=processes.rank,
             world_size=processes.world_size,
             pin_memory=self.model.device.type == "cuda",
@@ -237,7 +286,7 @@ class Loop:
         total = 0.0
         for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
             position = 0
-            for planned in self.order.micro_batches(step, self.plan.frozen.settings.micro_batch_size):
+            for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
                 batch = self.model.family.collate([self.encoded.sample(index) for index in planned.indices])
                 loss = drawn_loss(
                     self.model.family,

@@ -20,6 +20,16 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "resource temporarily unavailable")
+"""What errors of other types say then; the last is what starting a thread under a cap on memory says."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory, of the device or the host, ran out."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in text for words in OUT_OF_MEMORY)
+
+
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`, looking inside quantised ones."""
     seen: dict[int, int] = {}

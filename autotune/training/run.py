@@ -270,7 +270,7 @@ class _Run:
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=tuple(loop.warnings),
-            settings=self.plan.frozen.settings,
+            settings=loop.settings,
             quantization_error=loop.model.quantization_error,
             adapter=ADAPTER_FILE,
         )

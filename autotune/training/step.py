@@ -97,10 +97,17 @@ class AdapterOptimizer:
         self._publish()
         return norm
 
+    def forget(self) -> None:
+        """Drop the gradients of a step that broke off: nothing of it is left, and it can be taken again."""
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+        scale = self.scaler.state_dict()
+        self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=self.scaler.is_enabled())
+        self.scaler.load_state_dict(scale)
+
     def _publish(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.data.copy_(master.data)
+        if self.parameters[0] is not self.masters[0]:  # one launch for all on a GPU, where there may be a thousand
+            torch._foreach_copy_([p.data for p in self.parameters], [master.data for master in self.masters])
 
     def state(self) -> "dict[str, Tensor]":
         """Masters and moments by name: with `load_state` a run goes on as if it had never stopped."""

@@ -15,23 +15,17 @@ CLEARLY_SLOWER = 1.25
 SPREADS = 4.0
 """Spreads of the best trial's steps that `clearly` takes on a noisy machine."""
 
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "resource temporarily unavailable")
-"""What errors of other types say then; the last is what starting a thread under a cap on memory says."""
-
 
 def classify(error: BaseException) -> Outcome:
     """The outcome that an exception amounts to."""
-    import torch
-
+    from autotune.training.memory import is_out_of_memory
     from autotune.training.quality import QualityMissed
 
     if isinstance(error, QualityMissed):
         return "numerics"
+    if is_out_of_memory(error):
+        return "oom"
     text = str(error).lower()
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "oom"
-    if any(words in text for words in OUT_OF_MEMORY):
-        return "oom"
     if isinstance(error, NotImplementedError | ImportError) or "not supported" in text or "not implemented" in text:
         return "unsupported"
     return "crash"

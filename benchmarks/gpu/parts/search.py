@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from typing import Any
 
 from accuracy import WORKS
 from evidence import Evidence, begin
 
 CAPS_GIB = (80, 48, 24, 32, None)
+PIPES: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
 def plan_command(evidence: Evidence, model: str, rank: int, batch: int, seconds: float, *options: str) -> list[str]:
@@ -18,7 +20,7 @@ def plan_command(evidence: Evidence, model: str, rank: int, batch: int, seconds:
     return [sys.executable, "-m", "autotune", "plan", "--model", model, "--resolution", str(evidence.size(1024)),
             "--rank", str(rank), "--batch", str(batch), "--quality", "compact", "--no-profiles", "--json",
             "--search-time", str(max(10, round(seconds))), "-o", str(evidence.scratch() / "plan.yaml"),
-            *options]  # fmt: skip
+            *(["--max-trials", "2"] if evidence.small else []), *options]  # fmt: skip
 
 
 def plan(evidence: Evidence, command: list[str], cap_gib: int | None = None) -> dict[str, object] | None:
@@ -27,13 +29,17 @@ def plan(evidence: Evidence, command: list[str], cap_gib: int | None = None) -> 
         cap_gib = max(2, cap_gib // 16)
     command = [*command, *([] if cap_gib is None else ["--cap-memory", f"{cap_gib}GiB"])]
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    with subprocess.Popen(command, text=True, **PIPES) as process:
+        try:
+            told, said = process.communicate(timeout=max(5.0, evidence.left()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            told, said = process.communicate()
     seconds = time.monotonic() - started
-    if done.returncode:
-        said = done.stderr.strip()[-400:]
-        evidence.row("plan", cap_gib=cap_gib, status=done.returncode, seconds=seconds, message=said)
+    if process.returncode:  # below zero: ended here, out of time
+        evidence.row("plan", cap_gib=cap_gib, status=process.returncode, seconds=seconds, message=said.strip()[-400:])
         return None
-    made: dict[str, object] = json.loads(done.stdout)
+    made: dict[str, object] = json.loads(told)
     outcomes = Counter(trial["outcome"] for trial in made["frozen"]["trials"])  # type: ignore[index]
     evidence.row("plan", cap_gib=cap_gib, status=0, seconds=seconds, outcomes=outcomes, plan=made)
     return made
@@ -42,8 +48,7 @@ def plan(evidence: Evidence, command: list[str], cap_gib: int | None = None) -> 
 def two_at_once(evidence: Evidence, command: list[str]) -> None:
     """Both must end well, one after the other; neither may measure the other."""
     started = time.monotonic()
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    running = [subprocess.Popen([*command, "--max-trials", "2"], text=True, **streams) for _ in range(2)]
+    running = [subprocess.Popen([*command, "--max-trials", "2"], text=True, **PIPES) for _ in range(2)]
     for number, process in enumerate(running):
         try:
             _, said = process.communicate(timeout=max(10.0, evidence.left()))

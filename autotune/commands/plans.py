@@ -1,0 +1,60 @@
+"""What can be asked of plan files: `autotune check`, `explain` and `diff`."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autotune.commands.options import Json, PlanFile
+
+
+def check(plan_file: PlanFile, as_json: Json = False) -> None:
+    """Tell whether a plan fits this machine, without training."""
+    from autotune.fit import hardware_misfits
+    from autotune.hardware.probe import probe as read_machine
+    from autotune.plan_file import read_plan
+    from autotune.training.processes import device_misfits
+
+    chosen, machine = read_plan(plan_file), read_machine(quick=True)
+    misfits = hardware_misfits(chosen, machine) + device_misfits(chosen.frozen.hardware.num_processes, machine)
+    if as_json:
+        typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
+    else:
+        for misfit in misfits:
+            typer.echo(f"does not fit: {misfit}")
+        if not misfits:
+            typer.echo(f"{plan_file} is valid and fits this machine")
+    if misfits:
+        raise typer.Exit(4)
+
+
+def explain(plan_file: PlanFile, as_json: Json = False) -> None:
+    """Say why each setting was chosen, and what was rejected and why."""
+    from autotune.plan_file import read_plan
+    from autotune.reporting.origins import origin_lines
+    from autotune.reporting.plan import explain_lines
+
+    chosen = read_plan(plan_file)
+    if as_json:
+        typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
+    else:
+        typer.echo("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Another plan.", metavar="B")],
+    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, to compare costs.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two plans: settings, memory, time and cost."""
+    from autotune.plan_file import read_plan
+    from autotune.reporting.difference import difference_lines, differences
+
+    found = differences(read_plan(first), read_plan(second), price_per_hour=price)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(item) for item in found], indent=1))
+    else:
+        typer.echo("\n".join(difference_lines(found)))
