@@ -127,7 +127,8 @@ def measure_family(name: str, hardware: HardwareProfile) -> list[dict[str, Any]]
         before = predictor.predict(candidate)
         truth = run(family, config, workload, candidate)
         if not rows:
-            trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=(min(truth.step_seconds),))
+            seconds, peak = (min(truth.step_seconds),), truth.peak_bytes
+            trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=seconds, peak_memory_bytes=peak)
             predictor.calibrate([trial])
         after = predictor.predict(candidate)
         rows.append(

@@ -18,7 +18,7 @@ from autotune.schema import MOST_RESIDUAL, Candidate, Residual, TrialResult
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-OFFSET = "offset"
+OFFSET, DOUBLING = "offset", "batch>"
 PRIOR_TIME_DATASHEET = 0.35
 PRIOR_TIME_MEASURED = 0.25
 """One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at the model's shapes."""
@@ -26,12 +26,15 @@ PRIOR_MEMORY = 0.04
 CHOICE_SHARE = 0.7
 """Sigma of each choice's term, relative to the offset's. .2, .4, .7 and 1 were tried on 40 simulated searches: .7 was
 within 5% of the best most often (see benchmarks/LOG.md)."""
+DOUBLING_SHARE = 0.3
+"""The same for a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks (see the log)."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
     """The terms that a candidate has: the offset and one per choice that changes how a step runs."""
+    doublings = (candidate.micro_batch_size - 1).bit_length()
     rare = {"compiles": candidate.compile != "off", "swaps": candidate.swapped_blocks > 0}
     return (
         *(name for name, does in rare.items() if does),
@@ -39,8 +42,9 @@ def features_of(candidate: Candidate) -> tuple[str, ...]:
         f"quantization={candidate.quantization}",
         f"attention={candidate.attention}",
         f"precision={candidate.precision}",
-        f"batch={candidate.micro_batch_size}",
         f"recomputes={candidate.checkpointed_blocks > 0}",
+        # Sizes share the terms of the doublings up to them: what 4 taught holds for 8 too, but for one term.
+        *(f"{DOUBLING}{2**number}" for number in range(doublings)),
     )
 
 
@@ -55,7 +59,9 @@ class Posterior:
 
     def sigma(self, feature: str) -> float:
         """Prior sigma of a term."""
-        return self.prior if feature == OFFSET else self.prior * CHOICE_SHARE
+        if feature == OFFSET:
+            return self.prior
+        return self.prior * (DOUBLING_SHARE if feature.startswith(DOUBLING) else CHOICE_SHARE)
 
     def log_factor(self, candidate: Candidate) -> float:
         """Expected log-residual."""

@@ -1,8 +1,8 @@
 """Which candidate to try next, and whether any is worth it: pure.
 
-The smallest first, which is the safest; then by confidence bound on predictions that all results have corrected. Only
-candidates of the enumerated space, each at most once, none that is predicted not to fit or is at least as large as one
-that ran out of memory.
+The smallest first, which is the safest; then by expected improvement on predictions that all results have corrected.
+Only candidates of the enumerated space, each at most once, none that is predicted not to fit or is at least as large as
+one that ran out of memory.
 """
 
 import math
@@ -15,8 +15,8 @@ from autotune.prediction import Prediction
 from autotune.schema import Candidate, Objective, TrialResult
 from autotune.search.space import SearchSpace
 
-OPTIMISM = 1.0
-"""Standard deviations that the confidence bound gives to what is uncertain."""
+OPTIMISM = 1.5
+"""Standard deviations of what is uncertain that the stop rule hopes for: fewer ended searches too early (the log)."""
 
 CAUTION = 1.0
 """Standard deviations by which predicted memory must stay below the budget."""
@@ -32,9 +32,6 @@ SAFE_SHARE = 0.5
 
 BROKEN = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
-
-LOOKED_AT = ("quantization", "attention")
-"""Knobs whose values are names of code: how fast it is on a machine is known only once it has run there."""
 
 
 class CostModel(Protocol):
@@ -54,11 +51,24 @@ class Outlook:
     """An untried candidate that may run, and what is expected of it."""
 
     candidate: Candidate
-    hope: float
-    """Lower confidence bound of the logarithm of step seconds, or of bytes where memory is the objective."""
+    expected: float
+    """Natural logarithm of step seconds, or of bytes where memory is the objective."""
+    uncertainty: float
+    """One sigma of `expected`."""
     step_seconds: float
     required_bytes: float
     """What it may take at most, as far as is known."""
+
+    @property
+    def hope(self) -> float:
+        """Lower confidence bound of the logarithm."""
+        return self.expected - OPTIMISM * self.uncertainty
+
+    def improvement(self, best: float) -> float:
+        """Expected improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998, equation 15)."""
+        sigma = max(self.uncertainty, 1e-9)
+        z = (best - self.expected) / sigma
+        return sigma * (z * math.erfc(-z / math.sqrt(2)) / 2 + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
 
 
 def best_seconds(results: Sequence[TrialResult]) -> float:
@@ -67,7 +77,7 @@ def best_seconds(results: Sequence[TrialResult]) -> float:
 
 
 class ResidualSearch:
-    """Lower confidence bound on what the objective counts, among what is predicted to fit.
+    """Expected improvement of what the objective counts, among what is predicted to fit.
 
     Args:
         space: the admissible candidates.
@@ -104,9 +114,10 @@ class ResidualSearch:
         if not outlooks:
             return None
         if any(result.outcome == "ok" for result in results):
-            unseen = self._unseen(tried)
-            best = min(outlooks, key=lambda o: (-_count(o.candidate, unseen), o.hope))
-            return (self._on_the_way(best, outlooks, results) if self.ascending else best).candidate
+            best = self._best(results)
+            apart = [outlook for outlook in outlooks if not any(_alike(outlook.candidate, other) for other in taken)]
+            promising = max(apart or outlooks, key=lambda outlook: (outlook.improvement(best), -outlook.hope))
+            return (self._on_the_way(promising, outlooks, results) if self.ascending else promising).candidate
         return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
 
     def outlooks(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> list[Outlook]:
@@ -122,24 +133,26 @@ class ResidualSearch:
             prediction = self.cost.predict(candidate)
             required = _cautious(prediction)
             if required < limit:
-                found.append(Outlook(candidate, self._hope(prediction), prediction.step_seconds, required))
+                found.append(Outlook(candidate, *self._expected(prediction), prediction.step_seconds, required))
         return found
 
     def nothing_to_gain(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> bool:
         """Whether no remaining candidate is expected to be better by a worthwhile share than the best that ran."""
         remaining = self.outlooks(results, taken)
-        ran = [result for result in results if result.outcome == "ok"]
-        if not remaining or not ran:
+        if not remaining or not any(result.outcome == "ok" for result in results):
             return not remaining
-        best = (
-            best_seconds(ran) if self.objective == "throughput" else min(r.peak_memory_bytes or math.inf for r in ran)
-        )
-        return min(outlook.hope for outlook in remaining) > math.log(best) + math.log1p(-WORTHWHILE_GAIN)
+        return min(outlook.hope for outlook in remaining) > self._best(results) + math.log1p(-WORTHWHILE_GAIN)
 
-    def _hope(self, prediction: Prediction) -> float:
+    def _best(self, results: Sequence[TrialResult]) -> float:
+        """Natural logarithm of the best that the objective has counted; some result must have run."""
         if self.objective == "memory":
-            return math.log(prediction.allocated_memory_bytes) - OPTIMISM * prediction.memory_uncertainty
-        return math.log(prediction.step_seconds) - OPTIMISM * prediction.time_uncertainty
+            return math.log(min(r.peak_memory_bytes or math.inf for r in results if r.outcome == "ok"))
+        return math.log(best_seconds(results))
+
+    def _expected(self, prediction: Prediction) -> tuple[float, float]:
+        if self.objective == "memory":
+            return math.log(prediction.allocated_memory_bytes), prediction.memory_uncertainty
+        return math.log(prediction.step_seconds), prediction.time_uncertainty
 
     def _on_the_way(self, best: Outlook, outlooks: Sequence[Outlook], results: Sequence[TrialResult]) -> Outlook:
         """`best` where it is within reach of what has run, else the largest that is: predictions err by factors."""
@@ -151,11 +164,6 @@ class ResidualSearch:
         if nearer:
             return max(nearer, key=lambda outlook: outlook.required_bytes)
         return min(outlooks, key=lambda outlook: outlook.required_bytes)
-
-    def _unseen(self, tried: Collection[Candidate]) -> set[tuple[str, str]]:
-        """Storages and backends that no trial has used: their names cannot be interpolated, so each gets one look."""
-        seen = {(name, getattr(candidate, name)) for candidate in tried for name in LOOKED_AT}
-        return {(name, str(choice)) for name in LOOKED_AT for choice in self.space.choices[name]} - seen
 
     def _limit_bytes(self, results: Sequence[TrialResult]) -> float:
         """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not."""
@@ -169,8 +177,9 @@ class ResidualSearch:
         return _cautious(self.cost.predict(result.candidate))
 
 
-def _count(candidate: Candidate, unseen: set[tuple[str, str]]) -> int:
-    return sum((name, getattr(candidate, name)) in unseen for name in LOOKED_AT)
+def _alike(one: Candidate, other: Candidate) -> bool:
+    """Whether trials of both at the same time would teach the same."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("quantization", "attention", "micro_batch_size"))
 
 
 def _cautious(prediction: Prediction) -> float:

@@ -11,7 +11,7 @@ from autotune.errors import NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
 from autotune.schema import Candidate, Outcome, Rejected, TrialResult
-from autotune.search.residual import GROWTH, SAFE_SHARE, ResidualSearch, best_seconds
+from autotune.search.residual import GROWTH, SAFE_SHARE, Outlook, ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.study import Limits, run_search
 from autotune.search.winner import fallbacks_of, measured_scores, reasons_for, require_winner, winner_of
@@ -194,6 +194,27 @@ def test_what_won_elsewhere_is_tried_first_and_a_kept_promise_ends_the_search(
     limits = Limits(max_trials=8, max_seconds=60)
     results = run_search(sampler, machine(cost, 0), limits, lambda r: None, enough=bool)
     assert [result.candidate for result in results] == [winner]
+
+
+def test_expected_improvement_is_the_mean_of_what_is_gained() -> None:
+    rng = random.Random(0)
+    for expected, uncertainty in ((0.1, 0.2), (-0.1, 0.05), (0.0, 0.3)):
+        drawn = [max(0.0, -rng.gauss(expected, uncertainty)) for _ in range(20_000)]
+        outlook = Outlook(builders.candidate(), expected, uncertainty, step_seconds=1.0, required_bytes=1.0)
+        assert outlook.improvement(0.0) == pytest.approx(sum(drawn) / len(drawn), abs=0.004)
+    certain = Outlook(builders.candidate(), -0.2, 0.0, step_seconds=1.0, required_bytes=1.0)
+    assert certain.improvement(0.0) == pytest.approx(0.2)
+
+
+def test_workers_at_the_same_time_try_different_combinations(cost: Predictor, space: SearchSpace) -> None:
+    run, sampler = machine(cost, 5), ResidualSearch(space, cost, 100 * GIB)
+    results = [run(min(space.candidates, key=lambda c: cost.predict(c).required_memory_bytes))]
+    taken: set[Candidate] = set()
+    for _ in range(4):
+        candidate = sampler.next_candidate(results, taken)
+        assert candidate
+        taken.add(candidate)
+    assert len({(c.quantization, c.attention, c.micro_batch_size) for c in taken}) == 4
 
 
 def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
