@@ -53,10 +53,11 @@ def test_demo_writes_a_small_genuine_pipeline_and_captioned_images(journey: Jour
 def test_plan_holds_at_least_six_real_trials_over_several_knobs(journey: Journey) -> None:
     trials = journey.plan.frozen.trials
     assert len(trials) >= 6
-    ran = [trial for trial in trials if trial.outcome == "ok"]
+    ran = [trial for trial in trials if trial.outcome == "ok" and not trial.confirms]
     assert len(ran) >= 6
-    assert all(len(trial.step_seconds) >= 3 and trial.peak_memory_bytes for trial in ran)
-    assert len({trial.candidate for trial in trials}) == len(trials)
+    assert all(trial.step_seconds and trial.peak_memory_bytes for trial in ran)
+    assert len(min(ran, key=lambda trial: trial.median_step_seconds or 0).step_seconds) >= 3  # the hopeless end early
+    assert len({trial.candidate for trial in ran}) == len(ran)
     for knob in ("micro_batch_size", "checkpointed_blocks", "quantization", "attention"):
         assert len({getattr(trial.candidate, knob) for trial in trials}) > 1, knob
 

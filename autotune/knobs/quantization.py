@@ -117,6 +117,8 @@ def quantised_in_slices(layer: "nn.Linear", config: Any) -> "nn.Parameter":
     weight = layer.weight.data
     num_rows, num_columns = weight.shape
     step = max(1, SLICE_BYTES // max(1, num_columns * weight.element_size()))
+    if weight.is_meta:  # nothing is held; a trace needs the shapes alone
+        step = num_rows
     whole: dict[str, torch.Tensor] = {}
     for start in range(0, num_rows, step):
         kind, parts, context = _quantised_rows(weight[start : start + step], config)

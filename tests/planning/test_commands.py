@@ -28,7 +28,8 @@ def test_a_search_is_recorded_resumed_and_replayed(
     assert plan.job == journey.plan.job
     assert plan.frozen.workload == journey.plan.frozen.workload
     assert plan.frozen.pins == (("quantization", "none"),)
-    assert [trial.outcome for trial in plan.frozen.trials] == ["ok", "ok"]
+    assert all(trial.outcome == "ok" for trial in plan.frozen.trials)
+    assert len({trial.candidate for trial in plan.frozen.trials}) >= 2
     assert 0 < plan.frozen.search_seconds == pytest.approx(sum(t.wall_seconds or 0 for t in plan.frozen.trials))
     assert max(map(len, first.stdout.splitlines()[:-1])) <= 80
 
@@ -50,7 +51,7 @@ def test_two_plans_are_compared(capfd: pytest.CaptureFixture[str], journey: Jour
     by_name = {item["name"]: item for item in found}
     assert set(by_name) == {"settings.micro_batch_size", "step_seconds", "run_seconds", "cost"}
     assert by_name["step_seconds"]["ratio"] == pytest.approx(2)
-    assert by_name["cost"]["first"] == pytest.approx(60 * journey.plan.frozen.expected.step_seconds / 1000)
+    assert by_name["cost"]["first"] == pytest.approx(journey.plan.job_seconds / 1000)
     assert by_name["settings.micro_batch_size"]["second"] == 2
     text = autotune_here(capfd, "diff", journey.plan_file, other).stdout
     assert "micro batch size" in text
