@@ -47,7 +47,7 @@ class QwenImage(Family):
         shift_by_tokens=((256, 0.5), (8192, 0.9)),
         sources={
             "rank": "musubi-tuner's guide",
-            "learning_rate": "diffusers' script (musubi-tuner's guide has 5e-5)",
+            "learning_rate": "diffusers' script; musubi-tuner: 5e-5",
             "timestep_shift": "musubi-tuner's guide",
             "weight_decay": WEIGHT_DECAY_SOURCE,
         },

@@ -23,6 +23,8 @@ OTHER_STORAGE = SETTINGS.model_copy(update={"micro_batch_size": 1, "quantization
 def _as_before(bench: Bench) -> Iterator[None]:
     yield
     apply_settings(bench.trained, SETTINGS)
+    for parameter in bench.trained.adapter:
+        parameter.grad = None
 
 
 def planned(bench: Bench, *fallbacks: Candidate) -> TrainingPlan:
