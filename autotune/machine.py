@@ -137,11 +137,13 @@ class Rate(Frozen):
 
 
 class Datasheet(Frozen):
-    """A GPU's published figures, dense and with fp32 accumulation. Never a measurement."""
+    """A GPU's published figures, dense and with fp32 accumulation. Never a measurement of this machine."""
 
     id: str
     """Name in the catalogue, e.g. `nvidia-rtx-4090`."""
     bf16_flops_per_second: float | None = None
+    reached_bf16_flops_per_second: float | None = None
+    """By large products alone, where somebody measured it or a sibling."""
     fp16_flops_per_second: float | None = None
     tf32_flops_per_second: float | None = None
     fp8_flops_per_second: float | None = None

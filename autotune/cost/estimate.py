@@ -13,8 +13,9 @@ from autotune.schema import Candidate, HardwareProfile, Workload
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""
-ENCODER_TOKENS_PER_SECOND_SHARE = 0.4
-"""Share of the matmul peak that text encoders reach on single captions."""
+ENCODER_WIDTH = 4096
+ENCODER_SHARE = 0.6
+"""Of the rate of products that wide, which text encoders reach on single captions."""
 CHECKPOINTS_PER_JOB = 4
 CHECKPOINT_SECONDS = 1.0
 """Writing and syncing some hundred megabytes."""
@@ -85,7 +86,8 @@ def job_time(
     disk = predictor.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
     element = 2 if candidate.precision != "fp32" else 4
     tokens = predictor.workload.max_text_tokens
-    per_caption = 2 * sum(encoders) * tokens / (ENCODER_TOKENS_PER_SECOND_SHARE * rates.peak)
+    encoding_rate = ENCODER_SHARE * rates.matmul_rate((tokens, ENCODER_WIDTH, ENCODER_WIDTH))
+    per_caption = 2 * sum(encoders) * tokens / encoding_rate
     vae = predictor.model.vae_cost(candidate.precision)
     per_image = per_caption + vae.encode_bytes_moved / rates.bandwidth
     forward = predictor.forward_seconds(candidate)

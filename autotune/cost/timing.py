@@ -1,12 +1,12 @@
 """Seconds of one operation class on one machine: measured rates where the probe has them, else the datasheet's.
 
-Efficiencies of datasheet rates, by class, are round figures from published measurements:
+Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt where the catalogue
+knows it, else .8 of the dense peak (H200 .8, GB10 .79, RTX PRO 6000 .91). Of that, by class, round figures from
+published measurements:
 
-- matmul .65 of the dense bf16 peak, times how fully the output's 128 x 128 tiles fill the SMs in whole waves
-  (cuBLASLt reaches .8 on H200, .91 on RTX PRO 6000, and over 1.0 on consumer cards that boost above their rating,
-  with square products that run alone; a step's own products run hot, between other kernels);
-- attention: FlashAttention-2 reports 50 to 73% forward and backward on A100 and the FlashAttention-3 paper 35 to 40%
-  for it on H100, 75% for cuDNN and version 3; the memory-efficient kernel about half of flash;
+- matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the SMs in whole waves;
+- attention: FlashAttention-2 reports 50 to 73% of the peak forward and backward on A100 and the FlashAttention-3 paper
+  35 to 40% for it on H100, 75% for cuDNN and version 3; the memory-efficient kernel about half of flash;
 - memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided reads less).
 """
 
@@ -17,17 +17,20 @@ from functools import lru_cache
 from itertools import pairwise
 
 from autotune.cost.kernels import CLASSES, Work
-from autotune.schema import HardwareProfile
+from autotune.schema import Datasheet, HardwareProfile
 
-MATMUL_EFFICIENCY = 0.65
-ATTENTION_EFFICIENCY = {"flash": 0.55, "efficient": 0.30, "cudnn": 0.45, "cpu": 0.5}
-ATTENTION_EFFICIENCY_HOPPER = {"flash": 0.36, "efficient": 0.20, "cudnn": 0.60}
+REACHED_OF_PEAK = 0.8
+MATMUL_EFFICIENCY = 0.81
+ATTENTION_EFFICIENCY = {"flash": 0.69, "efficient": 0.38, "cudnn": 0.56, "cpu": 0.6}
+ATTENTION_EFFICIENCY_HOPPER = {"flash": 0.45, "efficient": 0.25, "cudnn": 0.75}
 BANDWIDTH_EFFICIENCY = 0.7
-STEP_OVER_KERNELS = 1.5
-"""Published steps of Qwen-Image LoRA (bf16, all blocks checkpointed) on H100 and L40S take 1.56 and 1.45 times the sum
-of their kernels at the efficiencies above; a fit to these two readings, used where nothing was measured."""
-LAUNCH_SECONDS = {"cuda": 7e-6, "mps": 12e-6, "cpu": 4e-6}
-"""Host time for one operation under autograd: PyTorch's dispatch plus the launch."""
+STEP_OVER_KERNELS = 1.4
+"""Published steps of Qwen-Image and Kandinsky video LoRAs (SimpleTuner; bf16, all blocks checkpointed) on H100 and L40S
+take 1.2 to 1.5 times the sum of their kernels at the efficiencies above, by what is assumed of their captions and
+frames; used where nothing was measured."""
+LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
+"""Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on an EPYC core), and a
+launch."""
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 """For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
@@ -52,17 +55,14 @@ class Rates:
         self.kernel = kernel
         sheet = hardware.datasheet
         per_core = UNKNOWN_FLOPS_PER_CORE * (hardware.host.physical_cores or hardware.host.logical_cores)
-        peak = None
-        if sheet is not None:
-            peak = sheet.bf16_flops_per_second if precision == "bf16" else sheet.tf32_flops_per_second
-        self.peak = peak or per_core
+        self.reached = _reached(sheet, precision) or per_core
         copy = hardware.rate("memory.bandwidth")
         listed = sheet.memory_bytes_per_second if sheet is not None else None
         self.bandwidth = BANDWIDTH_EFFICIENCY * (copy or listed or UNKNOWN_BANDWIDTH)
         bus = sheet.pcie_bytes_per_second if sheet is not None else None
         pinned = hardware.rate("host_to_device.pinned")
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
-        self.launch_seconds = LAUNCH_SECONDS[hardware.device.kind]
+        self.launch_seconds = hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
         self.products = measured_products(hardware, precision)
         self.attentions = _measured_attention(hardware, precision, attention)
         self.measured = bool(self.products) and copy is not None
@@ -79,7 +79,7 @@ class Rates:
     def matmul_rate(self, shape: tuple[int, ...]) -> float:
         """FLOP/s of a product (m, k, n)."""
         if not self.products:
-            return self.peak * MATMUL_EFFICIENCY * self._filled(shape)
+            return self.reached * MATMUL_EFFICIENCY * self._filled(shape)
         return _interpolated(tuple(self.products), shape or (1024, 1024, 1024))
 
     def attention_rate(self, tokens: int) -> float:
@@ -90,7 +90,7 @@ class Rates:
             return 0.5 * self.matmul_rate((tokens, 128, tokens))
         hopper = (self.hardware.device.compute_capability or (0, 0))[0] == 9
         table = ATTENTION_EFFICIENCY_HOPPER if hopper else ATTENTION_EFFICIENCY
-        return self.peak * table.get(self.kernel, 0.3)
+        return self.reached * table.get(self.kernel, 0.3)
 
     def _filled(self, shape: tuple[int, ...]) -> float:
         units = self.hardware.device.sm_count
@@ -98,6 +98,17 @@ class Rates:
             return 1.0
         tiles = math.ceil(shape[0] / TILE) * math.ceil(shape[2] / TILE)
         return tiles / (math.ceil(tiles / units) * units)
+
+
+def _reached(sheet: Datasheet | None, precision: str) -> float | None:
+    """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does."""
+    if sheet is None or sheet.bf16_flops_per_second is None:
+        return None
+    bf16 = sheet.reached_bf16_flops_per_second or REACHED_OF_PEAK * sheet.bf16_flops_per_second
+    if precision == "bf16":
+        return bf16
+    tf32 = sheet.tf32_flops_per_second
+    return None if tf32 is None else tf32 * bf16 / sheet.bf16_flops_per_second
 
 
 @lru_cache(maxsize=4096)

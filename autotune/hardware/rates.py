@@ -2,7 +2,7 @@
 
 Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<tokens>` (forward and backward, FLOP/s),
 `memory.bandwidth`, `host_to_device.pinned`, `host_to_device.pageable`, `disk.<loader>` and
-`page_cache.<loader>` (B/s), `process.overhead` (B).
+`page_cache.<loader>` (B/s), `operation.launch` (s), `process.overhead` (B).
 """
 
 from collections.abc import Callable, Iterator
@@ -149,6 +149,25 @@ class Meter:
         timings = self.time(lambda: target.copy_(source))
         return self.rate("memory.bandwidth", 2 * self.effort.copy_bytes, timings, "B/s")
 
+    def launch(self) -> Rate:
+        """What one operation on next to no data takes: Python, dispatch, autograd and the launch, in both passes."""
+        torch = self.torch
+        links = 50
+        pairs = (module for _ in range(links) for module in (torch.nn.Linear(16, 16, bias=False), torch.nn.GELU()))
+        chain = torch.nn.Sequential(*pairs).requires_grad_(False).to(self.device)
+        start, gradient = (torch.ones(1, 16, device=self.device) for _ in range(2))
+        start.requires_grad_()
+        timings = self.time(lambda: torch.autograd.grad(chain(start), start, gradient))
+        operations = 4 * links  # a product and a GELU, each forward and backward
+        return Rate(
+            name="operation.launch",
+            value=timings.median / operations,
+            unit="s",
+            spread=timings.spread,
+            num_samples=len(timings.seconds),
+            conditions=self.conditions(),
+        )
+
     def host_to_device(self, pinned: bool) -> Rate:
         """A copy from the host's memory."""
         num_bytes = self.effort.copy_bytes // 4
@@ -178,6 +197,7 @@ class Meter:
         for name in dtypes:
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
+        yield "launches", self.launch
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)
             yield "pageable copies", partial(self.host_to_device, False)

@@ -14,7 +14,15 @@ from autotune.hardware.probe import measured, profile_of
 from autotune.schema import Rate
 from tests.hardware.fleet import machine
 
-UNITS = {"matmul": "FLOP/s", "attention": "FLOP/s", "memory": "B/s", "disk": "B/s", "page_cache": "B/s", "process": "B"}
+UNITS = {
+    "matmul": "FLOP/s",
+    "attention": "FLOP/s",
+    "memory": "B/s",
+    "disk": "B/s",
+    "page_cache": "B/s",
+    "operation": "s",
+    "process": "B",
+}
 
 
 @pytest.fixture
@@ -47,6 +55,7 @@ def test_a_processor_is_measured_whole(small_effort):
     assert {rate.name for rate in found} == {
         "process.overhead",
         "memory.bandwidth",
+        "operation.launch",
         "matmul.bf16.8x64x64",
         "matmul.fp32.8x64x64",
         "matmul.fp16.8x64x64",
@@ -66,7 +75,7 @@ def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
     monkeypatch.setattr(rates.Meter, "bandwidth", broken)
     reports = reports_of()
     assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
-    assert sum(kind == "rate" for kind, _ in reports) == 17
+    assert sum(kind == "rate" for kind, _ in reports) == 18
 
 
 def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
@@ -74,7 +83,7 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     monkeypatch.setitem(rates.EFFORTS, "cpu", none_left)
     reports = reports_of()
     assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
-    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 17
+    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 18
 
 
 def child(code, **options):
