@@ -49,6 +49,8 @@ class Resident:
     quantizing_bytes: int
     encoder_bytes: int
     """Text encoders and what they work with, as the cache phase holds them on the device."""
+    encoders_stay: bool
+    """Whether they are kept while images are encoded; else they leave as soon as captions are done."""
     vae_bytes: int
     encode_transient_bytes: int
     decode_transient_bytes: int
@@ -66,7 +68,7 @@ class Resident:
 
 
 def resident_of(
-    hardware: HardwareProfile, model: "TracedModel", candidate: Candidate, *, encoder_bytes: int
+    hardware: HardwareProfile, model: "TracedModel", candidate: Candidate, *, encoder_bytes: int, encoders_stay: bool
 ) -> Resident:
     """From the traced storage of the candidate's weights; `encoder_bytes` as the caching settings have it."""
     precision, quantization, swapped = candidate.precision, candidate.quantization, candidate.swapped_blocks
@@ -85,6 +87,7 @@ def resident_of(
         optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
         quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes + QUANTIZING_BYTES,
         encoder_bytes=encoder_bytes,
+        encoders_stay=encoders_stay,
         vae_bytes=vae.weight_bytes,
         encode_transient_bytes=vae.encode_transient_bytes,
         decode_transient_bytes=vae.decode_transient_bytes,
@@ -152,9 +155,11 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
     correction = (factor - 1) * (resting + sum(step.values()))
     step["transient_bytes"] = max(0.0, step["transient_bytes"] + correction)
     forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes)
+    beside = r.encoder_bytes if r.encoders_stay else 0
+    encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)  # captions, then images
     return (
         phase("load", weight_bytes=weights, transient_bytes=r.quantizing_bytes + r.gathered_bytes),
-        phase("cache", weight_bytes=r.encoder_bytes + r.vae_bytes, transient_bytes=r.encode_transient_bytes),
+        phase("cache", weight_bytes=encoding[0] + r.vae_bytes, transient_bytes=encoding[1]),
         phase("train", waste=waste, weight_bytes=weights, **kept, **step),
         phase("preview", weight_bytes=weights + r.vae_bytes, **kept, transient_bytes=forward + r.library_bytes),
         phase("save", weight_bytes=weights, **kept),

@@ -245,8 +245,10 @@ class Predictor:
     def _resident(self, candidate: Candidate) -> Resident:
         key = (candidate.precision, candidate.quantization, candidate.allocator, candidate.swapped_blocks)
         if key not in self._residents:
-            encoder_bytes = self.encoder_size.device_bytes(self.caching[0])
-            whole = resident_of(self.hardware, self.model, candidate, encoder_bytes=encoder_bytes)
+            caching = self.caching[0]
+            stay, encoder_bytes = caching.residency == "keep", self.encoder_size.device_bytes(caching)
+            known = (self.hardware, self.model, candidate)
+            whole = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
             self._residents[key] = self.parallel.resident(whole, self.model.storage(*key[:2]))
         return self._residents[key]
 

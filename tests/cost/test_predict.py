@@ -153,3 +153,22 @@ def test_expandable_segments_reserve_less_and_compiling_shortens_steps(card):
     assert card.predict(grown).peak_memory_bytes <= card.predict(usual).peak_memory_bytes
     assert card.predict(grown).allocated_memory_bytes == card.predict(usual).allocated_memory_bytes
     assert card.predict(compiled).step_seconds < card.predict(usual).step_seconds
+
+
+def test_images_are_encoded_after_the_text_encoders_have_left_unless_they_are_kept():
+    hardware, workload = gpu("nvidia-rtx-4090"), workload_of("flux1-dev")
+    bucket = Bucket(width_px=512, height_px=512, num_frames=1, num_items=1)
+    workload = workload.model_copy(update={"buckets": (bucket,)})
+
+    def cached(**pins):
+        family = FAMILIES["flux1-dev"]
+        own = Predictor(hardware, workload, family, TINY["flux1-dev"], family.parts, caching_pins=pins)
+        phase = own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0)).phases[1]
+        encoder = own.encoder_size.device_bytes(own.caching[0])
+        vae = own.model.vae_cost("bf16")
+        return phase.allocated_memory_bytes, encoder, vae
+
+    allocated, encoder, vae = cached()
+    assert allocated == max(encoder, vae.encode_transient_bytes) + vae.weight_bytes
+    allocated, encoder, vae = cached(residency="keep")
+    assert allocated == encoder + vae.encode_transient_bytes + vae.weight_bytes
