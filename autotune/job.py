@@ -9,6 +9,10 @@ from autotune.frozen import Frozen, NaturalInt, PositiveInt
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 TimestepSampling = Literal["logit_normal", "uniform"]
+MAX_PREVIEW_PROMPTS = 4
+"""More would take longer than they tell."""
+PREVIEW_EVERY = 250
+"""Training steps between previews, by default."""
 
 
 class Job(Frozen):
@@ -62,10 +66,10 @@ class Job(Frozen):
     checkpoints_keep_every: int = Field(default=0, ge=0)
     """Every this many checkpoints one is kept for good; 0 for none."""
     preview_prompts: tuple[str, ...] = ()
-    """The first four are sampled, each always from the same noise."""
+    """The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the same noise."""
     preview_steps: int = PositiveInt
     """Denoising steps of a preview."""
-    preview_every: int = Field(default=250, ge=0)
+    preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
     """Training steps between previews; 0 samples only at the end."""
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """Where curves go besides `metrics.jsonl`."""
@@ -74,3 +78,14 @@ class Job(Frozen):
     def pinned_model(self) -> str:
         """The model at its revision, as `resolve_model` takes it."""
         return self.model if self.revision is None else f"{self.model}@{self.revision}"
+
+    @property
+    def num_previews(self) -> int:
+        """Pictures that the job samples."""
+        return num_previews(self.num_steps, self.preview_every, len(self.preview_prompts))
+
+
+def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 1) -> int:
+    """Pictures of a job: each prompt every so many steps, and at the end with and without the adapter."""
+    rounds = num_steps // every if every else 0
+    return min(num_prompts, MAX_PREVIEW_PROMPTS) * (rounds + 2)

@@ -7,6 +7,7 @@ from autotune.cost.arguments import checked_bucket, checked_candidate
 from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput
 from autotune.families.base import Family
+from autotune.job import num_previews
 from autotune.knobs.compile import startup_seconds
 from autotune.prediction import Estimate, JobTime, Prediction
 from autotune.schema import Candidate, HardwareProfile, Workload
@@ -29,7 +30,6 @@ def estimate(
     family: Family,
     config: Mapping[str, Any],
     num_steps: int | None = None,
-    num_previews: int = 0,
     price_per_hour: float | None = None,
     predictor: Predictor | None = None,
 ) -> Estimate:
@@ -42,7 +42,6 @@ def estimate(
         family: of the workload's model.
         config: constructor arguments of its transformer.
         num_steps: optimizer steps of the job; by default what the family advises for the number of images.
-        num_previews: images that the job samples on the way.
         price_per_hour: of the machine, in whatever currency the answer shall have.
         predictor: one of this workload and hardware, to share its traces and calibration.
 
@@ -58,7 +57,7 @@ def estimate(
     prediction = own.predict(candidate)
     images = max(1, sum(bucket.num_items for bucket in workload.buckets))
     steps = num_steps if num_steps is not None else family.defaults.num_steps(images)
-    job = job_time(own, prediction, num_steps=steps, num_images=images, num_previews=num_previews)
+    job = job_time(own, prediction, num_steps=steps, num_images=images, num_previews=num_previews(steps))
     hours = job.total_seconds / 3600
     return Estimate(
         hardware=hardware.device.name,
@@ -76,7 +75,7 @@ def estimate(
 
 
 def job_time(
-    predictor: Predictor, prediction: Prediction, *, num_steps: int, num_images: int, num_previews: int = 0
+    predictor: Predictor, prediction: Prediction, *, num_steps: int, num_images: int, num_previews: int
 ) -> JobTime:
     """Wall time of a whole job: load, caches, steps, previews and checkpoints."""
     candidate = prediction.candidate
@@ -91,7 +90,8 @@ def job_time(
     vae = predictor.model.vae_cost(candidate.precision)
     per_image = per_caption + vae.encode_bytes_moved / rates.bandwidth
     forward = predictor.forward_seconds(candidate)
-    guided = predictor.family.defaults.preview_steps * forward
+    defaults = predictor.family.defaults
+    preview = defaults.preview_steps * defaults.preview_calls * forward
     compiling = startup_seconds(predictor.family, len(predictor.workload.buckets))
     load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
@@ -99,7 +99,7 @@ def job_time(
         "cache_seconds": num_images * per_image,
         "compile_seconds": compiling if candidate.compile == "block" else 0.0,
         "step_seconds": num_steps * prediction.step_seconds,
-        "preview_seconds": num_previews * guided,
+        "preview_seconds": num_previews * preview,
         "save_seconds": CHECKPOINTS_PER_JOB * CHECKPOINT_SECONDS,
     }
     return JobTime(total_seconds=sum(parts.values()), **parts)

@@ -43,6 +43,8 @@ class Defaults:
     """Assumed length of an encoded caption where no data is at hand."""
     timestep_shift: float
     preview_steps: int
+    preview_calls: int = 2
+    """Of the transformer in a denoising step: with and without the prompt, unless guidance is one of its inputs."""
     num_frames: int = 1
     """Frames of a clip where no data is at hand."""
     training_guidance: float | None = None

@@ -47,6 +47,7 @@ class Flux1Dev(Family):
         text_tokens=TEXT_TOKENS,
         timestep_shift=3.1582,
         preview_steps=28,
+        preview_calls=1,
         training_guidance=1.0,
         shift_by_tokens=((256, 0.5), (4096, 1.15)),
         sources={

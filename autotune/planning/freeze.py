@@ -8,9 +8,6 @@ from autotune.cost.predict import Predictor
 from autotune.schema import Expected, HardwareProfile, Job, PlannedHardware, TrialResult, Workload
 from autotune.search.winner import Score
 
-MAX_PROMPTS = 4
-"""Prompts of a job that are sampled, whatever it lists."""
-
 
 def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHardware:
     """The machine, as far as a plan depends on it, and how its processes share the work."""
@@ -64,13 +61,7 @@ def expected(
             prediction,
             num_steps=0,
             num_images=sum(bucket.num_items for bucket in workload.buckets),
-            num_previews=_num_previews(job),
+            num_previews=job.num_previews,
         ).total_seconds,
         price_per_hour=price_per_hour,
     )
-
-
-def _num_previews(job: Job) -> int:
-    """Pictures that the job samples: each prompt now and then, and at the end with and without the adapter."""
-    rounds = job.num_steps // job.preview_every if job.preview_every else 0
-    return min(len(job.preview_prompts), MAX_PROMPTS) * (rounds + 2)

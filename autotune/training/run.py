@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autotune.atomic import replacing, write_whole
+from autotune.job import MAX_PREVIEW_PROMPTS
 from autotune.knobs.allocator import configure_allocator
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import HardwareProfile, RunReport, TrainingPlan
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 TRACE_FILE = "trace.json"
-MAX_SHOTS = 4
-"""Prompts sampled per preview: more would take longer than they tell."""
 
 
 def train(
@@ -188,7 +187,7 @@ class _Run:
                 job.seed + number,
                 by_caption.get(prompt, items[0]).control_paths,
             )
-            for number, prompt in enumerate(job.preview_prompts[:MAX_SHOTS])
+            for number, prompt in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
         ]
 
     def studio(self, cache_folder: Path, encoders: Encoders) -> Studio:
