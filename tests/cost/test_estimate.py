@@ -22,7 +22,6 @@ def answer() -> Estimate:
         family=FAMILIES["kandinsky5-video-lite"],
         config=TINY["kandinsky5-video-lite"],
         num_steps=1000,
-        num_previews=3,
         price_per_hour=2.5,
     )
 
