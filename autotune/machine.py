@@ -200,25 +200,6 @@ class HardwareProfile(Frozen):
         }
 
     @property
-    def soft_keys(self) -> dict[str, str | None]:
-        """The facts that shade a tuning without deciding whether it carries over."""
-        device, versions = self.device, self.versions
-        total = device.total_memory_bytes
-        return {
-            "device_name": device.name,
-            "sm_count": _text(device.sm_count),
-            "memory_gib": None if total is None else f"{total / 2**30:.0f}",
-            "pcie_width": _text(device.pcie_width),
-            "power_limit_watts": _text(device.power_limit_watts),
-            "driver": versions.driver,
-            "cudnn": versions.cudnn,
-            "triton": versions.triton,
-            "diffusers": versions.diffusers,
-            "transformers": versions.transformers,
-            "peft": versions.peft,
-        }
-
-    @property
     def fingerprint(self) -> str:
         """Digest of the hard keys: equal where a tuning may be reused."""
         return digest_of(dict(self.hard_keys))
@@ -231,10 +212,6 @@ class HardwareProfile(Frozen):
     def rate(self, name: str) -> float | None:
         """The measured rate called `name` in its unit, or None."""
         return next((rate.value for rate in self.rates if rate.name == name), None)
-
-
-def _text(value: float | None) -> str | None:
-    return None if value is None else f"{value:g}"
 
 
 def _minor(version: str | None) -> str | None:

@@ -24,7 +24,7 @@ def machine(name: str) -> FakeSystem:
 def as_text(profile: HardwareProfile, findings: list[str]) -> str:
     """The whole profile, in the order of its fields; what the catalogue says is only named."""
     data = profile.model_dump(mode="json", exclude={"gates", "provenance", "datasheet"})
-    data["hard_keys"], data["soft_keys"] = profile.hard_keys, profile.soft_keys
+    data["hard_keys"] = profile.hard_keys
     data["datasheet"] = profile.datasheet.id if profile.datasheet else None
     data["gates"] = {gate.name: f"{'yes' if gate.available else 'no'}: {gate.reason}" for gate in profile.gates}
     data["sources"] = {fact.fact: fact.source or f"absent: {fact.absent_because}" for fact in profile.provenance}
