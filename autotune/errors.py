@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def nearest_of(value: str, known: Iterable[str]) -> str:
-    """A hint for a name that is not known: the nearest that is, if one is near, and all."""
+def nearest_of(value: str, known: Iterable[str], listing: str | None = None) -> str:
+    """A hint for a name that is not known: the nearest that is, if one is near, and all, or where they are listed."""
     names = sorted(known)
     near = get_close_matches(value, names, n=1, cutoff=0.4)
-    return f"{f'nearest: {near[0]}; ' if near else ''}known: {', '.join(names)}"
+    return f"{f'nearest: {near[0]}; ' if near else ''}{listing or 'known: ' + ', '.join(names)}"
 
 
 class AutotuneError(Exception):

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from autotune.commands.machine import parse_bytes
+from autotune.errors import InvalidInput
 from tests.conftest import autotune
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
@@ -43,3 +45,13 @@ def test_wrong_usage_exits_with_2() -> None:
     assert autotune("plan").returncode == 2
     assert autotune("no-such-command").returncode == 2
     assert autotune("plan", "--model", "x", "--quality", "best").returncode == 2
+
+
+@pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!"])
+def test_an_amount_of_memory_without_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="no amount of memory"):
+        parse_bytes(text)
+
+
+def test_amounts_of_memory_in_both_kinds_of_units() -> None:
+    assert [parse_bytes(text) for text in ("20GiB", " 900 mib", "1.5GB")] == [20 * 2**30, 900 * 2**20, 1_500_000_000]

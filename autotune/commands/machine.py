@@ -8,7 +8,7 @@ from autotune.errors import InvalidInput
 if TYPE_CHECKING:
     from autotune.schema import HardwareProfile
 
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def parse_bytes(text: str) -> int:
@@ -17,7 +17,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         InvalidInput: it is no size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     unit = UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise InvalidInput(f"{text!r} is no amount of memory", hint="write it like 20GiB or 900MiB")

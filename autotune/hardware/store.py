@@ -12,7 +12,7 @@ import platformdirs
 from pydantic import ValidationError
 
 from autotune.atomic import write_whole
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
 from autotune.hardware.probe import ABOUT_RATES, probe, with_rates
 from autotune.schema import HardwareProfile, digest_of
@@ -92,7 +92,7 @@ def hardware_named(name_or_path: str) -> HardwareProfile:
         return load_profile(name_or_path)
     raise InvalidInput(
         f"no hardware called {name_or_path!r}: neither a catalogue name nor a saved profile",
-        hint="`autotune probe --list` shows the catalogue",
+        hint=nearest_of(name_or_path, (gpu.id for gpu in catalogue()), "`autotune probe --list` shows the catalogue"),
     )
 
 
