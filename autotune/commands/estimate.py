@@ -20,7 +20,9 @@ def estimate(
     batch: Annotated[int | None, typer.Option(help="Images per optimizer step (effective batch).")] = None,
     micro_batch_size: Annotated[int, typer.Option(help="Images per forward pass.")] = 1,
     checkpointing: Annotated[str, typer.Option(help="none, all, or how many blocks.")] = "all",
-    quantization: Annotated[str, typer.Option(help="none, torchao-int8, torchao-fp8, bnb-int8, bnb-nf4.")] = "none",
+    quantization: Annotated[
+        str, typer.Option(help="none, torchao-int8, torchao-fp8, layerwise-fp8, bnb-int8, bnb-nf4.")
+    ] = "none",
     attention: Annotated[str, typer.Option(help="Attention backend, under diffusers' names.")] = "native",
     precision: Annotated[str | None, typer.Option(help="bf16 or fp32; by default what the device prefers.")] = None,
     swapped_blocks: Annotated[int, typer.Option(help="Blocks whose weights wait on the host.")] = 0,

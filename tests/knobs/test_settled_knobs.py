@@ -7,6 +7,7 @@ from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
 from autotune.knobs.base import Setting
 from autotune.knobs.compile import Compile
 from autotune.knobs.optimizer import Optimizer
+from autotune.knobs.quantization import Quantization
 from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate
 from tests.builders import GIB, hardware, workload
@@ -67,6 +68,14 @@ def test_compiling_is_offered_with_its_payback_and_never_searched():
     assert offered.admitted == ("off",)
     assert "60 s" in offered.on_request[0].reason
     assert Compile().choices(setting()).rejected[0].choice == "block"
+
+
+def test_float8_without_scales_is_searched_only_where_int8_cannot_be():
+    both = Quantization().choices(setting("quantization.torchao-int8", "quantization.layerwise-fp8"))
+    assert both.admitted == ("torchao-int8", "none")
+    assert [offered.choice for offered in both.on_request] == ["layerwise-fp8"]
+    alone = Quantization().choices(setting("quantization.layerwise-fp8"))
+    assert alone.admitted == ("layerwise-fp8", "none")
 
 
 def test_8_bit_moments_are_refused_with_the_reason():

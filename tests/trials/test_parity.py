@@ -22,7 +22,7 @@ from tests.builders import workload
 CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": ("fp32", "bf16"),
     "attention": ("native", "_native_math", "_native_flash"),
-    "quantization": ("none", "torchao-int8", "torchao-fp8"),
+    "quantization": ("none", "torchao-int8", "torchao-fp8", "layerwise-fp8"),
     "checkpointed_blocks": (0, 1, 2),
 }
 
