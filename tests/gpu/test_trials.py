@@ -93,6 +93,14 @@ class AskAllocator:
         return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
 
 
+@pytest.mark.parametrize("memory", ["pageable", "pinned"])
+def test_batches_reach_the_device_from_either_memory(runner, precision, memory):
+    plain = runner.run(candidate(precision))
+    result = runner.run(candidate(precision, batch_memory=memory))
+    assert result.outcome == "ok", result.message
+    assert result.final_loss == pytest.approx(plain.final_loss, rel=0.01)
+
+
 @pytest.mark.parametrize("choice", ["default", "expandable"])
 def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
     answer = runner.ask(AskAllocator(candidate(precision, allocator=choice), runner.device), (choice,))
