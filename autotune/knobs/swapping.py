@@ -15,6 +15,8 @@ QUARTERS = 4
 """Levels between no and all but one block."""
 ROOM_SHARE = 0.9
 """Of the budget: weights that take more leave too little for a step, so nothing fits without swapping."""
+PROVEN_BLOCKS = 2
+"""The fewest of which one is fetched while another runs."""
 HOST_SHARE = 0.7
 """Of the host's memory that swapped weights may take; pinned memory rounds up to powers of two."""
 
@@ -52,7 +54,10 @@ class Swapping(Knob):
         return None
 
     def parity(self, choice: Choice) -> Parity | None:
-        return Parity(1, 1e-5, "the same operations on copies of the same weights") if choice else None
+        if not choice:
+            return None
+        because = "the same operations on copies of the same weights"
+        return Parity(PROVEN_BLOCKS, 1e-5, because, needs=(("checkpointed_blocks", PROVEN_BLOCKS),))
 
     def shown(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks" if choice else "none"
