@@ -62,7 +62,8 @@ def plan(
     search_time: Annotated[
         float | None, typer.Option(min=1, help="Most seconds of trials; by default 5% of the run, at least 60.")
     ] = None,
-    study: Annotated[str | None, typer.Option(help="Keep trials under this name: an ended search goes on.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an interrupted search has measured.")] = False,
+    study: Annotated[str | None, typer.Option(help="Keep trials under this name, its plan too.")] = None,
     join: Annotated[
         str | None,
         typer.Option(
@@ -131,6 +132,7 @@ def plan(
         price_per_hour=price,
         search_seconds=search_time,
         study=Place(study or "search", join) if study or join else None,
+        interrupted="ignored" if replay else ("forgotten" if fresh else "resumed"),
     )
     recording = read_recording(replay) if replay else None
     around = replayed(recording) if recording else Surroundings()
@@ -144,7 +146,7 @@ def plan(
         made = make_plan(question, machine, heard.events(display), around)
     write_plan(output, made)
     if record is not None:
-        write_recording(record, recording_of(made, heard.proven, heard.known))
+        write_recording(record, recording_of(made, heard.proven, heard.known, shared=bool(study or join)))
     if recording is None and why_no_evidence(made, machine) is None:
         remember(made, machine, tuple(heard.calibration))
     if as_json:
