@@ -128,9 +128,11 @@ def _search(
             trials = run_search(search, tell_and_run, limits, events.on_trial, enough=advice.kept, study=study)
         else:
             trials = around.tried
+            search.outlooks(())  # as a search begins: what is traced first fills caches, and is traced a little larger
             for trial in trials:
                 events.on_trial(trial)
-        rung = None if advice.kept(trials) else unverified_rung(trials, case)
+        over = around.tried is not None or advice.kept(trials)
+        rung = None if over else unverified_rung(trials, case)
         if rung is not None:
             trials = (*trials, timed(tell_and_run, rung))
             events.on_trial(trials[-1])
