@@ -17,12 +17,12 @@ from autotune.planning.confirming import LEAST_SECONDS, SHARE_OF_SEARCH, confirm
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.outlook import larger_batch_advice
 from autotune.planning.question import Question
+from autotune.planning.resuming import kept_study
 from autotune.planning.surroundings import Surroundings
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
-from autotune.search.storage import opened_study, safe_words
 from autotune.search.study import Limits, freeze, frozen_plan, run_search, search_cost_seconds, timed
 from autotune.search.winner import (
     fallbacks_of,
@@ -80,16 +80,16 @@ def make_plan(
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
         events.on_predictions(predictions)
         return _plan(case, around.autotune_version, predictions)
-    with safe_words(question.study):
-        study = opened_study(question.study, case.identity)
-        settled = frozen_plan(study)
+    with kept_study(case, around.autotune_version, events.on_note) as study:
+        settled = frozen_plan(study) if question.study else None
         if settled is None:
             advice = _advice(case, around, events)
             trials = _search(case, around, advice, study, events)
             if not advice.kept(trials):  # else a record has confirmed them
                 trials = _confirmed(case, around, trials, events)
-            plan = _plan(case, around.autotune_version, (), trials, advice)
-            settled = freeze(study, plan.model_dump_json())
+            own = _plan(case, around.autotune_version, (), trials, advice).model_dump_json()
+            first = freeze(study, own)
+            settled = first if question.study else own
     made = TrainingPlan.model_validate_json(settled)
     events.on_calibration(tuple(case.cost.residual(trial) for trial in made.frozen.trials))
     return made
@@ -124,8 +124,15 @@ def _search(
             events.on_start(candidate)
             return run(candidate)
 
-        trials = run_search(search, tell_and_run, limits, events.on_trial, enough=advice.kept, study=study)
-        rung = None if advice.kept(trials) else unverified_rung(trials, case)
+        if around.tried is None:
+            trials = run_search(search, tell_and_run, limits, events.on_trial, enough=advice.kept, study=study)
+        else:
+            trials = around.tried
+            search.outlooks(())  # as a search begins: what is traced first fills caches, and is traced a little larger
+            for trial in trials:
+                events.on_trial(trial)
+        over = around.tried is not None or advice.kept(trials)
+        rung = None if over else unverified_rung(trials, case)
         if rung is not None:
             trials = (*trials, timed(tell_and_run, rung))
             events.on_trial(trials[-1])

@@ -135,6 +135,10 @@ class Candidate(Frozen):
     optimizer: str = "adamw"
     allocator: str = "default"
     """How the device's allocator grows: `default` or `expandable` segments."""
+    data_workers: int = Field(default=1, ge=1)
+    """Threads that collate batches ahead of the step."""
+    batch_memory: str = "pageable"
+    """Where batches wait for the device: `pageable` or `pinned` memory of the host."""
 
     def label(self) -> str:
         """One short line for people."""
@@ -143,7 +147,7 @@ class Candidate(Frozen):
             f"{name.replace('_', ' ')} {value}"
             for name, value in self
             if not (field := type(self).model_fields[name]).is_required() and value != field.default
-            if name not in ("quantization", "attention", "allocator")
+            if name not in ("quantization", "attention", "allocator", "batch_memory")
         )
         return ", ".join((main, *unusual))
 

@@ -6,152 +6,180 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.commands.options import Json, parse_shift
+from autotune.commands.options import (
+    Batch,
+    Caption,
+    Control,
+    Frames,
+    Guidance,
+    Json,
+    LearningRate,
+    Price,
+    Rank,
+    Resolution,
+    Sampling,
+    Shift,
+    Steps,
+    Targets,
+    Trigger,
+    parse_shift,
+    takes,
+)
 
 if TYPE_CHECKING:
     from autotune.planner import Events
+    from autotune.planning.question import Question
     from autotune.schema import HardwareProfile, Residual
     from autotune.sharing.query import Known, Survey
     from autotune.terminal import TrialDisplay
 
 
-def plan(
-    model: Annotated[
-        str | None, typer.Option(help="A folder in the diffusers layout, a known name, or a hub id.")
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of images with same-stem .txt captions.")] = None,
-    control: Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")] = None,
-    caption: Annotated[str | None, typer.Option(help="Caption of images that have none.")] = None,
-    trigger: Annotated[str | None, typer.Option(help="Word put in front of every caption.")] = None,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `autotune plan` can be asked. None and empty: not said."""
+
+    model: Annotated[str | None, typer.Option(help="A folder in the diffusers layout, a known name, or a hub id.")] = (
+        None
+    )
+    data: Annotated[Path | None, typer.Option(help="Folder of images with same-stem .txt captions.")] = None
+    control: Control = None
+    caption: Caption = None
+    trigger: Trigger = None
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Ask again what this plan answered; other options go before it.")
-    ] = None,
-    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU instead (see probe --list).")] = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml"),
-    resolution: Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")] = None,
-    frames: Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")] = None,
-    rank: Annotated[int | None, typer.Option(min=1, help="Rank of the adapter.")] = None,
-    targets: Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None,
-    sampling: Annotated[
-        str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal (default) or uniform.")
-    ] = None,
-    shift: Annotated[
-        str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")
-    ] = None,
-    guidance: Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")] = None,
+    ] = None
+    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU instead (see probe --list).")] = None
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
+    resolution: Resolution = None
+    frames: Frames = None
+    rank: Rank = None
+    targets: Targets = None
+    batch: Batch = None
+    steps: Steps = None
+    learning_rate: LearningRate = None
+    sampling: Sampling = None
+    shift: Shift = None
+    guidance: Guidance = None
     quality: Annotated[
         str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
-    ] = None,
-    objective: Annotated[str | None, typer.Option(help="throughput (default) or memory.")] = None,
-    pin: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: choose only this value.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: never choose this value.")] = None,
-    list_knobs: Annotated[
-        bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")
-    ] = False,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None,
-    max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None,
-    reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None,
-    cap_memory: Annotated[
-        str | None, typer.Option(help="Rehearse a device with only so much memory, e.g. 12GiB.")
-    ] = None,
-    profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True,
-    max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8,
+    ] = None
+    objective: Annotated[str | None, typer.Option(help="throughput (default) or memory.")] = None
+    pin: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: choose only this value.")] = None
+    exclude: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: never choose this value.")] = None
+    list_knobs: Annotated[bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")] = False
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None
+    max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None
+    reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None
+    cap_memory: Annotated[str | None, typer.Option(help="Rehearse a device with only so much memory, e.g. 12GiB.")] = (
+        None
+    )
+    profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True
+    max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8
     search_time: Annotated[
         float | None, typer.Option(min=1, help="Most seconds of trials; by default 5% of the run, at least 60.")
-    ] = None,
-    study: Annotated[str | None, typer.Option(help="Keep trials under this name: an ended search goes on.")] = None,
+    ] = None
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an interrupted search has measured.")] = False
+    study: Annotated[str | None, typer.Option(help="Keep trials under this name, its plan too.")] = None
     join: Annotated[
         str | None,
         typer.Option(
             envvar="AUTOTUNE_JOIN", help="Share the search: postgresql+psycopg://user:password@host/database."
         ),
-    ] = None,
-    record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None,
-    replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, for the cost of the job.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the job; 0 by default.")] = None,
-    run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None
+    replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None
+    price: Price = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the job; 0 by default.")] = None
+    run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None
+    as_json: Json = False
+
+
+@takes(PlanOptions)
+def plan(asked: PlanOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.commands.machine import machine_for
-    from autotune.cost.arguments import parse_resolution
-    from autotune.plan_file import read_plan, write_plan
+    from autotune.plan_file import write_plan
     from autotune.planner import make_plan
     from autotune.planning.case import list_choices
-    from autotune.planning.question import Question, question_of
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.surroundings import Surroundings
     from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import knob_lines, plan_lines
-    from autotune.search.storage import Place
     from autotune.sharing.record import why_no_evidence
     from autotune.sharing.store import remember
     from autotune.terminal import out, trial_display
 
-    if earlier is None and model is None:
-        raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
-    if replay is not None and (hardware or join or study or max_memory or reserve or cap_memory):
-        raise typer.BadParameter("a recording brings its machine and its trials", param_hint="--replay")
-    base = question_of(read_plan(earlier)) if earlier else Question(model=str(model))
-    wishes = _changed(
-        dataclasses.replace(base.wishes, lora_alpha=None) if rank else base.wishes,
-        size_px=parse_resolution(resolution) if resolution else None,
-        num_frames=frames,
-        rank=rank,
-        targets=targets,
-        effective_batch_size=batch,
-        quality=_one_of("--quality", quality, ("exact", "high", "compact")),
-        objective=_one_of("--objective", objective, ("throughput", "memory")),
-    )
-    question = _changed(
-        base,
-        model=model,
-        data=data,
-        control=control,
-        caption=caption,
-        trigger=trigger,
-        wishes=wishes,
-        output=run_output,
-        num_steps=steps,
-        learning_rate=learning_rate,
-        timestep_sampling=_one_of("--timestep-sampling", sampling, ("logit_normal", "uniform")),
-        timestep_shift=parse_shift(shift),
-        guidance_scale=guidance,
-        seed=seed,
-        pins=_pairs("--pin", pin),
-        exclusions=_pairs("--exclude", exclude),
-        here=hardware is None,
-        num_processes=gpus,
-        use_profiles=profiles,
-        max_trials=max_trials,
-        price_per_hour=price,
-        search_seconds=search_time,
-        study=Place(study or "search", join) if study or join else None,
-    )
-    recording = read_recording(replay) if replay else None
+    question = question_asked(asked)
+    recording = read_recording(asked.replay) if asked.replay else None
     around = replayed(recording) if recording else Surroundings()
-    limits = {"max_memory": max_memory, "reserve": reserve, "cap_memory": cap_memory}
-    machine = recording.hardware if recording else machine_for(hardware, **limits)
-    if list_knobs:
+    limits = {"max_memory": asked.max_memory, "reserve": asked.reserve, "cap_memory": asked.cap_memory}
+    machine = recording.hardware if recording else machine_for(asked.hardware, **limits)
+    if asked.list_knobs:
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
     heard = _Heard(machine)
-    with trial_display(max_trials) as display:
+    with trial_display(asked.max_trials) as display:
         made = make_plan(question, machine, heard.events(display), around)
-    write_plan(output, made)
-    if record is not None:
-        write_recording(record, recording_of(made, heard.proven, heard.known))
+    write_plan(asked.output, made)
+    if asked.record is not None:
+        shared = question.study is not None
+        write_recording(asked.record, recording_of(made, heard.proven, heard.known, shared=shared))
     if recording is None and why_no_evidence(made, machine) is None:
         remember(made, machine, tuple(heard.calibration))
-    if as_json:
+    if asked.as_json:
         typer.echo(made.model_dump_json(indent=1))
         return
     out.print("\n".join([*plan_lines(made), *origin_lines(made)]), markup=False)
-    out.print(f"written to {output}; train it with: autotune train {output}", markup=False)
+    out.print(f"written to {asked.output}; train it with: autotune train {asked.output}", markup=False)
+
+
+def question_asked(asked: PlanOptions) -> "Question":
+    """The options as a question, over that of an earlier plan where one is named.
+
+    Raises:
+        BadParameter: an option's value cannot be, or two options do not go together.
+    """
+    from autotune.cost.arguments import parse_resolution
+    from autotune.plan_file import read_plan
+    from autotune.planning.question import Question, question_of
+    from autotune.search.storage import Place
+
+    if asked.earlier is None and asked.model is None:
+        raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
+    live = (asked.hardware, asked.join, asked.study, asked.max_memory, asked.reserve, asked.cap_memory)
+    if asked.replay is not None and any(live):
+        raise typer.BadParameter("a recording brings its machine and its trials", param_hint="--replay")
+    base = question_of(read_plan(asked.earlier)) if asked.earlier else Question(model=str(asked.model))
+    wishes = _changed(
+        dataclasses.replace(base.wishes, lora_alpha=None) if asked.rank else base.wishes,
+        size_px=parse_resolution(asked.resolution) if asked.resolution else None,
+        num_frames=asked.frames,
+        rank=asked.rank,
+        targets=asked.targets,
+        effective_batch_size=asked.batch,
+        quality=_one_of("--quality", asked.quality, ("exact", "high", "compact")),
+        objective=_one_of("--objective", asked.objective, ("throughput", "memory")),
+    )
+    same = ("model", "data", "control", "caption", "trigger", "learning_rate", "seed", "max_trials")
+    return _changed(  # type: ignore[no-any-return]
+        base,
+        **{name: getattr(asked, name) for name in same},
+        wishes=wishes,
+        output=asked.run_output,
+        num_steps=asked.steps,
+        timestep_sampling=_one_of("--timestep-sampling", asked.sampling, ("logit_normal", "uniform")),
+        timestep_shift=parse_shift(asked.shift),
+        guidance_scale=asked.guidance,
+        pins=_pairs("--pin", asked.pin),
+        exclusions=_pairs("--exclude", asked.exclude),
+        here=asked.hardware is None,
+        num_processes=asked.gpus,
+        use_profiles=asked.profiles,
+        price_per_hour=asked.price,
+        search_seconds=asked.search_time,
+        study=Place(asked.study or "search", asked.join) if asked.study or asked.join else None,
+        interrupted="ignored" if asked.replay else ("forgotten" if asked.fresh else "resumed"),
+    )
 
 
 class _Heard:

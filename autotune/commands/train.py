@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from autotune.commands.options import Json, PlanFile, parse_shift
 
 if TYPE_CHECKING:
-    from autotune.schema import HardwareProfile, TrainingPlan
+    from autotune.schema import HardwareProfile, RunReport, TrainingPlan
 
 
 def train(
@@ -53,17 +54,34 @@ def train(
     )
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
-    from autotune.reporting.plan import job_line
     from autotune.reporting.run import report_lines
-    from autotune.terminal import err, out, training_display
-    from autotune.training.events import Events
-    from autotune.training.prepare import fetch_weights, prepare
-    from autotune.training.processes import launch, started_by_launcher
-    from autotune.training.run import train as run
+    from autotune.terminal import err, out
+    from autotune.training.prepare import fetch_weights
+    from autotune.trials.lock import held_for_run
 
     silence_progress_bars()
     hardware = read_machine(quick=True)
     chosen = _measured_here(plan_file, fetch_weights(chosen), hardware)
+    with held_for_run(hardware.device, chosen.frozen.hardware.num_processes, partial(err.print, markup=False)):
+        report = _run(chosen, hardware, resume=resume, trace=trace)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        typer.echo(report.model_dump_json(indent=1))
+        return
+    out.print("\n".join(report_lines(report)), markup=False)
+    out.print(f"adapter: {Path(chosen.job.output) / report.adapter}", markup=False)
+
+
+def _run(chosen: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, trace: bool) -> "RunReport":
+    """Train here, or exit with what the processes exited with that train together."""
+    from autotune.reporting.plan import job_line
+    from autotune.terminal import err, training_display
+    from autotune.training.events import Events
+    from autotune.training.prepare import prepare
+    from autotune.training.processes import launch, started_by_launcher
+    from autotune.training.run import train as run
+
     if chosen.frozen.hardware.num_processes > 1 and not started_by_launcher():
         prepare(chosen, hardware, resume=resume).claim.release()  # so that what is wrong is said once
         raise typer.Exit(launch(chosen.frozen.hardware.num_processes, sys.argv[1:]))
@@ -73,14 +91,7 @@ def train(
         events = Events(
             on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
         )
-        report = run(chosen, hardware, _cache_folder(), events, resume=resume, trace=trace)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if as_json:
-        typer.echo(report.model_dump_json(indent=1))
-        return
-    out.print("\n".join(report_lines(report)), markup=False)
-    out.print(f"adapter: {Path(chosen.job.output) / report.adapter}", markup=False)
+        return run(chosen, hardware, _cache_folder(), events, resume=resume, trace=trace)
 
 
 def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":

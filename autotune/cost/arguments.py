@@ -69,6 +69,7 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         ("precision", candidate.precision, PRECISIONS),
         ("compile", candidate.compile, ("off", "block")),
         ("allocator", candidate.allocator, ("default", "expandable")),
+        ("batch memory", candidate.batch_memory, ("pageable", "pinned")),
     ):
         if value not in known:
             raise InvalidInput(f"there is no {name} called {value!r}", hint=nearest_of(value, known))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
-from autotune.knobs.quantization import SLICE_BYTES
+from autotune.knobs.quantization import LAYERWISE, SLICE_BYTES
 from autotune.prediction import MemoryBreakdown, PhaseMemory
 from autotune.schema import Candidate, HardwareProfile
 
@@ -85,7 +85,7 @@ def resident_of(
         adapter_bytes=storage.adapter_bytes,
         optimizer_bytes=masters + moments,
         optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
-        quantizing_bytes=0 if quantization == "none" else storage.largest_layer_bytes + QUANTIZING_BYTES,
+        quantizing_bytes=_quantizing_bytes(quantization, storage.largest_layer_bytes),
         encoder_bytes=encoder_bytes,
         encoders_stay=encoders_stay,
         vae_bytes=vae.weight_bytes,
@@ -100,6 +100,13 @@ def resident_of(
         + on_device
         + sum(storage.block_pinned_bytes[:swapped]),
     )
+
+
+def _quantizing_bytes(quantization: str, largest_layer_bytes: int) -> int:
+    """What a layer takes beyond its stored weight for a moment, when it arrives."""
+    if quantization == "none":
+        return 0
+    return largest_layer_bytes + (0 if quantization == LAYERWISE else QUANTIZING_BYTES)  # a cast takes nothing else
 
 
 def away_bytes(storage: "Storage", swapped: int) -> int:

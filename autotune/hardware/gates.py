@@ -125,6 +125,12 @@ def fast_fp16(m: Machine) -> str | None:
     return "hardware: fp16 products crawl on a processor" if m.device.kind == "cpu" else None
 
 
+def casts_float8(m: Machine) -> str | None:
+    """Processors and any CUDA device convert it, in software where the hardware cannot."""
+    kind = m.device.kind
+    return None if kind in ("cuda", "cpu") else f"torch has no float8 on {kind}: nothing could be cast from it"
+
+
 def storage_device(m: Machine) -> str | None:
     """The kernel module of GPU direct storage."""
     return None if m.host.gpu_direct_storage else "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
@@ -171,9 +177,7 @@ RULES: tuple[Rule, ...] = (
     Rule("quantization.torchao-fp8", "weight-only float8", (on("cuda", "cpu"), package("torchao", "0.14"))),
     Rule("quantization.bnb-nf4", "4-bit NormalFloat", (CUDA, capability((7, 5)), package("bitsandbytes", "0.45"))),
     Rule("quantization.bnb-int8", "LLM.int8", (CUDA, capability((7, 5)), package("bitsandbytes", "0.45"))),
-    Rule(
-        "quantization.layerwise-fp8", "float8 storage cast per layer", (on("cuda", "cpu"), package("diffusers", "0.33"))
-    ),
+    Rule("quantization.layerwise-fp8", "float8 storage cast per layer", (casts_float8,)),
     Rule(
         "compile", "a compiler and what it needs are there", (on("cuda", "cpu"), compiler, triton, capability((7, 0)))
     ),

@@ -36,14 +36,19 @@ class Choices:
 
 @dataclass(frozen=True)
 class Parity:
-    """How far adapter gradients under a choice may lie from the reference's before it counts as another computation."""
+    """How far adapter gradients under a choice may lie from the reference's before it counts as another computation.
+
+    Of an optimizer, which makes updates from gradients: how far the adapter moves.
+    """
 
     runs: Choice
     """The value that is run to find out, on a model of a few blocks: one for all choices that run the same code."""
     tolerance: float
-    """Root mean square, over the adapter's tensors, of the relative error; beside that of the compute dtype."""
+    """Root mean square, over the adapter's tensors, of the relative error; gradients' beside the compute dtype's."""
     because: str
     """Where an error of this size comes from."""
+    needs: tuple[tuple[str, Choice], ...] = ()
+    """Other knobs' values without which it does not run."""
 
 
 def parity_gate(knob: str, runs: Choice) -> str:

@@ -13,14 +13,14 @@ from pydantic import ValidationError
 from autotune.errors import InvalidInput
 from autotune.families.base import Parts
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import QUALITY_OF, STRICTNESS
+from autotune.knobs.quantization import QUALITY_OF, STORED_BYTES, STRICTNESS
 from autotune.schema import CachingSettings, Reason, Rejected
 
 PIN = "caching."
 """What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
 
-STORED_BYTES: Mapping[str, float] = {"torchao-int8": 1.0, "torchao-fp8": 1.0, "bnb-int8": 1.0, "bnb-nf4": 0.52}
-"""Of a quantised parameter, with its scales (nf4: half a byte, and doubly quantised scales of 64 values each)."""
+STORAGES = ("torchao-int8", "torchao-fp8", "bnb-int8", "bnb-nf4")
+"""What can be pinned. Not layerwise-fp8: T5 casts its activations to the dtype in which a weight lies."""
 OFFERED = ("torchao-int8", "bnb-nf4")
 """Storages that are tried, the more exact first."""
 QUANTISED_SHARE = 0.86
@@ -151,8 +151,8 @@ def _against(way: CachingSettings, size: EncoderSize, setting: Setting) -> str |
 
 
 def _unusable(storage: str, setting: Setting) -> str | None:
-    if storage not in STORED_BYTES:
-        return f"unknown; known: none, {', '.join(STORED_BYTES)}"
+    if storage not in STORAGES:
+        return f"unknown to text encoders; known: none, {', '.join(STORAGES)}"
     gate = setting.hardware.gate(f"quantization.{storage}")
     if not gate.available:
         return gate.reason

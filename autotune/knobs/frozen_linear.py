@@ -1,8 +1,10 @@
-"""A frozen Linear on torchao's quantised weights that keeps nothing but those weights for its backward pass.
+"""A frozen Linear on quantised weights that keeps nothing but those weights for its backward pass.
 
-torchao's own layers leave the dequantised copy of each product to autograd, so without checkpointing an int8 model
-needs more memory than a bf16 one. Here the backward pass dequantises again: one more read of the stored weights, and
-bit for bit the same gradient of the input. The weights themselves get none: they are frozen.
+The weights are torchao's, or plain float8 that each product casts to its own dtype: what diffusers calls layerwise
+casting, without hooks that hold a cast copy from the forward to the backward pass. torchao's own layers leave the
+dequantised copy of each product to autograd, so without checkpointing an int8 model needs more memory than a bf16 one.
+Here the backward pass dequantises again: one more read of the stored weights, and bit for bit the same gradient of the
+input. The weights themselves get none: they are frozen.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
 
 
 class FrozenProduct(torch.autograd.Function):
@@ -35,12 +39,36 @@ class FrozenProduct(torch.autograd.Function):
         return gradient.matmul(weight), None, None
 
 
+class CastProduct(torch.autograd.Function):
+    """`linear(x, weight, bias)` for the bytes of a float8 weight, cast to the dtype of `x` in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: "Tensor", stored: "Tensor", bias: "Tensor | None") -> "Tensor":
+        ctx.save_for_backward(stored)
+        return functional.linear(x, stored.view(FLOAT8).to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: "Tensor") -> Any:
+        (gradient,) = gradients
+        (stored,) = ctx.saved_tensors
+        return gradient.matmul(stored.view(FLOAT8).to(gradient.dtype)), None, None
+
+
 class FrozenLinear(nn.Linear):
-    """A Linear whose weight torchao has quantised; `freeze` makes one of a layer in place."""
+    """A Linear whose weight is quantised; `freeze` makes one of a layer in place."""
 
     def forward(self, input: "Tensor") -> "Tensor":
-        product: Tensor = FrozenProduct.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        function = CastProduct if self.weight.dtype == torch.uint8 else FrozenProduct
+        product: Tensor = function.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return product
+
+
+def as_float8(layer: nn.Linear) -> nn.Parameter:
+    """The weight of `layer` cast to float8 (e4m3) as it is, without scales; what is beyond 448 is lost.
+
+    Kept as bytes: peft would round the adapter of a layer whose weight has a floating dtype to that dtype.
+    """
+    return nn.Parameter(layer.weight.data.to(FLOAT8).view(torch.uint8), requires_grad=False)
 
 
 def freeze(layer: nn.Linear) -> None:

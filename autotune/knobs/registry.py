@@ -5,6 +5,7 @@ from autotune.knobs.attention import Attention
 from autotune.knobs.base import Knob
 from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.compile import Compile
+from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.loader import WeightLoader
 from autotune.knobs.micro_batch import MicroBatch
 from autotune.knobs.optimizer import Optimizer
@@ -23,4 +24,6 @@ KNOBS: tuple[Knob, ...] = (
     Optimizer(),
     WeightLoader(),
     Allocator(),
+    DataWorkers(),
+    BatchMemory(),
 )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.knobs.quantization import Quantization
+from autotune.knobs.quantization import STORED_BYTES, Quantization
 from autotune.schema import Candidate, Choice, Rejected, Workload
 
 if TYPE_CHECKING:
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 QUARTERS = 4
 """Levels between no and all but one block."""
-BYTES_PER_WEIGHT = {"none": 2.0, "torchao-int8": 1.0, "torchao-fp8": 1.0, "bnb-int8": 1.0, "bnb-nf4": 0.53}
-"""As `cost.quantized` counts them, scales left out."""
 ROOM_SHARE = 0.9
 """Of the budget: weights that take more leave too little for a step, so nothing fits without swapping."""
+PROVEN_BLOCKS = 2
+"""The fewest of which one is fetched while another runs."""
 HOST_SHARE = 0.7
 """Of the host's memory that swapped weights may take; pinned memory rounds up to powers of two."""
 
@@ -35,7 +35,7 @@ class Swapping(Knob):
         if device.kind != "cuda" or device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
             return Choices((0,), rejected=_each(levels, reason))
-        least = min(BYTES_PER_WEIGHT[str(name)] for name in Quantization().choices(setting).admitted)
+        least = min(STORED_BYTES[str(name)] for name in Quantization().choices(setting).admitted)
         weights = least * setting.workload.model.num_parameters
         fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
         too_many = _each([k for k in levels if k not in fitting], "the host has too little memory for the weights")
@@ -54,7 +54,10 @@ class Swapping(Knob):
         return None
 
     def parity(self, choice: Choice) -> Parity | None:
-        return Parity(1, 1e-5, "the same operations on copies of the same weights") if choice else None
+        if not choice:
+            return None
+        because = "the same operations on copies of the same weights"
+        return Parity(PROVEN_BLOCKS, 1e-5, because, needs=(("checkpointed_blocks", PROVEN_BLOCKS),))
 
     def shown(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks" if choice else "none"

@@ -45,7 +45,9 @@ class Question:
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
     study: Place | None = None
-    """Where trials are kept and shared; None forgets them with the process."""
+    """Where trials are kept and shared under a name."""
+    interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
+    """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
     job: Job | None = None
     """What an earlier plan did, where this question is asked again; its other fields go before it."""
 

@@ -34,17 +34,22 @@ class Recording:
     records: tuple[tuple[str, Record], ...]
     """Of other searches, with their names."""
     trials: tuple[TrialResult, ...]
+    shared: bool = False
+    """Whether several workers may have searched: what each tried went by what the others were at, which is gone."""
 
 
-def recording_of(plan: TrainingPlan, hardware: HardwareProfile, known: Sequence[Known]) -> Recording:
+def recording_of(
+    plan: TrainingPlan, hardware: HardwareProfile, known: Sequence[Known], *, shared: bool = False
+) -> Recording:
     """What it takes to make `plan` again, of what was `known` then."""
     records = tuple((item.name, item.record) for item in known if item.name in plan.frozen.records)
-    return Recording(plan.frozen.autotune_version, hardware, records, plan.frozen.trials)
+    return Recording(plan.frozen.autotune_version, hardware, records, plan.frozen.trials, shared)
 
 
 def write_recording(path: Path, recording: Recording) -> None:
     """Write it whole or not at all."""
     head = {
+        **({"shared": True} if recording.shared else {}),
         "autotune_version": recording.autotune_version,
         "hardware": recording.hardware.model_dump(mode="json", exclude_defaults=True),
     }
@@ -69,6 +74,7 @@ def read_recording(path: Path) -> Recording:
             hardware=_parsed(HardwareProfile, head["hardware"]),
             records=tuple((str(line["name"]), _parsed(Record, line["record"])) for line in lines if "record" in line),
             trials=tuple(_parsed(TrialResult, line["trial"]) for line in lines if "record" not in line),
+            shared=head.get("shared") is True,
         )
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
@@ -115,4 +121,5 @@ def replayed(recording: Recording) -> Surroundings:
         needs_weights=False,
         prove=lambda setting, choices, model: setting.hardware,
         rehearse=lambda model, cost, candidate, most_seconds: confirmed.get(candidate),
+        tried=tuple(results.values()) if recording.shared else None,
     )

@@ -46,3 +46,5 @@ class Surroundings:
     """Adds to the machine which choices compute right on it."""
     rehearse: Callable[[str, Predictor, Candidate, float], TrialResult | None] = rehearsal
     """Tries a winner for longer; None where that cannot be."""
+    tried: tuple[TrialResult, ...] | None = None
+    """All that a search tried, in order, where it is over and is not to be repeated."""

@@ -60,16 +60,18 @@ def search_space(setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequen
 def _that_learn_the_same(knob: Knob, setting: Setting) -> Choices:
     """The knob's choices less those whose gradients were found to be others than the reference's on this machine."""
     choices = knob.choices(setting)
-    wrong = {gate.name: gate.reason for gate in setting.hardware.gates if not gate.available}
-    admitted, rejected = [], list(choices.rejected)
-    for choice in choices.admitted:
-        parity = knob.parity(choice)
-        reason = wrong.get(parity_gate(knob.name, parity.runs)) if parity else None
-        if reason is None:
-            admitted.append(choice)
-        else:
-            rejected.append(Rejected(choice=choice, reason=reason))
-    return Choices(tuple(admitted), tuple(rejected), choices.on_request)
+    gates = {gate.name: gate.reason for gate in setting.hardware.gates if not gate.available}
+    usable = (*choices.admitted, *(offered.choice for offered in choices.on_request))
+    wrong = {
+        choice: gates[name]
+        for choice in usable
+        if (parity := knob.parity(choice)) and (name := parity_gate(knob.name, parity.runs)) in gates
+    }
+    return Choices(
+        admitted=tuple(choice for choice in choices.admitted if choice not in wrong),
+        rejected=(*choices.rejected, *(Rejected(choice=choice, reason=why) for choice, why in wrong.items())),
+        on_request=tuple(offered for offered in choices.on_request if offered.choice not in wrong),
+    )
 
 
 def without(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from autotune.families.registry import FAMILIES
 from autotune.hardware.catalogue import CatalogueGpu, catalogue, matching
+from autotune.knobs.quantization import STORED_BYTES
 from autotune.schema import Candidate, TrialResult, Workload
 from autotune.sharing.record import Record
 
@@ -20,8 +21,7 @@ LEAST_USED = 0.25
 weights of its own, less what acts once per image."""
 UNCACHED_BYTES = 4 << 30
 """Weights far above any cache, so that every pass reads them from memory."""
-BITS = {"bnb-nf4": 4, "bnb-int8": 8, "torchao-int8": 8, "torchao-fp8": 8}
-UNKNOWN_BITS = 4
+UNKNOWN_BYTES = 0.5
 """The least that any storage which trains takes per parameter."""
 SPILL = 1.02
 """Peak over total memory: above it the step would have spilled."""
@@ -121,7 +121,7 @@ def _image_tokens(work: Workload) -> float:
 def _bits(candidate: Candidate) -> int:
     """Per stored parameter, at least."""
     if candidate.quantization != "none":
-        return BITS.get(candidate.quantization, UNKNOWN_BITS)
+        return int(8 * STORED_BYTES.get(candidate.quantization, UNKNOWN_BYTES))
     return 32 if candidate.precision == "fp32" else 16
 
 

@@ -210,7 +210,8 @@ class Loop:
             first_step=first_step,
             rank=processes.rank,
             world_size=processes.world_size,
-            pin_memory=self.model.device.type == "cuda",
+            num_workers=self.settings.data_workers,
+            pin_memory=self.settings.batch_memory == "pinned",
         )
 
     def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader, processes: Processes) -> StepEvent:

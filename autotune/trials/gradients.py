@@ -1,5 +1,7 @@
 """Adapter gradients of a tiny instance of a family's real class, in the child: how far a candidate's are from fp32's.
 
+And what its optimizer makes of gradients: how far the updates are from those of AdamW in fp64.
+
 All variants share weights, adapter and inputs, rounded to bf16 beforehand, so that only what is computed differs.
 """
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
     from autotune.families.base import Family
 
+UPDATES = 3
+UPDATED = ((4, 64), (96, 4), (7,))
+"""Shapes that an optimizer is held against the reference with; one is no multiple of any vector length."""
 RANK = 4
 """Of the tiny adapter: how it is multiplied does not depend on it."""
 
@@ -45,6 +50,44 @@ class GradientRequest:
             kept[key] = _gradients(self, kept["plain"], _reference(self.candidate))
         torch.set_float32_matmul_precision("high")  # as training
         return relative_error(_gradients(self, kept["plain"], self.candidate), kept[key])
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """An optimizer to hold against the reference. The answer is the root mean square of its tensors' errors."""
+
+    candidate: Candidate
+    device: str
+
+    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> float:
+        """Relative error of how far an adapter moves in some steps, against plain AdamW in fp64."""
+        import torch
+        from torch import nn
+
+        from autotune.knobs.precision import torch_dtype
+        from autotune.training.step import AdapterOptimizer
+
+        generator, dtype = torch.Generator().manual_seed(0), torch_dtype(self.candidate.precision)
+        start = [torch.randn(shape, generator=generator).to(dtype) for shape in UPDATED]
+        wishes = {"learning_rate": 1e-3, "weight_decay": 1e-2, "max_grad_norm": 1.0}
+        own = AdapterOptimizer([nn.Parameter(tensor.to(self.device, copy=True)) for tensor in start], **wishes)
+        plain = [nn.Parameter(tensor.double()) for tensor in start]
+        adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
+        for _ in range(UPDATES):
+            for parameter, wanted in zip(own.parameters, plain, strict=True):
+                gradient = torch.randn(wanted.shape, generator=generator).to(dtype)
+                parameter.grad, wanted.grad = gradient.to(self.device), gradient.double()
+            own.step()
+            nn.utils.clip_grad_norm_(plain, 1.0)
+            adamw.step()
+        moves = (
+            [
+                parameter.detach().double().cpu() - before.double()
+                for parameter, before in zip(moved, start, strict=True)
+            ]
+            for moved in (own.masters, plain)
+        )
+        return relative_error(*moves)
 
 
 def _reference(candidate: Candidate) -> Candidate:

@@ -1,11 +1,13 @@
-"""Keeps two searches off one device: an advisory lock that the system drops when its holder dies, however it dies.
+"""Keeps searches and runs off each other: an advisory lock that the system drops when its holder dies, however it dies.
 
-Searches that ran at once would measure each other; they take turns, trial by trial. The lock file holds the id of the
-process that has it; whoever waits holds a shared lock on a second file.
+Searches that ran at once would measure each other; they take turns, trial by trial. Training runs share the lock among
+themselves: a run waits for a search to end, a search is refused while a run lasts. The lock file names its holder;
+whoever waits for a turn holds a shared lock on a second file.
 """
 
 import contextlib
 import fcntl
+import getpass
 import logging
 import os
 import re
@@ -19,6 +21,8 @@ import platformdirs
 from autotune.errors import AutotuneError
 from autotune.schema import Device
 
+SEARCH, RUN = "search", "training run"
+"""What holders call themselves."""
 LONGEST_WAIT_SECONDS = 1800.0
 RETRY_SECONDS = 0.2
 
@@ -34,16 +38,19 @@ _logger = logging.getLogger(__name__)
 
 
 class DeviceLock:
-    """The right to run trials on one device; taken and given back any number of times."""
+    """The right to use one device; taken and given back any number of times."""
 
     def __init__(
         self,
         path: Path,
         on_wait: Callable[[str], None] = _logger.warning,
         longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
+        *,
+        trains: bool = False,
     ) -> None:
-        """`on_wait` is told once who is being waited for."""
+        """`on_wait` is told once who is being waited for. `trains`: for a training run, not for trials."""
         self.path, self.on_wait, self.longest_wait_seconds = path, on_wait, longest_wait_seconds
+        self.trains = trains
         self._waiting = path.with_suffix(".waiting")
         self._handle: int | None = None
 
@@ -51,31 +58,46 @@ class DeviceLock:
         """Take the lock, after whoever has it; nothing happens where it is held already.
 
         Raises:
-            AutotuneError: another process kept it too long, or the lock file cannot be opened.
+            AutotuneError: a run has it, a search kept it too long, or the lock file cannot be opened.
         """
         if self._handle is not None:
             return
         handle = _open(self.path)
         try:
-            if not _locked(handle, fcntl.LOCK_EX):
+            if not self._locked(handle):
                 self._wait(handle)
         except BaseException:
             os.close(handle)
             raise
         os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        os.pwrite(handle, f"{RUN if self.trains else SEARCH} (process {os.getpid()} of {_user()})".encode(), 0)
         self._handle = handle
 
+    def _locked(self, handle: int) -> bool:
+        """Whether the lock could be had at once. A run lets searches that wait for a turn go first."""
+        if self.trains:
+            return not self.is_wanted() and _locked(handle, fcntl.LOCK_SH)
+        return _locked(handle, fcntl.LOCK_EX)
+
     def _wait(self, handle: int) -> None:
-        holder = f"another search (process {self.path.read_text().strip() or 'unknown'}) runs trials on this device"
-        self.on_wait(f"{holder}: waiting for a turn")
+        named = self.path.read_text().strip() or f"{SEARCH} (unknown process)"
+        if named.startswith(RUN) and not self.trains and _locked(handle, fcntl.LOCK_SH):  # which only runs share
+            if self._locked(handle):
+                return  # it has just ended
+            raise AutotuneError(
+                f"a {named} uses this device",
+                hint="wait for it, or stop it: it writes a checkpoint, and `autotune train PLAN --resume` goes on; "
+                "trials beside it would measure it",
+            )
+        holder = f"{'a' if self.trains else 'another'} {named} runs trials on this device"
+        self.on_wait(f"{holder}: waiting for {'its end' if self.trains else 'a turn'}")
         started = time.monotonic()
-        with _shared(self._waiting):
-            while not _locked(handle, fcntl.LOCK_EX):
+        with contextlib.nullcontext() if self.trains else _shared(self._waiting):
+            while not self._locked(handle):
                 if time.monotonic() - started > self.longest_wait_seconds:
                     raise AutotuneError(
                         f"{holder} and has not ended in {self.longest_wait_seconds:.0f} s",
-                        hint="wait for it, or end it; trials that run at once would measure each other",
+                        hint="wait for it, or end it; what runs beside trials is measured with them",
                     )
                 time.sleep(RETRY_SECONDS)
 
@@ -96,6 +118,35 @@ class DeviceLock:
         started = time.monotonic()
         while self.is_wanted() and time.monotonic() - started < 5 * RETRY_SECONDS:
             time.sleep(RETRY_SECONDS / 4)
+
+
+@contextlib.contextmanager
+def held_for_run(device: Device, num_processes: int, on_wait: Callable[[str], None]) -> Iterator[None]:
+    """Keep searches off the devices of a training run while it lasts.
+
+    Raises:
+        AutotuneError: a search does not end, or a lock file cannot be opened.
+    """
+    from autotune.training.processes import started_by_launcher
+
+    if started_by_launcher():  # which holds them for all its processes
+        yield
+        return
+    several = device.kind == "cuda" and num_processes > 1
+    used = [device.model_copy(update={"index": i}) for i in range(num_processes)] if several else [device]
+    with contextlib.ExitStack() as held:
+        for one in used:
+            lock = DeviceLock(lock_path(one), on_wait, trains=True)
+            lock.take()
+            held.callback(lock.give_back)
+        yield
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return f"user {os.getuid()}"
 
 
 @contextlib.contextmanager

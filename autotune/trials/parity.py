@@ -1,5 +1,7 @@
 """Parity first: a choice may be tried on a machine only once its adapter gradients agree with the reference's there.
 
+An optimizer's gradients are given: its updates have to agree.
+
 Reference: the same weights and inputs in fp32, native attention, nothing quantised, nothing recomputed, on a tiny
 instance of the family's real class, on this device. Verdicts become gates of the machine's profile, `parity.<knob>.
 <choice>`, and are kept for each machine, set of library versions and kind of work: a plan seldom waits for them.
@@ -20,16 +22,20 @@ from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Parity, Setting, parity_gate
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
-from autotune.trials.gradients import GradientRequest
+from autotune.trials.gradients import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 
 MOST_TEXT_TOKENS = 77
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 300.0
+"""Compiling blocks takes a minute or two on a processor."""
 PASSING = ("timeout", "oom")
 """Outcomes that say more about the moment than about the choice: not kept."""
 
-Ask = Callable[[GradientRequest], "float | Failure"]
+ParityRequest = GradientRequest | UpdateRequest
+Ask = Callable[[ParityRequest], "float | Failure"]
+Make = Callable[[str, Candidate], ParityRequest]
+"""Of a knob and the candidate that has its value."""
 
 
 def proven(
@@ -52,7 +58,7 @@ def proven(
     if missing:
         with ProcessTrialRunner.on(hardware, model.spec.name, setting.workload) as runner:
 
-            def ask(request: GradientRequest) -> "float | Failure":
+            def ask(request: ParityRequest) -> "float | Failure":
                 answer: float | Failure = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
                 return answer
 
@@ -66,22 +72,23 @@ def proven(
     return HardwareProfile.model_validate({**dict(hardware), "gates": (*hardware.gates, *gates)})
 
 
-def verdict(
-    knob: str, parity: Parity, precision: str, ask: Ask, make: Callable[[Candidate], GradientRequest]
-) -> tuple[Gate, bool]:
-    """Whether gradients under the choice agree, and whether that will be so tomorrow."""
+def verdict(knob: str, parity: Parity, precision: str, ask: Ask, make: Make) -> tuple[Gate, bool]:
+    """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
     fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.runs}
-    candidate = Candidate.model_validate(fields)
+    candidate = Candidate.model_validate({**fields, **dict(parity.needs)})
+    request = make(knob, candidate)
     dtype = next(k for k in KNOBS if k.name == "precision").parity(candidate.precision)
-    allowed = parity.tolerance + (dtype.tolerance if dtype and knob != "precision" else 0.0)
-    answer = ask(make(candidate))
+    rounds = isinstance(request, GradientRequest) and knob != "precision"  # updates are in fp32 whatever the precision
+    allowed = parity.tolerance + (dtype.tolerance if dtype and rounds else 0.0)
+    answer = ask(request)
     name = parity_gate(knob, parity.runs)
     if isinstance(answer, Failure):
-        why = f"its gradients could not be checked on this machine ({answer.outcome}: {answer.message})"
+        why = f"what it computes could not be checked on this machine ({answer.outcome}: {answer.message})"
         return Gate(name=name, available=False, reason=why), answer.outcome not in PASSING
-    error = f"adapter gradients differ by {answer:.2g} from the reference's, {allowed:.2g} may be ({parity.because})"
+    what = "adapter gradients" if isinstance(request, GradientRequest) else "updates of the adapter"
+    error = f"{what} differ by {answer:.2g} from the reference's, {allowed:.2g} may be ({parity.because})"
     if not math.isfinite(answer):
-        error = "adapter gradients are not finite, or there are none"
+        error = f"{what} are not finite, or there are none"
     return Gate(name=name, available=answer <= allowed, reason=error), True
 
 
@@ -95,12 +102,12 @@ def _to_prove(choices: Mapping[str, Sequence[Choice]]) -> list[tuple[str, Parity
     return list(found.values())
 
 
-def _requests(
-    setting: Setting, tiny: Mapping[str, object], runner: ProcessTrialRunner
-) -> Callable[[Candidate], GradientRequest]:
+def _requests(setting: Setting, tiny: Mapping[str, object], runner: ProcessTrialRunner) -> Make:
     work = small_work(setting.family, setting.workload)
 
-    def make(candidate: Candidate) -> GradientRequest:
+    def make(knob: str, candidate: Candidate) -> ParityRequest:
+        if knob == "optimizer":
+            return UpdateRequest(candidate, runner.device)
         asked = Setting(setting.hardware, setting.family, work)
         refuses = any(knob.conflict(candidate, asked) for knob in KNOBS)  # masks, where captions differ in length
         fields = {**dict(work), "text_padding": "exact"} if refuses else dict(work)

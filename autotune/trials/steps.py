@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from autotune.trials.worker import peak_host_bytes
 if TYPE_CHECKING:
     import torch
 
+    from autotune.families.base import Batch
     from autotune.training.model import TrainingModel
     from autotune.training.step import StepOutcome
 
@@ -114,9 +115,9 @@ class Steps:
         self.optimizer = AdapterOptimizer(model.adapter, learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1.0)
         size, samples = candidate.micro_batch_size, loaded.samples
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        self.batches = [
-            {name: tensor.to(model.device) for name, tensor in model.family.collate(group).items()} for group in groups
-        ]
+        self.batches = [model.family.collate(group) for group in groups]
+        if candidate.batch_memory == "pinned":
+            self.batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in self.batches]
         self.step_number = 0
 
     def result(self, goes_on: Callable[[list[float]], bool]) -> TrialResult:
@@ -156,11 +157,17 @@ class Steps:
             self.model.family,
             self.model.transformer,
             self.optimizer,
-            self.batches,
+            self.on_device(),
             effective_batch_size=self.workload.effective_batch_size,
             seed=0,
             step=self.step_number,
         )
+
+    def on_device(self) -> "Iterator[Batch]":
+        """The step's micro-batches, each copied when its turn comes, as in training."""
+        device = self.model.device
+        for batch in self.batches:
+            yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
     def timed(self) -> "tuple[StepOutcome, float]":
         """Take one and tell its seconds. The loss is read back inside, so the device has finished when it returns."""

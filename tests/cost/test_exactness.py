@@ -12,7 +12,8 @@ from autotune.schema import Candidate
 from autotune.training.step import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, run, storage_bytes
 
-STORAGES = [(name, "none") for name in TINY] + [("qwen-image", "torchao-int8"), ("flux1-dev", "torchao-fp8")]
+STORED = [("qwen-image", "torchao-int8"), ("flux1-dev", "torchao-fp8"), ("qwen-image", "layerwise-fp8")]
+STORAGES = [*((name, "none") for name in TINY), *STORED]
 
 
 def candidate_of(precision: str = "bf16", quantization: str = "none", k: int = 0, size: int = 2) -> Candidate:

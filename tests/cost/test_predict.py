@@ -8,7 +8,7 @@ from tiny_models import TINY, cpu, gpu, workload_of
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
-from autotune.knobs.quantization import QUALITY_OF
+from autotune.knobs.quantization import QUALITY_OF, SLICE_BYTES
 from autotune.prediction import Prediction
 from autotune.schema import Bucket, Candidate, TrialResult
 
@@ -69,15 +69,27 @@ def test_more_checkpointed_blocks_never_keep_more_and_always_take_longer(card):
 
 def test_quantised_weights_take_what_their_formats_say(card):
     weights = {q: card.model.storage("bf16", q).weight_bytes for q in QUALITY_OF}
-    assert weights["none"] > weights["torchao-int8"] > weights["bnb-nf4"]
+    assert weights["none"] > weights["torchao-int8"] > weights["layerwise-fp8"] > weights["bnb-nf4"]
     assert nf4_bytes(64 * 256) == 64 * 256 // 2 + 256 + 4 + 64 + 1024 + 4
 
 
-def test_uncheckpointed_torchao_int8_keeps_no_dequantised_weights(card):
+def test_a_cast_takes_nothing_but_the_layer_and_costs_no_scaling(card):
+    int8, fp8, cast = (
+        card.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q))
+        for q in ("torchao-int8", "torchao-fp8", "layerwise-fp8")
+    )
+    load = [prediction.phases[0].allocated_memory_bytes for prediction in (int8, fp8, cast)]
+    assert load[2] < min(load[:2]) - 16 * SLICE_BYTES
+    assert cast.step_time.dequantization_seconds <= int8.step_time.dequantization_seconds
+    assert cast.step_seconds < min(int8.step_seconds, fp8.step_seconds)
+
+
+@pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8", "layerwise-fp8"])
+def test_uncheckpointed_layers_keep_no_dequantised_weights(card, storage):
     """Frozen layers dequantise again for the backward pass: what is saved does not grow when storage shrinks."""
     plain, small = (
         card.composed(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False)
-        for q in ("none", "torchao-int8")
+        for q in ("none", storage)
     )
     assert small.saved_bytes <= plain.saved_bytes
 

@@ -24,12 +24,16 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardwar
         "precision": [precision],
         "attention": [b for b in BACKENDS if f"attention.{b}" in open_gates],
         "quantization": [q for q in QUALITY_OF if f"quantization.{q}" in open_gates],
+        "swapped_blocks": [0, 1],
+        "compile": ["block"] if "compile" in open_gates and hardware.device.kind == "cuda" else [],
+        "optimizer": ["adamw"],
     }
     workload = work(tmp_path / "model", padding=padding)
-    machine = proven(Setting(hardware, resolved.family, workload), choices, str(tmp_path / "model"), resolved.config)
+    machine = proven(Setting(hardware, resolved.family, workload), choices, resolved)
     gates = machine.gates[len(hardware.gates) :]
     assert gates
     assert all(gate.reason for gate in gates)
-    must = {"parity.attention.native", f"parity.precision.{precision}", "parity.quantization.torchao-int8"}
+    proven_everywhere = ("quantization.torchao-int8", "swapped_blocks.2", "optimizer.adamw")
+    must = {f"parity.{name}" for name in (f"precision.{precision}", *proven_everywhere)}
     failed = [f"{gate.name}: {gate.reason}" for gate in gates if gate.name in must and not gate.available]
     assert not failed

@@ -14,7 +14,7 @@ from autotune.schema import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from tests.gpu.conftest import GIB, candidate, work
 
-LOSS_TOLERANCES = {"torchao-int8": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5, "bnb-nf4": 1.0}
+LOSS_TOLERANCES = {"torchao-int8": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5, "layerwise-fp8": 0.5, "bnb-nf4": 1.0}
 """Of a loss against unquantised weights: random ones magnify small errors; test_kernels.py holds gradients to less."""
 
 
@@ -48,7 +48,7 @@ def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, na
     assert result.final_loss == pytest.approx(plain.final_loss, rel=LOSS_TOLERANCES[name])
 
 
-@pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8"])
+@pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8", "layerwise-fp8"])
 def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     from autotune.families.registry import family_named
     from autotune.knobs.quantization import quantize_on_arrival
@@ -91,6 +91,14 @@ class AskAllocator:
     def perform(self, kept, tell):
         torch.zeros(1, device=self.device)
         return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+
+
+@pytest.mark.parametrize("memory", ["pageable", "pinned"])
+def test_batches_reach_the_device_from_either_memory(runner, precision, memory):
+    plain = runner.run(candidate(precision))
+    result = runner.run(candidate(precision, batch_memory=memory))
+    assert result.outcome == "ok", result.message
+    assert result.final_loss == pytest.approx(plain.final_loss, rel=0.01)
 
 
 @pytest.mark.parametrize("choice", ["default", "expandable"])

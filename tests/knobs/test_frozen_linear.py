@@ -1,25 +1,33 @@
-"""Quantised layers give torchao's own outputs and gradients, bit for bit, and keep no dequantised copy."""
+"""Quantised layers give their reference's outputs and gradients, bit for bit, and keep no dequantised copy."""
 
+import peft
 import pytest
 import torch
+from diffusers.hooks import apply_layerwise_casting
 from torch import nn
 from torchao.quantization import quantize_
 
-from autotune.knobs.frozen_linear import freeze
-from autotune.knobs.quantization import _torchao_config
+from autotune.knobs.quantization import _torchao_config, quantize_inside
 
-STORAGES = ("torchao-int8", "torchao-fp8")
+STORAGES = ("torchao-int8", "torchao-fp8", "layerwise-fp8")
+
+
+class Cast(nn.Linear):
+    """Leaves the cast copy to autograd."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, self.weight.to(torch.float8_e4m3fn).to(input.dtype), self.bias)
 
 
 def pair(storage: str, dtype: torch.dtype, *, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
-    """The same quantised layer as torchao leaves it, and frozen."""
+    """The same quantised layer as torchao leaves it, or cast in its forward pass, and frozen."""
     layers = []
-    for _ in range(2):
+    for kind in (Cast if storage == "layerwise-fp8" else nn.Linear, nn.Linear):
         torch.manual_seed(0)
-        layer = nn.Linear(64, 96, bias=bias).to(dtype).requires_grad_(False)
-        quantize_(layer, _torchao_config(storage))
-        layers.append(layer)
-    freeze(layers[1])
+        layers.append(kind(64, 96, bias=bias).to(dtype).requires_grad_(False))
+    if storage != "layerwise-fp8":
+        quantize_(layers[0], _torchao_config(storage))
+    quantize_inside([layers[1]], storage)("", layers[1])
     return layers[0], layers[1]
 
 
@@ -43,7 +51,8 @@ def test_outputs_and_gradients_are_bit_equal(storage, dtype, bias):
 @pytest.mark.parametrize("storage", STORAGES)
 def test_only_the_stored_weight_is_kept(storage):
     plain, frozen = pair(storage, torch.bfloat16)
-    stored = {t.data_ptr() for t in (frozen.weight.qdata, frozen.weight.scale)}
+    weight = frozen.weight
+    stored = {t.data_ptr() for t in ((weight.qdata, weight.scale) if hasattr(weight, "qdata") else (weight,))}
     for layer, copies in ((plain, True), (frozen, False)):
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
@@ -58,3 +67,29 @@ def test_recomputing_in_a_checkpoint_changes_nothing(storage):
     checkpointed = lambda x: torch.utils.checkpoint.checkpoint(frozen, x, use_reentrant=False)  # noqa: E731
     for expected, found in zip(run(frozen, torch.bfloat16), run(checkpointed, torch.bfloat16), strict=True):
         assert torch.equal(expected, found)
+
+
+def test_layerwise_float8_computes_what_diffusers_casting_does():
+    torch.manual_seed(0)
+    theirs, ours = nn.ModuleList([nn.Linear(64, 96, bias=False)]), nn.Linear(64, 96, bias=False)
+    ours.load_state_dict(theirs[0].state_dict())
+    apply_layerwise_casting(theirs, torch.float8_e4m3fn, torch.float32)
+    quantize_inside([ours], "layerwise-fp8")("", ours)
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        assert torch.equal(theirs[0](x), ours(x))
+    assert ours.weight.nbytes == 64 * 96
+
+
+def test_an_adapter_on_float8_weights_starts_with_the_values_it_has_on_others():
+    starts = []
+    for storage in ("none", "layerwise-fp8", "torchao-int8"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16))
+        if quantize := quantize_inside([model], storage):
+            quantize("0", model[0])
+        torch.manual_seed(1)
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["0"]), model)
+        starts.append(model[0].lora_A["default"].weight.to(torch.bfloat16))
+    assert torch.equal(starts[0], starts[1])
+    assert torch.equal(starts[0], starts[2])

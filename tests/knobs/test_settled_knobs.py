@@ -6,7 +6,9 @@ from autotune.families.registry import family_named
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
 from autotune.knobs.base import Setting
 from autotune.knobs.compile import Compile
+from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.optimizer import Optimizer
+from autotune.knobs.quantization import Quantization
 from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate
 from tests.builders import GIB, hardware, workload
@@ -67,6 +69,30 @@ def test_compiling_is_offered_with_its_payback_and_never_searched():
     assert offered.admitted == ("off",)
     assert "60 s" in offered.on_request[0].reason
     assert Compile().choices(setting()).rejected[0].choice == "block"
+
+
+def test_float8_without_scales_is_searched_only_where_int8_cannot_be():
+    both = Quantization().choices(setting("quantization.torchao-int8", "quantization.layerwise-fp8"))
+    assert both.admitted == ("torchao-int8", "none")
+    assert [offered.choice for offered in both.on_request] == ["layerwise-fp8"]
+    alone = Quantization().choices(setting("quantization.layerwise-fp8"))
+    assert alone.admitted == ("layerwise-fp8", "none")
+
+
+def test_batches_are_pinned_where_a_bus_is_crossed_and_nowhere_else():
+    card, shared, host = (BatchMemory().choices(where) for where in (setting(), integrated(), setting(kind="cpu")))
+    assert card.admitted == ("pinned",)
+    assert [offered.choice for offered in card.on_request] == ["pageable"]
+    for choices, word in ((shared, "share one memory"), (host, "only CUDA")):
+        assert choices.admitted == ("pageable",)
+        assert word in choices.rejected[0].reason
+
+
+def test_more_data_workers_are_offered_up_to_the_cores_and_never_searched():
+    choices = DataWorkers().choices(setting())
+    assert choices.admitted == (1,)
+    assert [offered.choice for offered in choices.on_request] == [2]
+    assert [refused.choice for refused in choices.rejected] == [4]
 
 
 def test_8_bit_moments_are_refused_with_the_reason():

@@ -1,5 +1,6 @@
 """Searches that end early go on, and searches that several workers share lose nothing and measure nothing twice."""
 
+import dataclasses
 import os
 import signal
 import tempfile
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 from optuna.exceptions import StorageInternalError
 
-from autotune.errors import AutotuneError, InvalidInput
-from autotune.plan_file import plan_text
-from autotune.planner import make_plan
+from autotune.errors import AutotuneError, InvalidInput, NothingFits
+from autotune.hardware.probe import with_budget
+from autotune.plan_file import plan_text, read_plan
+from autotune.planner import Events, make_plan
+from autotune.planning.question import Question
+from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.schema import Candidate
 from autotune.search.storage import Place, safe_words
 from autotune.training.describe import Wishes
@@ -69,6 +73,74 @@ def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ende
     assert plan.frozen.settings == undisturbed.frozen.settings
 
 
+def interrupted_after(number: int, tried: list[Candidate]) -> object:
+    def run(candidate: Candidate) -> object:
+        if len(tried) == number:
+            raise KeyboardInterrupt
+        tried.append(candidate)
+        return answer(candidate)
+
+    return surroundings(run)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Question:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return question(interrupted="resumed")
+
+
+def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(asked: Question) -> None:
+    tried: list[Candidate] = []
+    notes: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(asked, HARDWARE, around=interrupted_after(3, tried))
+    other = dataclasses.replace(asked, learning_rate=3e-4, output="elsewhere")  # another job, the same settings
+    plan = make_plan(other, HARDWARE, Events(on_note=notes.append), interrupted_after(99, tried))
+    assert len(tried) == len(set(tried))
+    assert [trial.candidate for trial in plan.frozen.trials] == tried
+    assert (plan.job.learning_rate, plan.job.output) == (3e-4, "elsewhere")
+    assert "3 trials known" in notes[0]
+    again: list[Candidate] = []
+    make_plan(asked, HARDWARE, Events(on_note=notes.append), interrupted_after(99, again))
+    assert again == tried, "a new search of the same measures anew"
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage"])
+def test_only_the_same_question_on_the_same_machine_goes_on(asked: Question, tmp_path: Path, what: str) -> None:
+    first: list[Candidate] = []
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(asked, HARDWARE, around=interrupted_after(2, first))
+    hardware = with_budget(HARDWARE, 23 * builders.GIB, by_user=True) if what == "budget" else HARDWARE
+    changes = {"fresh": {"interrupted": "forgotten"}, "work": {"wishes": Wishes(size_px=(256, 256), rank=8)}}
+    (file,) = tmp_path.rglob("*.db")
+    if what == "damage":
+        file.write_bytes(b"no database")
+    second: list[Candidate] = []
+    make_plan(dataclasses.replace(asked, **changes.get(what, {})), hardware, around=interrupted_after(99, second))
+    assert second[: len(first)] == first or what == "work"
+    assert len(second) >= 4
+
+
+def test_a_search_in_which_nothing_ran_is_not_what_the_next_one_begins_with(asked: Question) -> None:
+    def fails(candidate: Candidate) -> object:
+        return builders.trial(candidate, None, wall_seconds=1.0)
+
+    with pytest.raises(NothingFits):
+        make_plan(asked, HARDWARE, around=surroundings(fails))  # type: ignore[arg-type]
+    assert make_plan(asked, HARDWARE, around=surroundings()).frozen.trials[0].outcome == "ok"
+
+
+def test_where_nothing_can_be_written_trials_stay_in_memory(
+    asked: Question, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    notes: list[str] = []
+    assert make_plan(asked, HARDWARE, Events(on_note=notes.append), surroundings()).frozen.trials
+    assert "in memory alone" in notes[0]
+
+
 def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
     asked = question(Place("ended"))
     plan = make_plan(asked, HARDWARE, around=surroundings())
@@ -124,9 +196,20 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     latecomer = start_worker(tmp_path, "latecomer", asked)
     latecomer.process.join(timeout=60)
     assert latecomer.output.read_text() == texts[0]
+    plan = read_plan(_written(tmp_path / "plan.yaml", texts[0]))
+    write_recording(tmp_path / "r.jsonl", recording_of(plan, HARDWARE, (), shared=True))
+    replay = replayed(read_recording(tmp_path / "r.jsonl"))
+    again = make_plan(dataclasses.replace(asked, study=None), HARDWARE, around=replay)
+    assert plan_text(again) == texts[0], "a shared search replays"
+
     everything = "".join(path.read_text() for path in tmp_path.iterdir())
     assert PASSWORD not in everything
     assert "p%40ss" not in everything
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
 
 
 @pytest.mark.parametrize(

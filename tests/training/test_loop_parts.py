@@ -15,8 +15,11 @@ from torch import nn
 
 from autotune.errors import InvalidInput
 from autotune.families.registry import family_named
+from autotune.plan_file import seal
+from autotune.schema import Candidate, FrozenPart
 from autotune.training.describe import check_job
 from autotune.training.events import StepEvent
+from autotune.training.loop import Loop
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
@@ -43,6 +46,17 @@ def test_each_schedule_has_its_shape(bench: Bench) -> None:
     assert rates(bench, 4, lr_scheduler="linear") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     cosine = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
     assert rates(bench, 4, lr_scheduler="cosine") == pytest.approx(cosine)
+
+
+@pytest.mark.parametrize(("workers", "memory"), [(1, "pageable"), (3, "pinned")])
+def test_batches_are_loaded_as_the_settings_say(bench: Bench, workers: int, memory: str) -> None:
+    plan = bench.plan()
+    changed = {"data_workers": workers, "batch_memory": memory}
+    settings = Candidate.model_validate({**dict(plan.frozen.settings), **changed})
+    plan = seal(plan.job, FrozenPart.model_validate({**dict(plan.frozen), "settings": settings}))
+    processes = SimpleNamespace(rank=0, world_size=1)
+    loader = Loop(plan, bench.trained, bench.encoded, None)._loader(0, processes)  # type: ignore[arg-type]
+    assert (loader.num_workers, loader.pin_memory) == (workers, memory == "pinned")
 
 
 def test_plateau_halves_the_rate_when_epochs_no_longer_improve(bench: Bench) -> None:

@@ -32,7 +32,10 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
     return result
 
 
-@pytest.mark.parametrize(("choice", "least", "most"), [("torchao-int8", 0.003, 0.012), ("torchao-fp8", 0.02, 0.035)])
+@pytest.mark.parametrize(
+    ("choice", "least", "most"),
+    [("torchao-int8", 0.003, 0.012), ("torchao-fp8", 0.02, 0.035), ("layerwise-fp8", 0.02, 0.04)],
+)
 def test_ordinary_weights_stay_within_what_their_storage_can_do(choice: str, least: float, most: float) -> None:
     error = measured(blocks(), choice)
     assert least < error.overall <= error.worst < most < LIMITS["high"]
@@ -51,6 +54,27 @@ def test_a_block_with_outliers_is_found_and_refused() -> None:
     require_quality(None, "exact", "none")
 
 
+@pytest.mark.parametrize(("choice", "fine"), [("layerwise-fp8", False), ("torchao-fp8", True)])
+def test_only_without_scales_are_small_weights_far_from_their_real_outputs(choice: str, fine: bool) -> None:
+    made = blocks()
+    for block in made:
+        for layer in (block[0], block[2]):
+            layer.weight.data *= 0.05
+    error = measured(made, choice)
+    assert (error.worst < LIMITS["high"]) is fine
+    if not fine:
+        with pytest.raises(QualityMissed, match=choice):
+            require_quality(error, "high", choice)
+
+
+def test_weights_beyond_the_largest_float8_are_told() -> None:
+    made = blocks()
+    made[0][0].weight.data[0, 0] = 1000.0
+    error = measured(made, "layerwise-fp8")
+    assert error.worst_block == 0
+    assert error.worst > LIMITS["compact"]
+
+
 def test_the_meter_agrees_with_a_plain_comparison() -> None:
     made = blocks()[:1]
     layer = made[0][2]
@@ -64,12 +88,13 @@ def test_the_meter_agrees_with_a_plain_comparison() -> None:
     assert result.overall == pytest.approx(float((layer(inputs) - before).norm() / before.norm()), rel=1e-3)
 
 
-def test_loading_real_weights_reports_it_and_plain_weights_have_none(bench: Bench) -> None:
+@pytest.mark.parametrize("storage", ["torchao-int8", "layerwise-fp8"])
+def test_loading_real_weights_reports_it_and_plain_weights_have_none(bench: Bench, storage: str) -> None:
     plan = bench.plan()
-    settings = SETTINGS.model_copy(update={"quantization": "torchao-int8"})
+    settings = SETTINGS.model_copy(update={"quantization": storage})
     loaded = load_model(bench.resolved, plan.frozen.workload, settings, CPU, 0)
     assert loaded.quantization_error is not None
     assert 0.001 < loaded.quantization_error.worst < LIMITS["high"]
     assert bench.trained.quantization_error is None
-    (line,) = error_lines(loaded.quantization_error, "torchao-int8")
+    (line,) = error_lines(loaded.quantization_error, storage)
     assert "off their real outputs" in line

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,24 +11,24 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError
-from autotune.trials.lock import DeviceLock, lock_path
+from autotune.trials.lock import DeviceLock, held_for_run, lock_path
 from tests.builders import hardware
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def _hold(path: Path, pipe: Connection) -> None:
+def _hold(path: Path, pipe: Connection, trains: bool) -> None:
     waits: list[str] = []
-    lock = DeviceLock(path, waits.append)
+    lock = DeviceLock(path, waits.append, trains=trains)
     lock.take()
     pipe.send(waits)
     pipe.recv()
     lock.give_back()
 
 
-def _holder(path: Path) -> tuple["multiprocessing.process.BaseProcess", Connection]:
+def _holder(path: Path, *, trains: bool = False) -> tuple["multiprocessing.process.BaseProcess", Connection]:
     ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_hold, args=(path, theirs), daemon=True)
+    process = SPAWN.Process(target=_hold, args=(path, theirs, trains), daemon=True)
     process.start()
     return process, ours
 
@@ -69,6 +70,58 @@ def test_searches_take_turns(tmp_path: Path) -> None:
     lock.take()
     other.join(10)
     lock.give_back()
+
+
+def test_runs_share_a_device_and_a_search_is_told_whose_run_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "device.lock"
+    run, pipe = _holder(path, trains=True)
+    assert pipe.recv() == []
+    with pytest.raises(AutotuneError, match=rf"training run \(process {run.pid} of ") as refused:
+        DeviceLock(path).take()
+    assert "--resume" in refused.value.hint
+    beside = DeviceLock(path, trains=True)
+    beside.take()
+    pipe.send("end")
+    run.join(10)
+    with pytest.raises(AutotuneError, match=f"process {os.getpid()} of "):
+        DeviceLock(path).take()
+    beside.give_back()
+    search = DeviceLock(path)
+    search.take()
+    search.give_back()
+
+
+def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(tmp_path: Path) -> None:
+    path, waits = tmp_path / "device.lock", []
+    search = DeviceLock(path)
+    search.take()
+    impatient = DeviceLock(path, waits.append, longest_wait_seconds=0.1, trains=True)
+    with pytest.raises(AutotuneError, match=f"process {os.getpid()}"):
+        impatient.take()
+    assert "waiting for its end" in waits[0]
+    run, pipe = _holder(path, trains=True)
+    time.sleep(0.3)
+    assert not search.is_wanted()
+    assert not pipe.poll(0)
+    search.give_back()
+    assert pipe.poll(60)
+    assert f"process {os.getpid()}" in pipe.recv()[0]
+    pipe.send("end")
+    run.join(10)
+
+
+def test_a_run_of_several_processes_holds_all_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gpu = hardware().device
+    with held_for_run(gpu, 2, print):
+        for index in (0, 1):
+            with pytest.raises(AutotuneError, match="training run"):
+                DeviceLock(lock_path(gpu.model_copy(update={"index": index}))).take()
+        DeviceLock(lock_path(gpu.model_copy(update={"index": 2}))).take()
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        with held_for_run(gpu, 2, print):
+            pass  # one of its processes: nothing to wait for
+    DeviceLock(lock_path(gpu)).take()
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:

@@ -1,29 +1,33 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
 
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 
+from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES, family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, Setting, parity_gate
+from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, ModelSpec
 from autotune.search.space import search_space
 from autotune.trials import parity
-from autotune.trials.gradients import GradientRequest, relative_error
+from autotune.trials.gradients import GradientRequest, UpdateRequest, relative_error
 from autotune.trials.worker import Failure
 from tests.builders import workload
 
 CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": ("fp32", "bf16"),
     "attention": ("native", "_native_math", "_native_flash"),
-    "quantization": ("none", "torchao-int8", "torchao-fp8"),
+    "quantization": ("none", "torchao-int8", "torchao-fp8", "layerwise-fp8"),
     "checkpointed_blocks": (0, 1, 2),
+    "swapped_blocks": (0, 1),
 }
 
 
@@ -48,9 +52,38 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
         for choice in choices:
             if rule := knob.parity(choice):
                 precision = str(choice) if name == "precision" else "fp32"
-                request = request_of(family, **{"precision": precision, name: rule.runs})
+                request = request_of(family, **{"precision": precision, name: rule.runs, **dict(rule.needs)})
                 error = request.perform(kept, lambda _: None)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
+
+
+def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs that are not turned into code: that takes a minute on a processor."""
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compiled, backend="aot_eager"))
+    rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
+    assert rule is not None
+    request = request_of("qwen-image", precision="fp32", compile=rule.runs)
+    assert request.perform({}, lambda _: None) <= rule.tolerance
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_updates_of_the_optimizer_agree_with_plain_adamw(precision: str) -> None:
+    rule = Optimizer().parity("adamw")
+    assert rule is not None
+    asked = UpdateRequest(Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu")
+    assert asked.perform({}, lambda _: None) <= rule.tolerance
+
+
+def test_an_optimizer_that_forgets_its_decay_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.optim.AdamW.__init__
+
+    def forgetful(self: torch.optim.AdamW, *values: object, **named: object) -> None:
+        plain(self, *values, **{**named, **({"weight_decay": 0.0} if named.get("fused") else {})})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", forgetful)
+    asked = UpdateRequest(Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32"), "cpu")
+    assert asked.perform({}, lambda _: None) > 2e-3
 
 
 def test_a_backend_that_loses_gradients_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +141,16 @@ def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(here: 
     assert {"_native_math": gate.reason}.items() <= {r.choice: r.reason for r in space.rejected["attention"]}.items()
 
 
-def ask_for(answer: "float | Failure") -> Callable[[GradientRequest], "float | Failure"]:
+def test_what_is_wrong_cannot_be_pinned_either(here: Setting) -> None:
+    usual = [gate for gate in here.hardware.gates if gate.name != "compile"]
+    can = Gate(name="compile", available=True, reason="test")
+    wrong = Gate(name=parity_gate("compile", "block"), available=False, reason="adapter gradients differ by 1")
+    hardware = HardwareProfile.model_validate({**dict(here.hardware), "gates": (*usual, can, wrong)})
+    with pytest.raises(InvalidInput, match="gradients differ by 1"):
+        search_space(Setting(hardware, here.family, here.workload), pins=[("compile", "block")])
+
+
+def ask_for(answer: "float | Failure") -> Callable[[object], "float | Failure"]:
     return lambda request: answer
 
 
@@ -128,7 +170,7 @@ def test_verdicts(answer: "float | Failure", available: bool, kept: bool, words:
     rule = Attention().parity("_native_math")
     assert isinstance(rule, Parity)
     request = request_of("qwen-image")
-    gate, lasting = parity.verdict("attention", rule, "fp32", ask_for(answer), lambda candidate: request)
+    gate, lasting = parity.verdict("attention", rule, "fp32", ask_for(answer), lambda knob, candidate: request)
     assert (gate.available, lasting) == (available, kept)
     assert words in gate.reason
 

@@ -1,4 +1,4 @@
-"""The loader gives exactly the planned batches, one ahead, and leaves no thread behind."""
+"""The loader gives exactly the planned batches, some ahead, and leaves no thread behind."""
 
 import threading
 import time
@@ -18,12 +18,12 @@ from autotune.training.data.loader import Loader
 class Data:
     """Samples whose latents say which they are."""
 
-    def __init__(self, *, read_seconds: float = 0.0, fail_at: int | None = None) -> None:
-        self.read_seconds, self.fail_at = read_seconds, fail_at
+    def __init__(self, *, read_seconds: float = 0.0, fail_at: int | None = None, uneven: bool = False) -> None:
+        self.read_seconds, self.fail_at, self.uneven = read_seconds, fail_at, uneven
         self.num_read = 0
 
     def sample(self, index: int, *, dropped: bool = False) -> Sample:
-        time.sleep(self.read_seconds)
+        time.sleep(self.read_seconds + (0.002 * (index % 3) if self.uneven else 0))
         if self.num_read == self.fail_at:
             raise AutotuneError("lost an entry", hint="run again")
         self.num_read += 1
@@ -41,9 +41,10 @@ def no_thread_left() -> bool:
     return not any(thread.name.startswith("autotune-data") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("first_step", [0, 3, 6])
-def test_batches_are_the_planned_ones_from_any_step_on(first_step: int) -> None:
-    loaded = list(loader(Data(), first_step=first_step))
+def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, num_workers: int) -> None:
+    loaded = list(loader(Data(uneven=True), first_step=first_step, num_workers=num_workers))
     planned = [(step, micro) for step in range(first_step, 6) for micro in ORDER.micro_batches(step, 2)]
     assert [one.step for one in loaded] == [step for step, _ in planned]
     for one, (_, micro) in zip(loaded, planned, strict=True):
@@ -51,6 +52,15 @@ def test_batches_are_the_planned_ones_from_any_step_on(first_step: int) -> None:
     assert sum(one.is_last for one in loaded) == 6 - first_step
     assert [one.is_last for one in loaded[-1:]] == [True] * (first_step < 6)
     assert no_thread_left()
+
+
+def test_threads_read_at_once() -> None:
+    seconds = []
+    for num_workers in (1, 4):
+        started = time.perf_counter()
+        assert len(list(loader(Data(read_seconds=0.01), num_workers=num_workers))) >= 12
+        seconds.append(time.perf_counter() - started)
+    assert seconds[1] < 0.6 * seconds[0]
 
 
 def test_leaving_early_ends_the_thread_and_reads_little_ahead() -> None:

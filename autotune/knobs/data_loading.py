@@ -1,0 +1,49 @@
+"""How batches reach the device: threads that collate them ahead of the step, and host memory they wait in. No search.
+
+Latents and embeddings are encoded beforehand, so a batch is some megabytes that are read, stacked and copied while the
+step before it runs. What a step waits for data is in every run's report.
+"""
+
+from autotune.knobs.base import Choices, Knob, Setting
+from autotune.schema import Choice, Rejected, Workload
+
+WORKERS = (1, 2, 4)
+
+AGAINST_MORE = (
+    "encoded samples are small: one thread that works a batch ahead left 0.04% of a step waiting; more would only take "
+    "cores from the step. It pays where the cache lies on a slow network disk"
+)
+
+
+class DataWorkers(Knob):
+    """One thread; more on request."""
+
+    name = "data_workers"
+    title = "data workers"
+
+    def choices(self, setting: Setting) -> Choices:
+        cores = setting.hardware.host.logical_cores
+        more = [Rejected(choice=number, reason=AGAINST_MORE) for number in WORKERS[1:] if number <= cores]
+        few = [Rejected(choice=n, reason=f"this host has {cores} cores") for n in WORKERS[1:] if n > cores]
+        return Choices((1,), rejected=tuple(few), on_request=tuple(more))
+
+    def shown(self, choice: Choice, workload: Workload) -> str:
+        return f"{choice} thread{'' if choice == 1 else 's'}"
+
+
+class BatchMemory(Knob):
+    """Page-locked memory where the device reads it over a bus of its own, ordinary memory elsewhere."""
+
+    name = "batch_memory"
+    title = "batch memory"
+
+    def choices(self, setting: Setting) -> Choices:
+        device = setting.hardware.device
+        if device.kind != "cuda":
+            reason = f"only CUDA copies from page-locked memory by itself, this is {device.kind}"
+        elif device.memory_kind == "integrated":
+            reason = "device and host share one memory: locked pages are lost to both, and the copy is no faster"
+        else:
+            against = "copies from pageable memory go through a second buffer, and the host waits for them"
+            return Choices(("pinned",), on_request=(Rejected(choice="pageable", reason=against),))
+        return Choices(("pageable",), rejected=(Rejected(choice="pinned", reason=reason),))
