@@ -13,7 +13,7 @@ PACE = 0.8
 
 
 def slower(here: HardwareProfile) -> HardwareProfile:
-    """Another machine than the one that really runs: its rates are lower, so that its trials surprise the cost model."""
+    """Another machine than the one that really runs: its measured rates are lower."""
     rates = tuple(
         rate.model_copy(update={"value": rate.value / PACE if rate.unit == "s" else rate.value * PACE})
         for rate in here.rates
@@ -37,9 +37,8 @@ def test_a_team_with_anothers_records_makes_fewer_real_trials(
     bob = slower(store.cached_profile())
     monkeypatch.setattr(store, "cached_profile", lambda **_: bob)
     asked = ("--model", journey.model, "--data", journey.images, "--resolution", 64, "--steps", 60)
-    told = command("plan", *asked, "--search-time", 600, "-o", tmp_path / "plan.yaml")
+    command("plan", *asked, "--search-time", 600, "-o", tmp_path / "plan.yaml")
     helped = read_plan(tmp_path / "plan.yaml").frozen
-    print(told)
     assert helped.records
     assert helped.hardware.device_name == "another processor"
     assert helped.expected.evidence == "measured"
