@@ -19,6 +19,7 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import hardware_named
 from autotune.knobs.base import Setting
+from autotune.prediction import Prediction
 from autotune.schema import Bucket, Candidate, Choice, HardwareProfile, TrialResult, Workload
 from autotune.search.residual import CostModel
 from autotune.search.space import SearchSpace, search_space
@@ -114,8 +115,7 @@ def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
     truth = {}
     for candidate in space.candidates:
         predicted = cost.predict(candidate)
-        seconds, peak = predicted.step_seconds, predicted.allocated_memory_bytes
-        truth[candidate] = bend.result(candidate, seconds, peak, predicted.required_memory_bytes - peak)
+        truth[candidate] = bend.result(predicted)
     name = f"{family} {gpu} {prior} {seed}"
     if all(result.outcome != "ok" for result in truth.values()):
         return _simulated(family, gpu, prior, seed + 1000)
@@ -138,19 +138,23 @@ class _Bend:
         """The same for the same key."""
         return self.factors.setdefault(key, self.rng.gauss(0, sigma))
 
-    def result(self, candidate: Candidate, seconds: float, peak: int, besides: int) -> TrialResult:
-        c, blocks = candidate, candidate.checkpointed_blocks
+    def result(self, predicted: Prediction) -> TrialResult:
+        c, blocks = predicted.candidate, predicted.candidate.checkpointed_blocks
         pairs = self.factor(self.speed / 3, c.quantization, c.attention)
         pairs += self.factor(self.speed / 4, c.quantization, c.micro_batch_size > 1)
         pairs += self.factor(self.speed / 6, c.attention, c.micro_batch_size)
         alone = self.factor(self.speed / 2, c.quantization) + self.factor(self.speed / 2, c.attention)
         log = self.offset + alone + pairs + self.recompute * math.sqrt(blocks / 60)
         log += self.saturation * (1 - c.micro_batch_size**-0.5)
-        used = peak * math.exp(self.memory_offset + self.factor(0.01, "memory", c.quantization)) + besides
+        peak = predicted.allocated_memory_bytes
+        besides = predicted.required_memory_bytes - peak
+        weights = next(phase.breakdown.weight_bytes for phase in predicted.phases if phase.name == "train")
+        peak = max(weights, peak * math.exp(self.memory_offset + self.factor(0.01, "memory", c.quantization)))
+        used = peak + besides
         full = used / self.wall_bytes
         log += max(0.0, full - 0.93) * self.cliff  # the allocator frees and asks again
         log += self.rng.gauss(0, 0.03)
         if full > 1:
             return TrialResult(candidate=c, outcome="oom", message="simulated")
-        took = seconds * math.exp(log)
-        return TrialResult(candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(used - besides))
+        took = predicted.step_seconds * math.exp(log)
+        return TrialResult(candidate=c, outcome="ok", step_seconds=(took,) * 3, peak_memory_bytes=int(peak))

@@ -160,7 +160,11 @@ def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: 
     if optimizing > sum(step.values()):
         step = {"gradient_bytes": r.adapter_bytes, "transient_bytes": r.optimizer_transient_bytes + r.library_bytes}
     correction = (factor - 1) * (resting + sum(step.values()))
-    step["transient_bytes"] = max(0.0, step["transient_bytes"] + correction)
+    # Weights, adapter and gradients are counted, so that only what comes and goes can be less than was predicted.
+    for part in ("transient_bytes", "saved_activation_bytes"):
+        before = step.get(part, 0.0)
+        step[part] = max(0.0, before + correction)
+        correction -= step[part] - before
     forward = max(r.preview_transient_bytes + r.gathered_bytes, r.decode_transient_bytes)
     beside = r.encoder_bytes if r.encoders_stay else 0
     encoding = max((r.encoder_bytes, 0), (beside, r.encode_transient_bytes), key=sum)  # captions, then images

@@ -6,11 +6,12 @@ one that ran out of memory.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autotune.cost.calibration import Lesson
+from autotune.cost.calibration import NOISE, Lesson, residual_of
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, Objective, TrialResult
 from autotune.search.space import SearchSpace
@@ -142,6 +143,20 @@ class ResidualSearch:
         if not remaining or not any(result.outcome == "ok" for result in results):
             return not remaining
         return min(outlook.hope for outlook in remaining) > self._best(results) + math.log1p(-WORTHWHILE_GAIN)
+
+    def is_surprised(self, results: Sequence[TrialResult]) -> bool:
+        """Whether `results` were further from what was predicted after those before them than predictions held likely.
+
+        The mean square of errors, each over its variance, is 1 where predictions know how uncertain they are.
+        """
+        squares = []
+        for number, result in enumerate(results):
+            self.cost.calibrate(results[:number], self.lessons(results[:number]))
+            prediction = self.cost.predict(result.candidate)
+            if error := residual_of(result, prediction):
+                squares.append(error.time**2 / (prediction.time_uncertainty**2 + NOISE["time"] ** 2))
+                squares.append(error.memory**2 / (prediction.memory_uncertainty**2 + NOISE["memory"] ** 2))
+        return bool(squares) and statistics.fmean(squares) > 1
 
     def _best(self, results: Sequence[TrialResult]) -> float:
         """Natural logarithm of the best that the objective has counted; some result must have run."""

@@ -22,6 +22,8 @@ from autotune.search.sampler import (
     standing_of,
 )
 
+Run = Callable[[Candidate], TrialResult]
+
 PLAN = "plan"
 """Trial attribute: a plan that a worker proposes; the one with the lowest number is the search's."""
 SHARE_OF_RUN = 0.05
@@ -43,6 +45,8 @@ class Limits:
     min_trials: int = 6
     min_trials_taught: int = 4
     """The same where a similar machine's lessons hold."""
+    more_trials: int = 3
+    """On top of `min_trials` where trials were not what was predicted; 2, 3 and 4 were tried (see the log)."""
 
     def allowed_seconds(self, step_seconds: float) -> float:
         """Where a step of the run takes `step_seconds`."""
@@ -58,7 +62,7 @@ def search_cost_seconds(results: Sequence[TrialResult]) -> float:
 
 def run_search(
     search: ResidualSearch,
-    run: Callable[[Candidate], TrialResult],
+    run: Run,
     limits: Limits,
     on_trial: Callable[[TrialResult], None],
     *,
@@ -79,34 +83,10 @@ def run_search(
     predicted = min(outlook.step_seconds for outlook in outlooks)
 
     def is_over(standing: Standing) -> bool:
-        results, count = standing.results, len(standing.results) + len(standing.taken)
-        best = best_seconds(results)
-        allowed = limits.allowed_seconds(predicted if math.isinf(best) else best)
-        if count >= limits.max_trials or (results and search_cost_seconds(results) >= allowed) or enough(results):
-            return True
-        if standing.abandoned:
-            return False
-        least = limits.min_trials_taught if search.lessons(results) else limits.min_trials
-        if count < least or math.isinf(best):
-            return not search.outlooks(results, standing.taken)
-        return search.nothing_to_gain(results, standing.taken)
+        return enough(standing.results) or _is_over(search, limits, predicted, standing)
 
     study = study or optuna.create_study()
     study.sampler = ResidualSampler(search, is_over)
-
-    def objective(trial: Trial) -> float:
-        trial.set_user_attr(OWNER, owner_here())
-        if not trial.relative_params:
-            trial.study.stop()
-            raise optuna.TrialPruned("the search was over")
-        values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.choices.items()}
-        candidate = Candidate.model_validate(values)
-        trial.set_user_attr(CANDIDATE, candidate.model_dump_json())
-        result = timed(run, candidate)
-        trial.set_user_attr(RESULT, result.model_dump_json())
-        trial.set_constraint("runs", 0.0 if result.outcome == "ok" else 1.0)
-        on_trial(result)
-        return result.median_step_seconds or math.inf
 
     def stop_when_over(study: optuna.Study, _: object) -> None:
         if is_over(standing_of(study)):
@@ -119,7 +99,7 @@ def run_search(
         standing = standing_of(study)
         if not is_over(standing):
             try:
-                study.optimize(objective, callbacks=[stop_when_over])
+                study.optimize(lambda trial: _tried(trial, search, run, on_trial), callbacks=[stop_when_over])
             except UpdateFinishedTrialError:
                 continue  # this worker was given up for dead, and another has taken its candidate over
         elif standing.taken or standing.undecided:
@@ -129,7 +109,40 @@ def run_search(
             return standing.results
 
 
-def timed(run: Callable[[Candidate], TrialResult], candidate: Candidate) -> TrialResult:
+def _tried(trial: Trial, search: ResidualSearch, run: Run, on_trial: Callable[[TrialResult], None]) -> float:
+    """The study's objective: the trial that the sampler has chosen, if any; its result goes into the storage."""
+    trial.set_user_attr(OWNER, owner_here())
+    if not trial.relative_params:
+        trial.study.stop()
+        raise optuna.TrialPruned("the search was over")
+    values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.choices.items()}
+    candidate = Candidate.model_validate(values)
+    trial.set_user_attr(CANDIDATE, candidate.model_dump_json())
+    result = timed(run, candidate)
+    trial.set_user_attr(RESULT, result.model_dump_json())
+    trial.set_constraint("runs", 0.0 if result.outcome == "ok" else 1.0)
+    on_trial(result)
+    return result.median_step_seconds or math.inf
+
+
+def _is_over(search: ResidualSearch, limits: Limits, predicted_seconds: float, standing: Standing) -> bool:
+    results, count = standing.results, len(standing.results) + len(standing.taken)
+    best = best_seconds(results)
+    allowed = limits.allowed_seconds(predicted_seconds if math.isinf(best) else best)
+    if count >= limits.max_trials or (results and search_cost_seconds(results) >= allowed):
+        return True
+    if standing.abandoned:
+        return False
+    if search.lessons(results):
+        least = limits.min_trials_taught
+    else:
+        least = limits.min_trials + (limits.more_trials if search.is_surprised(results) else 0)
+    if count < least or math.isinf(best):
+        return not search.outlooks(results, standing.taken)
+    return search.nothing_to_gain(results, standing.taken)
+
+
+def timed(run: Run, candidate: Candidate) -> TrialResult:
     """The candidate's trial, with what it cost."""
     started = time.monotonic()
     result = run(candidate)

@@ -131,6 +131,17 @@ def test_one_trial_corrects_all_and_uncertainty_shrinks():
     assert after[first].time_uncertainty < after[other].time_uncertainty < before[other].time_uncertainty
 
 
+def test_less_memory_than_predicted_is_learned_for_kept_activations_too():
+    own = Predictor(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
+    candidate = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
+    before = own.predict(candidate)
+    parts = next(phase.breakdown for phase in before.phases if phase.name == "train")
+    seen = before.allocated_memory_bytes - parts.transient_bytes - parts.saved_activation_bytes // 2
+    trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=seen)
+    own.calibrate([trial])
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(seen, rel=0.02)
+
+
 @pytest.mark.parametrize("attention", ["native", "_native_efficient", "_native_cudnn", "_native_math"])
 def test_every_kind_of_attention_is_traced_with_and_without_a_mask(attention):
     name = "qwen-image"

@@ -122,6 +122,21 @@ def test_search_ends_when_everything_is_tried(cost: Predictor) -> None:
     assert len(results) == len(narrow.candidates) > 8
 
 
+def test_trials_that_contradict_predictions_are_followed_by_more(cost: Predictor, space: SearchSpace) -> None:
+    def trials(sigma: float) -> int:
+        rng = random.Random(5)
+        cost.calibrate(())
+        truth = {}
+        for candidate in space.candidates:
+            predicted = cost.predict(candidate)
+            seconds = predicted.step_seconds * math.exp(rng.gauss(0, sigma))
+            truth[candidate] = builders.trial(candidate, seconds, predicted.allocated_memory_bytes)
+        return len(search(cost, truth.__getitem__, max_trials=20))
+
+    surprised = Limits(20).min_trials + Limits(20).more_trials
+    assert trials(0.005) < surprised <= trials(0.3)
+
+
 def test_time_limit_ends_the_search_after_the_running_trial(cost: Predictor, space: SearchSpace) -> None:
     sampler = ResidualSearch(space, cost, 100 * GIB)
     results = run_search(sampler, machine(cost, 0), Limits(max_trials=50, max_seconds=0), lambda r: None)

@@ -82,15 +82,20 @@ def test_other_files_beside_the_records_are_left_alone(store: Store, tmp_path: P
     assert verify(store) == (1, ())
 
 
-def test_ten_thousand_records_list_in_under_two_seconds(store: Store) -> None:
+def test_ten_thousand_records_list_in_under_two_seconds(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(Path(store.where), 10_000)
-    started = time.perf_counter()
-    assert len(store.entries()) == 10_000
-    assert time.perf_counter() - started < 2
-    assert len(summaries(store)) == 10_000
-    started = time.perf_counter()
-    rows = summaries(store)
-    assert time.perf_counter() - started < 2
+    first, again = [], []
+    for attempt in range(3):  # another program may get in the way of one
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache{attempt}"))
+        for seconds in (first, again):  # the first makes the index
+            started = time.perf_counter()
+            rows = summaries(store)
+            seconds.append(time.perf_counter() - started)
+            assert len(rows) == 10_000
+    assert min(first) < 2
+    assert min(again) < 0.5
     assert rows[0].device_name == "NVIDIA GeForce RTX 4090"
 
 

@@ -1,0 +1,46 @@
+"""Two teams, real trials: what one machine measured saves another one trials, through the commands."""
+
+from pathlib import Path
+
+import pytest
+
+from autotune.hardware import store
+from autotune.plan_file import read_plan
+from autotune.schema import HardwareProfile
+from tests.conftest import Journey, autotune_here
+
+PACE = 0.8
+
+
+def slower(here: HardwareProfile) -> HardwareProfile:
+    """Another machine than the one that really runs: its measured rates are lower."""
+    rates = tuple(
+        rate.model_copy(update={"value": rate.value / PACE if rate.unit == "s" else rate.value * PACE})
+        for rate in here.rates
+    )
+    device = here.device.model_copy(update={"name": "another processor"})
+    return HardwareProfile.model_validate({**dict(here), "device": device, "rates": rates})
+
+
+def test_a_team_with_anothers_records_makes_fewer_real_trials(
+    journey: Journey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: object) -> str:
+        done = autotune_here(capfd, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    alone, team = journey.plan.frozen, tmp_path / "team"
+    command("profiles", "push", team)  # the journey's search is in the tests' own store
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
+    assert "new: " in command("profiles", "pull", team)
+    bob = slower(store.cached_profile())
+    monkeypatch.setattr(store, "cached_profile", lambda **_: bob)
+    asked = ("--model", journey.model, "--data", journey.images, "--resolution", 64, "--steps", 60)
+    command("plan", *asked, "--search-time", 600, "-o", tmp_path / "plan.yaml")
+    helped = read_plan(tmp_path / "plan.yaml").frozen
+    assert helped.records
+    assert helped.hardware.device_name == "another processor"
+    assert helped.expected.evidence == "measured"
+    ran = [trial for trial in helped.trials if not trial.confirms]
+    assert 1 <= len(ran) < len([trial for trial in alone.trials if not trial.confirms])
