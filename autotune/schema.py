@@ -92,6 +92,8 @@ class Workload(Frozen):
     """Most control images of an item; edit models only."""
     rank: int = PositiveInt
     lora_alpha: float = Field(gt=0)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapter's inputs that a step leaves out; above 0 every adapted layer keeps its own copy."""
     targets: str
     """Named set of adapted layers, e.g. `attention`."""
     effective_batch_size: int = PositiveInt

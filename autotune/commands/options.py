@@ -6,6 +6,15 @@ from typing import Annotated, Any
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
+Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
+Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
+LearningRate = Annotated[float | None, typer.Option(help="Learning rate of the job.")]
+Sampling = Annotated[
+    str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal (default) or uniform.")
+]
+Shift = Annotated[str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")]
+Guidance = Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
 
 

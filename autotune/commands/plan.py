@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.commands.options import Json, parse_shift
+from autotune.commands.options import (
+    Caption,
+    Control,
+    Guidance,
+    Json,
+    LearningRate,
+    Sampling,
+    Shift,
+    Trigger,
+    parse_shift,
+)
 
 if TYPE_CHECKING:
     from autotune.planner import Events
@@ -20,9 +30,9 @@ def plan(
         str | None, typer.Option(help="A folder in the diffusers layout, a known name, or a hub id.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of images with same-stem .txt captions.")] = None,
-    control: Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")] = None,
-    caption: Annotated[str | None, typer.Option(help="Caption of images that have none.")] = None,
-    trigger: Annotated[str | None, typer.Option(help="Word put in front of every caption.")] = None,
+    control: Control = None,
+    caption: Caption = None,
+    trigger: Trigger = None,
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Ask again what this plan answered; other options go before it.")
     ] = None,
@@ -31,17 +41,15 @@ def plan(
     resolution: Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")] = None,
     rank: Annotated[int | None, typer.Option(min=1, help="Rank of the adapter.")] = None,
+    alpha: Annotated[float | None, typer.Option(min=0.001, help="Of the adapter; by default its usual share.")] = None,
+    dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="Of the adapter's inputs; default 0.")] = None,
     targets: Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None,
-    sampling: Annotated[
-        str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal (default) or uniform.")
-    ] = None,
-    shift: Annotated[
-        str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")
-    ] = None,
-    guidance: Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")] = None,
+    learning_rate: LearningRate = None,
+    sampling: Sampling = None,
+    shift: Shift = None,
+    guidance: Guidance = None,
     quality: Annotated[
         str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
     ] = None,
@@ -102,6 +110,8 @@ def plan(
         size_px=parse_resolution(resolution) if resolution else None,
         num_frames=frames,
         rank=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
         targets=targets,
         effective_batch_size=batch,
         quality=_one_of("--quality", quality, ("exact", "high", "compact")),

@@ -98,6 +98,23 @@ def _named(name: str) -> Family | None:
     return next((family for family in FAMILIES.values() if name in (family.name, family.hub_id)), None)
 
 
+def require_weights(model: ResolvedModel) -> None:
+    """Read the headers of all weights in the model's folder: damage shows now, not after an hour of work.
+
+    Raises:
+        InvalidInput: the weights are not on this machine.
+        BadWeights: a file is missing, cut off or damaged.
+    """
+    if model.folder is None:
+        raise InvalidInput(
+            f"the weights of {model.spec.name} are not on this machine",
+            hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
+        )
+    for part in model.family.components:
+        if part in ("transformer", "vae") or part.startswith("text_encoder"):
+            open_source(model.folder / part)
+
+
 def parts_of(model: ResolvedModel) -> Parts | None:
     """The models around the transformer, from headers and configurations in its folder; None without a folder."""
     if model.folder is None:

@@ -17,7 +17,7 @@ from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events
-from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
+from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key, telling_of_full_disk
 from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
@@ -59,7 +59,8 @@ def train(
     prepared = prepare(plan, hardware, resume=resume)
     configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
     try:
-        return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
+        with telling_of_full_disk(prepared.output):
+            return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
     finally:
         prepared.claim.release()
 

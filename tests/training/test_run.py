@@ -1,5 +1,6 @@
 """A whole run in process: what it writes, what its report says, and what it refuses before any long work."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.planner import Question, make_plan
 from autotune.reporting.run import report_lines
 from autotune.schema import CachingSettings, RunReport
 from autotune.training.encoders import Encoders
@@ -163,6 +166,41 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
     with pytest.raises(InvalidInput):
         prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(InvalidInput):  # and before any trial
+        make_plan(Question(str(model), bench.images), bench.hardware)
+
+
+def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
+    control = shutil.copytree(bench.images, tmp_path / "control")
+    with pytest.raises(InvalidInput, match="qwen-image takes none") as caught:
+        prepare(bench.plan(control=str(control), output=str(tmp_path / "out")), bench.hardware, resume=False)
+    assert "--control" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InvalidInput, match="qwen-image takes none"):
+        make_plan(Question(str(bench.model_folder), bench.images, control=control), bench.hardware)
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("metrics.Metrics.add", OSError(errno.ENOSPC, "No space left on device")),
+        ("run.save_trained", SafetensorError("I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise error
+
+    plan = bench.plan(num_steps=2, output=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"autotune.training.{where}", full)
+        with pytest.raises(AutotuneError, match="became full") as caught:
+            train(plan, bench.hardware, bench.cache)
+    assert "--resume" in caught.value.hint
+    assert not (tmp_path / ADAPTER_FILE).exists()
+    assert train(plan, bench.hardware, bench.cache, resume=True).num_steps == 2
 
 
 def test_sampling_from_a_folder_without_an_adapter_is_refused(bench: Bench, tmp_path: Path) -> None:

@@ -63,10 +63,8 @@ def encode_dataset(
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, an item has more or fewer control images than the family takes, or pickled
-            caches of another program lie in the cache's folder.
+        InvalidInput: no image could be read, or pickled caches of another program lie in the cache's folder.
     """
-    _check_controls(family, dataset)
     cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
     recipes: dict[int, Recipe] = {}
@@ -100,20 +98,6 @@ def encode_dataset(
         cache=cache,
         in_memory=store.in_memory,
     )
-
-
-def _check_controls(family: Family, dataset: Dataset) -> None:
-    """Before any long work: families for editing need control images, others take none."""
-    fewest, most = min(1, family.max_controls), family.max_controls
-    for item in dataset.items:
-        number = len(item.control_paths)
-        if not fewest <= number <= most:
-            takes, hint = "none", "leave --control out, or use a model for editing"
-            if most:
-                takes, hint = f"{fewest} to {most}", "give --control FOLDER with the images that belong to each"
-            raise InvalidInput(
-                f"{item.path.name} has {number} control image(s); {family.name} takes {takes}", hint=hint
-            )
 
 
 def _broken(item: Item, message: str) -> Problem:
