@@ -380,6 +380,8 @@ class RunReport(Frozen):
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None
     """None for a run too short to measure it."""
+    expected_phases: tuple[PhasePeak, ...] = ()
+    """Of the rehearsal; empty where the plan was predicted."""
     phases: tuple[PhasePeak, ...] = ()
     images_per_second: float
     gpu_utilisation: float | None = None

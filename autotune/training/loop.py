@@ -114,6 +114,7 @@ class Loop:
         self.data_seconds: list[float] = []
         self.utilisation = Utilisation(model.device)
         self.warnings: list[str] = []
+        self.paced_from: tuple[float, int] | None = None
 
     def run(self, around: Surroundings) -> None:
         """Take every step that is left; where memory runs out, go on with the plan's next safer settings.
@@ -201,6 +202,7 @@ class Loop:
         return {"rate": self.rate.state(), "scaler": self.optimizer.scaler.state_dict()}
 
     def _loader(self, first_step: int, processes: Processes) -> Loader:
+        on_gpu = self.model.device.type == "cuda"
         return Loader(
             self.model.family,
             self.encoded,
@@ -210,7 +212,8 @@ class Loop:
             first_step=first_step,
             rank=processes.rank,
             world_size=processes.world_size,
-            pin_memory=self.model.device.type == "cuda",
+            pin_memory=on_gpu,
+            prefetch=on_gpu or not self.encoded.all_in_memory,
         )
 
     def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader, processes: Processes) -> StepEvent:
@@ -238,7 +241,17 @@ class Loop:
             images_per_second=self.order.effective_batch_size / seconds,
             memory_bytes=allocated_bytes(self.model.device),
             gpu_utilisation=self.utilisation.read(),
+            remaining_seconds=self._remaining_seconds(step + 1),
         )
+
+    def _remaining_seconds(self, done: int) -> float | None:
+        """As this start has gone since its first step, which warms up."""
+        now = time.perf_counter()
+        if self.paced_from is None:
+            self.paced_from = now, done
+            return None
+        started, first = self.paced_from
+        return (now - started) / (done - first) * (self.num_steps - done)
 
     def _step(self, step: int, batches: Iterator[LoadedBatch], processes: Processes) -> StepOutcome:
         share = self.order.effective_batch_size // processes.world_size

@@ -265,6 +265,7 @@ class _Run:
             data_seconds=sum(waits) / len(waits),
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,
+            expected_phases=expected.phases,
             phases=tuple(self.watch.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
             gpu_utilisation=sum(busy) / len(busy) if busy else None,

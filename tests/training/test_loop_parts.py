@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +18,7 @@ from autotune.errors import InvalidInput
 from autotune.families.registry import family_named
 from autotune.training.describe import check_job
 from autotune.training.events import StepEvent
+from autotune.training.memory import host_memory_bytes
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
@@ -190,6 +192,16 @@ def test_state_carries_an_optimizer_over_to_the_bit(dtype: torch.dtype) -> None:
     steps(second, range(4, 7))
     assert all(torch.equal(tensor, second.state()[name]) for name, tensor in whole.state().items())
     assert torch.equal(whole.parameters[0], second.parameters[0])
+
+
+@pytest.mark.parametrize("asked", ["statm", "psutil"])
+def test_resident_memory_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    if asked == "psutil":
+        monkeypatch.setattr("autotune.training.memory._statm", lambda pid: None)
+    before = host_memory_bytes()
+    block = b"x" * (64 * 2**20)
+    assert host_memory_bytes() - before == pytest.approx(len(block), rel=0.1)
+    assert host_memory_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
 
 
 def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,10 @@ def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunRepor
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
     assert [line["loss"] for line in lines] == [step.loss for step in steps]
     assert all(line["gradient_norm"] > 0 and line["memory_bytes"] > 0 for line in lines)
+    left = [line["remaining_seconds"] for line in lines]
+    assert left[0] is None
+    assert left[-1] == 0
+    assert all(seconds > 0 for seconds in left[1:-1])
 
 
 def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
@@ -81,7 +86,10 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, Ru
     assert verdict is not None
     assert (verdict.num_layers, verdict.num_unmoved, verdict.num_not_finite) == (24, 0, 0)
     assert verdict.base_loss != verdict.adapter_loss
-    text = "\n".join(report_lines(report))
+    promised = tuple(peak.model_copy(update={"host_bytes": 2**30, "device_bytes": None}) for peak in report.phases[:1])
+    text = "\n".join(report_lines(report.model_copy(update={"expected_phases": promised})))
+    assert re.search(r"  caching +1\.00 GiB +\d+ MiB", text)
+    assert re.search(r"  saving +- +\d+ MiB", text)
     assert "24 layers, all moved, all finite" in text
     assert "loss on fresh noise" in text
 

@@ -128,7 +128,7 @@ def test_a_second_run_loads_nothing_and_gives_the_same(data: Path, pipeline: Any
             memory_bytes=memory_bytes,
             on_progress=lambda *done: progress.append(done),
         )
-        assert bool(second.in_memory) == bool(memory_bytes)
+        assert bool(second.in_memory) == second.all_in_memory == bool(memory_bytes)
         for index in range(4):
             for dropped in (False, True):
                 one, other = (encoded.sample(index, dropped=dropped) for encoded in (first, second))

@@ -41,9 +41,10 @@ def no_thread_left() -> bool:
     return not any(thread.name.startswith("autotune-data") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("first_step", [0, 3, 6])
-def test_batches_are_the_planned_ones_from_any_step_on(first_step: int) -> None:
-    loaded = list(loader(Data(), first_step=first_step))
+def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, prefetch: bool) -> None:
+    loaded = list(loader(Data(), first_step=first_step, prefetch=prefetch))
     planned = [(step, micro) for step in range(first_step, 6) for micro in ORDER.micro_batches(step, 2)]
     assert [one.step for one in loaded] == [step for step, _ in planned]
     for one, (_, micro) in zip(loaded, planned, strict=True):
@@ -67,8 +68,9 @@ def test_an_error_while_reading_reaches_the_loop() -> None:
     assert no_thread_left()
 
 
-def test_waiting_is_measured() -> None:
-    waiting = loader(Data(read_seconds=0.005), num_steps=3)
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_waiting_is_measured(prefetch: bool) -> None:
+    waiting = loader(Data(read_seconds=0.005), num_steps=3, prefetch=prefetch)
     assert sum(1 for _ in waiting) >= 6
     assert waiting.waited_seconds > 0.03
 
