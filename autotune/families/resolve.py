@@ -36,6 +36,16 @@ class ResolvedModel:
     revision: str | None = None
     """Commit on the hub that the files are of."""
 
+    @property
+    def weights(self) -> Path:
+        """The folder. Raises InvalidInput where the weights are not on this machine."""
+        if self.folder is None:
+            raise InvalidInput(
+                f"the weights of {self.spec.name} are not on this machine",
+                hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
+            )
+        return self.folder
+
 
 def resolve_model(model: str) -> ResolvedModel:
     """Find out what `model` is, from what is on this machine: the network is not asked.
@@ -105,14 +115,9 @@ def require_weights(model: ResolvedModel) -> None:
         InvalidInput: the weights are not on this machine.
         BadWeights: a file is missing, cut off or damaged.
     """
-    if model.folder is None:
-        raise InvalidInput(
-            f"the weights of {model.spec.name} are not on this machine",
-            hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
-        )
     for part in model.family.components:
         if part in ("transformer", "vae") or part.startswith("text_encoder"):
-            open_source(model.folder / part)
+            open_source(model.weights / part)
 
 
 def parts_of(model: ResolvedModel) -> Parts | None:

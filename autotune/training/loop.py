@@ -1,7 +1,6 @@
 """The loop of a run: data, steps, learning rate, checkpoints, previews, what is told of each step."""
 
 import contextlib
-import gc
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -22,6 +21,7 @@ from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
 from autotune.training.memory import (
     allocated_bytes,
+    give_back_memory,
     held_peak_bytes,
     is_out_of_memory,
     live_tensors,
@@ -180,9 +180,7 @@ class Loop:
                 hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
             )
         self.optimizer.forget()
-        gc.collect()
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back_memory()
         self.settings = safer
         apply_settings(self.model, safer)
         self._warn(f"memory ran out at step {done + 1}; from there on with {safer.label()}", around)

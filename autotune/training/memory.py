@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -90,6 +91,13 @@ def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[to
     """What stays on the device between steps: weights, master weights and the optimizer's moments."""
     states = [value for state in optimizer.adamw.state.values() for value in state.values()]
     return [*transformer.parameters(), *transformer.buffers(), *optimizer.masters, *states]
+
+
+def give_back_memory() -> None:
+    """Collect what nothing refers to any more, and give its device memory back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def host_memory_bytes() -> int:

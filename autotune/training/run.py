@@ -3,11 +3,10 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from autotune.atomic import replacing, write_whole
+from autotune.atomic import write_whole
 from autotune.knobs.allocator import configure_allocator
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import HardwareProfile, RunReport, TrainingPlan
@@ -23,13 +22,10 @@ from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
-from autotune.training.preview import Shot, Studio, grid
+from autotune.training.preview import Shot, Studio, grid, save_image
 from autotune.training.processes import Processes, join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.verdict import judge
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 TRACE_FILE = "trace.json"
 MAX_SHOTS = 4
@@ -76,7 +72,7 @@ def _train(
     trace: bool,
     started: float,
 ) -> RunReport:
-    processes = join(plan.frozen.hardware, torch.device(_device_name(hardware)))
+    processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
     events = (events or Events()) if processes.is_first else Events()
     run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
     with run.watch.phase("caching"):
@@ -125,11 +121,6 @@ def _train(
         report = run.finish(loop, studio, metrics, started)
     processes.wait()
     return report
-
-
-def _device_name(hardware: HardwareProfile) -> str:
-    kind = hardware.device.kind
-    return f"cuda:{hardware.device.index}" if kind == "cuda" else kind
 
 
 @dataclasses.dataclass
@@ -212,7 +203,7 @@ class _Run:
             with self.watch.phase("previews"), as_written(studio.pipeline.transformer):
                 frames = studio.sample(shot)
             if self.processes.is_first:
-                _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
+                save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
 
     def finish(self, loop: Loop, studio: Studio, metrics: Metrics | None, started: float) -> RunReport:
         """Save the adapter, look at it, and report."""
@@ -243,8 +234,8 @@ class _Run:
         if not self.processes.is_first:
             return
         for name, image in zip(("without", "with"), pairs[0], strict=True):
-            _save_image(image, adapter.parent / f"sample_{name}_adapter.png")
-        _save_image(grid(pairs), adapter.parent / "samples.png")
+            save_image(image, adapter.parent / f"sample_{name}_adapter.png")
+        save_image(grid(pairs), adapter.parent / "samples.png")
 
     def _report(self, loop: Loop, metrics: Metrics | None, total_seconds: float) -> RunReport:
         """What the run did, against what the plan promised."""
@@ -276,8 +267,3 @@ class _Run:
             quantization_error=loop.model.quantization_error,
             adapter=ADAPTER_FILE,
         )
-
-
-def _save_image(image: "Image", path: Path) -> None:
-    with replacing(path) as part:
-        image.save(part, format="PNG")

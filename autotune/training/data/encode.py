@@ -18,7 +18,8 @@ from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import Identity
 from autotune.training.data.pixels import open_pixels
 from autotune.training.data.recipes import Latents, Prompt, Recipe, recipe_of
-from autotune.training.encoders import TEXT_ENCODERS, give_back_memory
+from autotune.training.encoders import TEXT_ENCODERS
+from autotune.training.memory import give_back_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,13 +68,7 @@ def encode_dataset(
     """
     cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
-    recipes: dict[int, Recipe] = {}
-    problems: dict[int, Problem] = {}
-    for index, item in enumerate(dataset.items):
-        try:
-            recipes[index] = recipe_of(item, buckets[assigned[index]], identity, with_empty=caption_dropout > 0)
-        except OSError as error:
-            problems[index] = _broken(item, f"cannot be read: {error.strerror}")
+    recipes, problems = _recipes(dataset, [buckets[at] for at in assigned], identity, with_empty=caption_dropout > 0)
     prompts = {prompt.key: prompt for recipe in recipes.values() for prompt in recipe.prompts}
     latents = {one.key: one for recipe in recipes.values() for _, one in recipe.latents}
     cache.remove_stale()
@@ -98,6 +93,20 @@ def encode_dataset(
         cache=cache,
         in_memory=store.in_memory,
     )
+
+
+def _recipes(
+    dataset: Dataset, buckets: Sequence[Bucket], identity: Identity, *, with_empty: bool
+) -> tuple[dict[int, Recipe], dict[int, Problem]]:
+    """By index of the item, each in its bucket; and what is wrong with those whose files cannot be read."""
+    recipes: dict[int, Recipe] = {}
+    problems: dict[int, Problem] = {}
+    for index, (item, bucket) in enumerate(zip(dataset.items, buckets, strict=True)):
+        try:
+            recipes[index] = recipe_of(item, bucket, identity, with_empty=with_empty)
+        except OSError as error:
+            problems[index] = _broken(item, f"cannot be read: {error.strerror}")
+    return recipes, problems
 
 
 def _broken(item: Item, message: str) -> Problem:
