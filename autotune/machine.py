@@ -57,6 +57,11 @@ class Device(Frozen):
     """Device memory that other processes hold."""
     links: tuple[Link, ...] = ()
 
+    @property
+    def torch_name(self) -> str:
+        """`cuda:0`, `mps` or `cpu`."""
+        return f"cuda:{self.index}" if self.kind == "cuda" else self.kind
+
 
 class Host(Frozen):
     """The computer around the device."""

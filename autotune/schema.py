@@ -92,6 +92,8 @@ class Workload(Frozen):
     """Most control images of an item; edit models only."""
     rank: int = PositiveInt
     lora_alpha: float = Field(gt=0)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapter's inputs that a step leaves out; above 0 every adapted layer keeps its own copy."""
     targets: str
     """Named set of adapted layers, e.g. `attention`."""
     effective_batch_size: int = PositiveInt
@@ -135,7 +137,7 @@ class Candidate(Frozen):
     optimizer: str = "adamw"
     allocator: str = "default"
     """How the device's allocator grows: `default` or `expandable` segments."""
-    data_workers: int = Field(default=1, ge=1)
+    data_workers: int = Field(default=1, ge=0)
     """Threads that collate batches ahead of the step."""
     batch_memory: str = "pageable"
     """Where batches wait for the device: `pageable` or `pinned` memory of the host."""
@@ -382,6 +384,8 @@ class RunReport(Frozen):
     expected_peak_memory_bytes: int
     measured_peak_memory_bytes: int | None
     """None for a run too short to measure it."""
+    expected_phases: tuple[PhasePeak, ...] = ()
+    """Of the rehearsal; empty where the plan was predicted."""
     phases: tuple[PhasePeak, ...] = ()
     images_per_second: float
     gpu_utilisation: float | None = None

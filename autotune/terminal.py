@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from autotune.reporting.plan import TRIAL_HEADER, trial_row
-from autotune.reporting.text import memory_text
+from autotune.reporting.text import memory_text, seconds_text
 from autotune.schema import Candidate, TrialResult
 from autotune.training.events import StepEvent
 
@@ -84,7 +84,8 @@ class TrainingDisplay:
         self._update("training", event.step, event.num_steps, note)
         every = max(1, event.num_steps // 10)
         if self.progress.disable and (event.step % every == 0 or event.step == event.num_steps):
-            self.progress.console.print(f"step {event.step}/{event.num_steps}  {note}")
+            left = seconds_text(event.remaining_seconds) + " left" if event.remaining_seconds else ""
+            self.progress.console.print(f"step {event.step}/{event.num_steps}  {note}  {left}".rstrip())
 
     def warn(self, message: str) -> None:
         """Say what needs attention, above the bar."""

@@ -45,6 +45,7 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
         lora_alpha=workload.lora_alpha,
         targets=workload.targets,
         dtype=dtype,
+        dropout=workload.lora_dropout,
     )
     for knob in KNOBS:
         if not knob.needs_reload:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from autotune.commands.options import Caption, Control, Json, Trigger
+
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -18,10 +20,10 @@ def check(
     folder: Annotated[Path, typer.Argument(help="Folder of images with same-stem .txt captions.", metavar="DIR")],
     model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image",
     resolution: Annotated[int | None, typer.Option(min=1, help="Side of a square image, in pixels.")] = None,
-    caption: Annotated[str | None, typer.Option(help="Caption of images that have none.")] = None,
-    trigger: Annotated[str | None, typer.Option(help="Word put in front of every caption.")] = None,
-    control: Annotated[Path | None, typer.Option(help="Folder of control images with the same stems.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+    caption: Caption = None,
+    trigger: Trigger = None,
+    control: Control = None,
+    as_json: Json = False,
 ) -> None:
     """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
     from autotune.families.registry import family_named

@@ -23,7 +23,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
 Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
-Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption.")]
+Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate of the job.")]
 Sampling = Annotated[
     str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal (default) or uniform.")

@@ -53,6 +53,8 @@ class PlanOptions:
     resolution: Resolution = None
     frames: Frames = None
     rank: Rank = None
+    alpha: Annotated[float | None, typer.Option(min=0.001, help="Of the adapter; by default its usual share.")] = None
+    dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="Of the adapter's inputs; default 0.")] = None
     targets: Targets = None
     batch: Batch = None
     steps: Steps = None
@@ -155,6 +157,8 @@ def question_asked(asked: PlanOptions) -> "Question":
         size_px=parse_resolution(asked.resolution) if asked.resolution else None,
         num_frames=asked.frames,
         rank=asked.rank,
+        lora_alpha=asked.alpha,
+        lora_dropout=asked.dropout,
         targets=asked.targets,
         effective_batch_size=asked.batch,
         quality=_one_of("--quality", asked.quality, ("exact", "high", "compact")),

@@ -8,27 +8,37 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import Json, PlanFile, parse_shift
+from autotune.commands.options import (
+    Caption,
+    Control,
+    Guidance,
+    Json,
+    LearningRate,
+    PlanFile,
+    Sampling,
+    Shift,
+    Trigger,
+    parse_shift,
+)
 
 if TYPE_CHECKING:
-    from autotune.schema import HardwareProfile, RunReport, TrainingPlan
+    from autotune.schema import HardwareProfile, TrainingPlan
 
 
 def train(
     plan_file: PlanFile,
     model: Annotated[str | None, typer.Option(help="The same architecture from another folder.")] = None,
     data: Annotated[str | None, typer.Option(help="Another folder of captioned images.")] = None,
+    control: Control = None,
+    caption: Caption = None,
+    trigger: Trigger = None,
     output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs, instead of steps.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    sampling: Annotated[
-        str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal or uniform.")
-    ] = None,
-    shift: Annotated[
-        str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")
-    ] = None,
-    guidance: Annotated[float | None, typer.Option(help="Of guidance-distilled models, in training.")] = None,
+    learning_rate: LearningRate = None,
+    sampling: Sampling = None,
+    shift: Shift = None,
+    guidance: Guidance = None,
     seed: Annotated[int | None, typer.Option(help="Seed of initial weights, order and noise.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
@@ -43,6 +53,9 @@ def train(
         read_plan(plan_file),
         model=model,
         data=data,
+        control=str(control) if control else None,
+        caption=caption,
+        trigger=trigger,
         output=output,
         num_steps=steps,
         num_train_epochs=epochs,
@@ -54,44 +67,45 @@ def train(
     )
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
-    from autotune.reporting.run import report_lines
-    from autotune.terminal import err, out
-    from autotune.training.prepare import fetch_weights
+    from autotune.terminal import err
+    from autotune.training.prepare import fetch_weights, prepare
+    from autotune.training.processes import launch, started_by_launcher
     from autotune.trials.lock import held_for_run
 
     silence_progress_bars()
     hardware = read_machine(quick=True)
     chosen = _measured_here(plan_file, fetch_weights(chosen), hardware)
-    with held_for_run(hardware.device, chosen.frozen.hardware.num_processes, partial(err.print, markup=False)):
-        report = _run(chosen, hardware, resume=resume, trace=trace)
-    if os.environ.get("RANK", "0") != "0":
+    number = chosen.frozen.hardware.num_processes
+    with held_for_run(hardware.device, number, partial(err.print, markup=False)):
+        if number > 1 and not started_by_launcher():
+            prepare(chosen, hardware, resume=resume).claim.release()  # so that what is wrong is said once
+            raise typer.Exit(launch(number, sys.argv[1:]))
+        _run(chosen, hardware, resume=resume, trace=trace, as_json=as_json)
+
+
+def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, trace: bool, as_json: bool) -> None:
+    """Train in this process; the first of several tells about it."""
+    from autotune.reporting.plan import job_line
+    from autotune.reporting.run import report_lines
+    from autotune.terminal import err, out, training_display
+    from autotune.training.events import Events
+    from autotune.training.run import train as run
+
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        err.print(job_line(plan), markup=False)
+    with training_display() as display:
+        events = Events(
+            on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
+        )
+        report = run(plan, hardware, _cache_folder(), events, resume=resume, trace=trace)
+    if not is_first:
         return
     if as_json:
         typer.echo(report.model_dump_json(indent=1))
         return
     out.print("\n".join(report_lines(report)), markup=False)
-    out.print(f"adapter: {Path(chosen.job.output) / report.adapter}", markup=False)
-
-
-def _run(chosen: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, trace: bool) -> "RunReport":
-    """Train here, or exit with what the processes exited with that train together."""
-    from autotune.reporting.plan import job_line
-    from autotune.terminal import err, training_display
-    from autotune.training.events import Events
-    from autotune.training.prepare import prepare
-    from autotune.training.processes import launch, started_by_launcher
-    from autotune.training.run import train as run
-
-    if chosen.frozen.hardware.num_processes > 1 and not started_by_launcher():
-        prepare(chosen, hardware, resume=resume).claim.release()  # so that what is wrong is said once
-        raise typer.Exit(launch(chosen.frozen.hardware.num_processes, sys.argv[1:]))
-    if os.environ.get("RANK", "0") == "0":
-        err.print(job_line(chosen), markup=False)
-    with training_display() as display:
-        events = Events(
-            on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
-        )
-        return run(chosen, hardware, _cache_folder(), events, resume=resume, trace=trace)
+    out.print(f"adapter: {Path(plan.job.output) / report.adapter}", markup=False)
 
 
 def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":

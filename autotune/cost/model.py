@@ -120,6 +120,7 @@ class TracedModel:
                 lora_alpha=self.workload.lora_alpha,
                 targets=self.workload.targets,
                 dtype=dtype,
+                dropout=self.workload.lora_dropout,
             )
             self._models[key] = transformer.train()
         return self._models[key]

@@ -1,5 +1,7 @@
 """Put a LoRA adapter on a transformer: the same way for training, trials and tracing."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autotune.errors import InvalidInput
@@ -20,12 +22,14 @@ def add_adapter(
     lora_alpha: float,
     targets: str,
     dtype: "torch.dtype",
+    dropout: float = 0.0,
     seed: int = 0,
 ) -> list["nn.Parameter"]:
     """Freeze `transformer`, add a LoRA adapter to the named target set, and return its parameters in order.
 
     The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input into it and keep
-    the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero).
+    the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero). Dropout works
+    even in a transformer in evaluation mode, which is how all are trained here; `without_dropout` turns it off.
 
     Raises:
         InvalidInput: the family has no target set of that name.
@@ -44,6 +48,7 @@ def add_adapter(
             LoraConfig(
                 r=rank,
                 lora_alpha=lora_alpha,
+                lora_dropout=dropout,
                 init_lora_weights=True,
                 target_modules=modules if isinstance(modules, str) else list(modules),
             ),
@@ -53,3 +58,25 @@ def add_adapter(
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
     return parameters
+
+
+def dropouts(transformer: "nn.Module") -> list["nn.Module"]:
+    """The layers that draw random numbers in a training step: none without an adapter with dropout."""
+    from torch import nn
+
+    return [
+        module for module in transformer.modules() if isinstance(module, nn.Dropout) and module.training and module.p
+    ]
+
+
+@contextlib.contextmanager
+def without_dropout(transformer: "nn.Module") -> Iterator[None]:
+    """The adapter as it will be used."""
+    dropping = dropouts(transformer)
+    for module in dropping:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropping:
+            module.train()

@@ -43,9 +43,9 @@ def collate_samples(samples: Sequence["Sample"]) -> "Batch":
 
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0] if name != "prompt_embeds"}
     prompts = [sample["prompt_embeds"] for sample in samples]
-    batch["prompt_embeds"] = pad_sequence(prompts, batch_first=True)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=prompts[0].device)
-    if len({len(prompt) for prompt in prompts}) > 1:
-        positions = torch.arange(batch["prompt_embeds"].shape[1], device=lengths.device)
-        batch["prompt_mask"] = positions[None] < lengths[:, None]
-    return batch
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths) == max(lengths):
+        return {**batch, "prompt_embeds": torch.stack(prompts)}
+    positions = torch.arange(max(lengths), device=prompts[0].device)
+    batch["prompt_mask"] = positions[None] < torch.tensor(lengths, device=positions.device)[:, None]
+    return {**batch, "prompt_embeds": pad_sequence(prompts, batch_first=True)}

@@ -36,6 +36,16 @@ class ResolvedModel:
     revision: str | None = None
     """Commit on the hub that the files are of."""
 
+    @property
+    def weights(self) -> Path:
+        """The folder. Raises InvalidInput where the weights are not on this machine."""
+        if self.folder is None:
+            raise InvalidInput(
+                f"the weights of {self.spec.name} are not on this machine",
+                hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
+            )
+        return self.folder
+
 
 def resolve_model(model: str) -> ResolvedModel:
     """Find out what `model` is, from what is on this machine: the network is not asked.
@@ -96,6 +106,18 @@ def is_family(model: str) -> bool:
 
 def _named(name: str) -> Family | None:
     return next((family for family in FAMILIES.values() if name in (family.name, family.hub_id)), None)
+
+
+def require_weights(model: ResolvedModel) -> None:
+    """Read the headers of all weights in the model's folder: damage shows now, not after an hour of work.
+
+    Raises:
+        InvalidInput: the weights are not on this machine.
+        BadWeights: a file is missing, cut off or damaged.
+    """
+    for part in model.family.components:
+        if part in ("transformer", "vae") or part.startswith("text_encoder"):
+            open_source(model.weights / part)
 
 
 def parts_of(model: ResolvedModel) -> Parts | None:

@@ -68,7 +68,7 @@ class Meter:
         self.profile = profile
         self.kind = profile.device.kind
         self.effort = EFFORTS[self.kind]
-        self.device = torch.device(self.kind, profile.device.index) if self.kind == "cuda" else torch.device(self.kind)
+        self.device = torch.device(profile.device.torch_name)
         self.conditions = conditions
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from autotune.families.adapter import dropouts
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.schema import Choice, Rejected, Workload
@@ -40,13 +41,13 @@ class Checkpointing(Knob):
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         from torch.utils.checkpoint import checkpoint
 
+        draws = bool(dropouts(transformer))  # without, the random state need not be kept for every block
         chosen = {id(block) for block in family.blocks(transformer)[: int(choice)]}
 
         def run(block: Any, *inputs: Any) -> Any:
             if id(block) not in chosen:
                 return block(*inputs)
-            # No block draws random numbers (the model is in evaluation mode): their state need not be kept.
-            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
         if chosen:
             transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]

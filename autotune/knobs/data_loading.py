@@ -7,8 +7,12 @@ step before it runs. What a step waits for data is in every run's report.
 from autotune.knobs.base import Choices, Knob, Setting
 from autotune.schema import Choice, Rejected, Workload
 
-WORKERS = (1, 2, 4)
-
+WORKERS = (0, 1, 2, 4)
+AGAINST_NONE = "the host would read and stack the next batch only when the device has done the last"
+AGAINST_ONE = (
+    "the processor that trains would read and stack as well: taking turns with a thread cost 3% of a step; it pays where "
+    "data does not fit in memory"
+)
 AGAINST_MORE = (
     "encoded samples are small: one thread that works a batch ahead left 0.04% of a step waiting; more would only take "
     "cores from the step. It pays where the cache lies on a slow network disk"
@@ -16,19 +20,23 @@ AGAINST_MORE = (
 
 
 class DataWorkers(Knob):
-    """One thread; more on request."""
+    """One thread beside a GPU, none where the processor trains; others on request."""
 
     name = "data_workers"
     title = "data workers"
 
     def choices(self, setting: Setting) -> Choices:
         cores = setting.hardware.host.logical_cores
-        more = [Rejected(choice=number, reason=AGAINST_MORE) for number in WORKERS[1:] if number <= cores]
-        few = [Rejected(choice=n, reason=f"this host has {cores} cores") for n in WORKERS[1:] if n > cores]
-        return Choices((1,), rejected=tuple(few), on_request=tuple(more))
+        on_cpu = setting.hardware.device.kind == "cpu"
+        usual, other = (
+            (0, Rejected(choice=1, reason=AGAINST_ONE)) if on_cpu else (1, Rejected(choice=0, reason=AGAINST_NONE))
+        )
+        more = [Rejected(choice=number, reason=AGAINST_MORE) for number in WORKERS[2:] if number <= cores]
+        few = [Rejected(choice=n, reason=f"this host has {cores} cores") for n in WORKERS[2:] if n > cores]
+        return Choices((usual,), rejected=tuple(few), on_request=(other, *more))
 
     def shown(self, choice: Choice, workload: Workload) -> str:
-        return f"{choice} thread{'' if choice == 1 else 's'}"
+        return f"{choice or 'no'} thread{'' if choice == 1 else 's'}"
 
 
 class BatchMemory(Knob):

@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families.resolve import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, resolve_model
+from autotune.families.resolve import (
+    ResolvedModel,
+    fetch_model,
+    is_family,
+    is_on_hub,
+    parts_of,
+    require_weights,
+    resolve_model,
+)
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
@@ -17,7 +25,6 @@ from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search.space import SearchSpace, search_space, without
 from autotune.training.describe import describe_workload, require_even_shares
 from autotune.weights.errors import BadWeights
-from autotune.weights.sources import open_source, weights_in
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,7 @@ def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
 
 def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:
     if model.folder is not None:
-        open_source(weights_in(model.folder / "transformer"))  # headers only: damage shows now, not in a trial
+        require_weights(model)
     elif hardware.device.kind == "cpu":
         spec = model.spec
         raise NothingFits(

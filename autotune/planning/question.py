@@ -6,10 +6,10 @@ from typing import Literal
 
 from autotune.families.resolve import ResolvedModel
 from autotune.plan_file import job_from
-from autotune.schema import Job, TimestepSampling, TrainingPlan, Workload
+from autotune.schema import Job, TimestepSampling, TrainingPlan
 from autotune.search.storage import Place
 from autotune.training.data.dataset import Dataset, Reading, read_dataset
-from autotune.training.describe import Wishes, check_job
+from autotune.training.describe import Wishes, check_job, wishes_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def question_of(plan: TrainingPlan) -> Question:
         control=Path(job.control) if job.control else None,
         caption=job.caption,
         trigger=job.trigger,
-        wishes=_wishes_of(frozen.workload, has_data=job.data is not None),
+        wishes=wishes_of(frozen.workload, has_data=job.data is not None),
         output=job.output,
         num_steps=job.num_steps,
         learning_rate=job.learning_rate,
@@ -71,21 +71,6 @@ def question_of(plan: TrainingPlan) -> Question:
         pins=frozen.pins,
         exclusions=frozen.exclusions,
         job=job,
-    )
-
-
-def _wishes_of(workload: Workload, *, has_data: bool) -> Wishes:
-    largest, side = workload.largest_bucket, workload.resolution_px
-    return Wishes(
-        size_px=(side, side) if has_data else (largest.width_px, largest.height_px),
-        num_frames=largest.num_frames,
-        text_tokens=None if has_data else workload.max_text_tokens,
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        targets=workload.targets,
-        effective_batch_size=workload.effective_batch_size,
-        quality=workload.quality,
-        objective=workload.objective,
     )
 
 

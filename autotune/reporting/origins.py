@@ -15,6 +15,7 @@ def origin_lines(plan: TrainingPlan) -> list[str]:
         "resolution": (work.resolution_px, defaults.resolution_px, "the published model's"),
         "rank": (work.rank, defaults.rank, defaults.sources.get("rank")),
         "alpha": (work.lora_alpha, usual_alpha, "in proportion to the rank"),
+        "dropout": (work.lora_dropout, 0.0, "diffusers' scripts"),
         "batch": (work.effective_batch_size, defaults.effective_batch_size, "our choice"),
         "steps": (
             job.num_steps,

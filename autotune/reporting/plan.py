@@ -116,6 +116,8 @@ def job_line(plan: TrainingPlan) -> str:
     """How long the job will take, from loading to the last checkpoint, and what it costs where the plan knows."""
     cost = plan.job_cost
     price = f", {cost:.2f} at {plan.frozen.expected.price_per_hour:.2f} an hour" if cost is not None else ""
+    if plan.job.num_train_epochs is not None:  # how many steps they take, the data will tell
+        return f"the job        {plan.job.num_train_epochs} epochs"
     return f"the job        {plan.job.num_steps} steps, {seconds_text(plan.job_seconds)} in all{price}"
 
 

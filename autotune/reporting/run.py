@@ -12,7 +12,8 @@ WIDTH = 80
 def report_lines(report: RunReport) -> list[str]:
     """Promise against reality, memory by phase, the verdict: in a few lines."""
     lines = _lines(report)
-    return [*lines[:3], *(part for line in lines[3:] for part in wrap(line, WIDTH, subsequent_indent="  "))]
+    table = 3 + len(report.phases)
+    return [*lines[:table], *(part for line in lines[table:] for part in wrap(line, WIDTH, subsequent_indent="  "))]
 
 
 def _lines(report: RunReport) -> list[str]:
@@ -23,7 +24,7 @@ def _lines(report: RunReport) -> list[str]:
         f"{seconds_text(report.measured_step_seconds):>12}{_change(report)}",
         f"{'peak memory':<14}{memory_text(report.expected_peak_memory_bytes):>12}"
         f"{memory_text(report.measured_peak_memory_bytes):>12}",
-        *(["memory by phase: " + ", ".join(map(_phase, report.phases))] if report.phases else []),
+        *_phase_lines(report),
         f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
         f"{report.images_per_second:.2f} images/s{busy}; loss {report.first_loss:.4f} -> {report.final_loss:.4f}",
         *(error_lines(report.quantization_error, report.settings.quantization) if report.quantization_error else []),
@@ -59,8 +60,17 @@ def verdict_lines(verdict: AdapterVerdict) -> list[str]:
     return lines
 
 
-def _phase(peak: PhasePeak) -> str:
-    return f"{peak.name} {memory_text(peak.device_bytes or peak.host_bytes)}"
+def _phase_lines(report: RunReport) -> list[str]:
+    """The largest memory of each phase: on CPU of the process, libraries included."""
+    expected = {peak.name: _held(peak) for peak in report.expected_phases}
+    return [
+        f"{'  ' + peak.name:<14}{memory_text(expected.get(peak.name)):>12}{memory_text(_held(peak)):>12}"
+        for peak in report.phases
+    ]
+
+
+def _held(peak: PhasePeak) -> int | None:
+    return peak.host_bytes if peak.device_bytes is None else peak.device_bytes
 
 
 def _change(report: RunReport) -> str:

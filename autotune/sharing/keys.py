@@ -77,6 +77,7 @@ WORK_KEYS: tuple[SoftKey, ...] = (
     SoftKey("caption padding", lambda work: work.text_padding, 0.5),
     SoftKey("rank", lambda work: work.rank, 0.5),
     SoftKey("adapted layers", lambda work: work.targets, 1.0),
+    SoftKey("adapter dropout", lambda work: str(work.lora_dropout > 0), 0.5),
     SoftKey("effective batch size", lambda work: work.effective_batch_size, 0.5),
     SoftKey("control images", lambda work: str(work.num_control_images), 1.0),
     SoftKey("quality floor", lambda work: work.quality, 0.05),

@@ -23,18 +23,23 @@ class Wishes:
     """Length of captions where no data says it."""
     rank: int | None = None
     lora_alpha: float | None = None
+    lora_dropout: float = 0.0
     targets: str = "attention"
     effective_batch_size: int | None = None
     quality: Quality = "high"
     objective: Objective = "throughput"
 
 
-def wishes_of(workload: Workload) -> Wishes:
-    """The wishes that lead to `workload` again, on data of its class."""
+def wishes_of(workload: Workload, *, has_data: bool = True) -> Wishes:
+    """The wishes that lead to `workload` again, on data of its class; without data its shape and length count."""
+    largest, side = workload.largest_bucket, workload.resolution_px
     return Wishes(
-        size_px=(workload.resolution_px, workload.resolution_px),
+        size_px=(side, side) if has_data else (largest.width_px, largest.height_px),
+        num_frames=largest.num_frames,
+        text_tokens=None if has_data else workload.max_text_tokens,
         rank=workload.rank,
         lora_alpha=workload.lora_alpha,
+        lora_dropout=workload.lora_dropout,
         targets=workload.targets,
         effective_batch_size=workload.effective_batch_size,
         quality=workload.quality,
@@ -70,7 +75,8 @@ def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wis
     Without a dataset it is one bucket, captions of the family's usual length, and one control image for edit models.
 
     Raises:
-        InvalidInput: a size is not positive or does not suit the model, or there is no such target set.
+        InvalidInput: a size is not positive or does not suit the model, there is no such target set, or an item has
+            more or fewer control images than the family takes.
     """
     family, defaults = model.family, model.family.defaults
     width, height = wishes.size_px or (defaults.resolution_px, defaults.resolution_px)
@@ -81,6 +87,7 @@ def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wis
             f"{family.name} has no target set called {wishes.targets!r}",
             hint=nearest_of(wishes.targets, family.target_sets),
         )
+    num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
     buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, family.size_multiple_px)
     lengths = _text_lengths(model, dataset, buckets, wishes.text_tokens)
@@ -91,9 +98,10 @@ def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wis
         buckets=buckets,
         max_text_tokens=max(lengths),
         text_padding="exact" if len(set(lengths)) == 1 else "masked",
-        num_control_images=_num_controls(model, dataset),
+        num_control_images=num_controls,
         rank=rank,
         lora_alpha=wishes.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
+        lora_dropout=wishes.lora_dropout,
         targets=wishes.targets,
         effective_batch_size=positive("batch", given(wishes.effective_batch_size, defaults.effective_batch_size)),
         quality=wishes.quality,
@@ -106,9 +114,19 @@ def given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _num_controls(model: ResolvedModel, dataset: Dataset | None) -> int:
+def _num_controls(family: Family, dataset: Dataset | None) -> int:
+    fewest, most = min(1, family.max_controls), family.max_controls
     if dataset is None:
-        return min(1, model.family.max_controls)
+        return fewest
+    for item in dataset.items:
+        number = len(item.control_paths)
+        if not fewest <= number <= most:
+            takes, hint = "none", "leave --control out, or use a model for editing"
+            if most:
+                takes, hint = f"{fewest} to {most}", "give --control FOLDER with the images that belong to each"
+            raise InvalidInput(
+                f"{item.path.name} has {number} control image(s); {family.name} takes {takes}", hint=hint
+            )
     return max(len(item.control_paths) for item in dataset.items)
 
 

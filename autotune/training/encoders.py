@@ -1,18 +1,16 @@
 """The text encoders and the VAE of a run, loaded once, where and how the plan says, and let go when all is encoded."""
 
-import gc
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from autotune.errors import InvalidInput
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.quantization import quantize_inside
 from autotune.schema import CachingSettings
 from autotune.training.data.identity import Identity, read_identity
+from autotune.training.memory import give_back_memory
 from autotune.weights.components import load_component
 from autotune.weights.streaming import Transform
 
@@ -52,7 +50,7 @@ class Encoders:
     @property
     def identity(self) -> Identity:
         """Of what encodes, for the cache."""
-        folder, precision = weights_folder(self.model), str(self.dtype).removeprefix("torch.")
+        folder, precision = self.model.weights, str(self.dtype).removeprefix("torch.")
         return read_identity(folder, self.model.family, settings=precision, text_settings=self.key)
 
     @property
@@ -70,7 +68,7 @@ class Encoders:
         if self._loaded is None:
             parts = {name: self._text_encoder(name) for name in self.names}
             vae = self.vae(self.device)
-            folder = weights_folder(self.model)
+            folder = self.model.weights
             loaded = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, transformer=None, vae=vae, **parts)
             loaded.encode_prompt = running_on(self._text_device, self.device, loaded.encode_prompt)
             self._loaded = loaded
@@ -81,11 +79,11 @@ class Encoders:
         kept = getattr(self._loaded, "vae", None)
         if kept is not None:
             return kept  # type: ignore[no-any-return]
-        folder = weights_folder(self.model)
+        folder = self.model.weights
         return load_component(folder, "vae", dtype=self.dtype, device=str(device), loader=self.loader)  # type: ignore[no-any-return]
 
     def _text_encoder(self, name: str) -> nn.Module:
-        folder, caching = weights_folder(self.model), self.caching
+        folder, caching = self.model.weights, self.caching
         if caching.text_encoder_streamed:
             from accelerate import cpu_offload
 
@@ -109,13 +107,6 @@ class Encoders:
             give_back_memory()
 
 
-def weights_folder(model: ResolvedModel) -> Path:
-    """The model's folder. Raises InvalidInput where its weights are not on this machine."""
-    if model.folder is None:
-        raise InvalidInput(f"the weights of {model.spec.name} are not on this machine", hint="pass --model FOLDER")
-    return model.folder
-
-
 def running_on(there: torch.device, here: torch.device, encode: Callable[..., Any]) -> Callable[..., Any]:
     """`encode_prompt` of a pipeline whose encoders are on `there`, with its answers on `here`."""
 
@@ -136,10 +127,3 @@ def moved(value: Any, device: torch.device) -> Any:
 def _repeated(model: nn.Module) -> Iterable[nn.Module]:
     """The blocks of any encoder: what its lists of modules hold."""
     return (block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module)
-
-
-def give_back_memory() -> None:
-    """Collect what nothing refers to any more, and give its device memory back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -23,6 +23,8 @@ class StepEvent:
     """Held between steps."""
     gpu_utilisation: float | None = None
     """In [0, 1]; None without NVML."""
+    remaining_seconds: float | None = None
+    """Until the last step, previews and checkpoints on the way included; None after the first step of a start."""
 
 
 @dataclass(frozen=True)

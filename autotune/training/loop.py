@@ -1,7 +1,6 @@
 """The loop of a run: data, steps, learning rate, checkpoints, previews, what is told of each step."""
 
 import contextlib
-import gc
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -22,6 +21,7 @@ from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
 from autotune.training.memory import (
     allocated_bytes,
+    give_back_memory,
     held_peak_bytes,
     is_out_of_memory,
     live_tensors,
@@ -114,6 +114,7 @@ class Loop:
         self.data_seconds: list[float] = []
         self.utilisation = Utilisation(model.device)
         self.warnings: list[str] = []
+        self.paced_from: tuple[float, int] | None = None
 
     def run(self, around: Surroundings) -> None:
         """Take every step that is left; where memory runs out, go on with the plan's next safer settings.
@@ -179,9 +180,7 @@ class Loop:
                 hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
             )
         self.optimizer.forget()
-        gc.collect()
-        if self.model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back_memory()
         self.settings = safer
         apply_settings(self.model, safer)
         self._warn(f"memory ran out at step {done + 1}; from there on with {safer.label()}", around)
@@ -239,7 +238,17 @@ class Loop:
             images_per_second=self.order.effective_batch_size / seconds,
             memory_bytes=allocated_bytes(self.model.device),
             gpu_utilisation=self.utilisation.read(),
+            remaining_seconds=self._remaining_seconds(step + 1),
         )
+
+    def _remaining_seconds(self, done: int) -> float | None:
+        """As this start has gone since its first step, which warms up."""
+        now = time.perf_counter()
+        if self.paced_from is None:
+            self.paced_from = now, done
+            return None
+        started, first = self.paced_from
+        return (now - started) / (done - first) * (self.num_steps - done)
 
     def _step(self, step: int, batches: Iterator[LoadedBatch], processes: Processes) -> StepOutcome:
         share = self.order.effective_batch_size // processes.world_size

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -92,14 +93,28 @@ def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[to
     return [*transformer.parameters(), *transformer.buffers(), *optimizer.masters, *states]
 
 
+def give_back_memory() -> None:
+    """Collect what nothing refers to any more, and give its device memory back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def host_memory_bytes() -> int:
     """Resident memory of this process now."""
-    return int(_process(os.getpid()).memory_info().rss)
+    statm = _statm(os.getpid())
+    if statm is None:
+        return int(psutil.Process().memory_info().rss)
+    return int(os.pread(statm, 128, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache
-def _process(pid: int) -> psutil.Process:
-    return psutil.Process(pid)  # looks up when the process began: too slow for every step
+def _statm(pid: int) -> int | None:
+    """A file that Linux answers anew at each reading, kept open: psutil takes .2 ms, which a short step feels."""
+    try:
+        return os.open(f"/proc/{pid}/statm", os.O_RDONLY)
+    except OSError:
+        return None
 
 
 def held_peak_bytes(device: torch.device) -> int:

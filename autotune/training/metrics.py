@@ -84,13 +84,15 @@ def _tracker(report_to: str, folder: Path, resumed_at: int) -> tuple[Log, Callab
         tracker: Any = WandBTracker("autotune", dir=str(folder))
         tracker.start()
         return lambda values, step: tracker.log(values, step=step), tracker.finish
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
     from torch.utils.tensorboard import SummaryWriter
 
     # Steps after the checkpoint were perhaps logged by the start that died: TensorBoard then drops them.
     writer: Any = SummaryWriter(str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30)
 
     def log(values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
+        # As one event: `add_scalar` would make one for each, and a short step would feel it.
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        writer.file_writer.add_summary(Summary(value=points), step)
 
     return log, writer.close

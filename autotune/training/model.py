@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.families.adapter import add_adapter
+from autotune.families.adapter import add_adapter, without_dropout
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.block_swap import waits_on_host
@@ -67,6 +67,7 @@ def load_model(
         lora_alpha=workload.lora_alpha,
         targets=workload.targets,
         dtype=dtype,
+        dropout=workload.lora_dropout,
         seed=seed,
     )
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
@@ -93,12 +94,14 @@ def apply_settings(model: TrainingModel, settings: Candidate) -> None:
 
 @contextlib.contextmanager
 def as_written(transformer: nn.Module) -> Iterator[None]:
-    """Leave compiled code aside: it is made for training steps, and any other call would compile anew for a minute."""
+    """As samples and evaluations need it: without dropout, and with compiled code left aside. That is made for training
+    steps, and any other call would compile anew for a minute."""
     compiled = [(module, module._compiled_call_impl) for module in transformer.modules()]
     try:
         for module, _ in compiled:
             module._compiled_call_impl = None
-        yield
+        with without_dropout(transformer):
+            yield
     finally:
         for module, code in compiled:
             module._compiled_call_impl = code

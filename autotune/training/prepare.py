@@ -9,7 +9,14 @@ from filelock import FileLock
 
 from autotune.errors import InvalidInput
 from autotune.families.adapter import add_adapter
-from autotune.families.resolve import ResolvedModel, build_on_meta, fetch_model, is_on_hub, resolve_model
+from autotune.families.resolve import (
+    ResolvedModel,
+    build_on_meta,
+    fetch_model,
+    is_on_hub,
+    require_weights,
+    resolve_model,
+)
 from autotune.fit import data_misfits, hardware_misfits, model_misfits, require_fit
 from autotune.knobs.base import Setting
 from autotune.plan_file import with_job
@@ -19,7 +26,6 @@ from autotune.training.describe import check_job, describe_workload, require_eve
 from autotune.training.folder import claim_folder
 from autotune.training.metrics import require_tracker
 from autotune.training.processes import device_misfits
-from autotune.weights.sources import open_source
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     model = resolve_model(job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
     check_job(job, model.family)
-    _require_weights(model)
+    require_weights(model)
     control = Path(job.control) if job.control else None
     dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
     workload = describe_workload(model, dataset, wishes_of(planned))
@@ -72,18 +78,6 @@ def fetch_weights(plan: TrainingPlan) -> TrainingPlan:
     if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():
         return plan
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
-
-
-def _require_weights(model: ResolvedModel) -> None:
-    """Read the headers of all components: damage shows now, not after an hour of caching."""
-    if model.folder is None:
-        raise InvalidInput(
-            f"the weights of {model.spec.name} are not on this machine",
-            hint="`autotune train` fetches them; or pass a folder that has them: --model FOLDER",
-        )
-    for part in model.family.components:
-        if part in ("transformer", "vae") or part.startswith("text_encoder"):
-            open_source(model.folder / part)
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel) -> int:

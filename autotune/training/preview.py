@@ -6,7 +6,6 @@ encoded data too: the next start loads no encoder. Later the same
 pipeline runs without any text encoder and gets these answers back. No family needs code of its own for this.
 """
 
-import gc
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autotune.atomic import replacing
 from autotune.errors import AutotuneError
 from autotune.families.adapter import ADAPTER
 from autotune.families.resolve import ResolvedModel, build_on_meta
@@ -24,7 +24,8 @@ from autotune.schema import Bucket
 from autotune.training.data.cache import Cache, entry_key
 from autotune.training.data.identity import Identity
 from autotune.training.data.recipes import prompt_of
-from autotune.training.encoders import Encoders, moved, weights_folder
+from autotune.training.encoders import Encoders, moved
+from autotune.training.memory import give_back_memory
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -98,7 +99,7 @@ class Studio:
     def attach(self, transformer: nn.Module) -> None:
         """Build the pipeline around `transformer`, as it is; a VAE that is not kept waits on the host between shots."""
         self.pipeline = self.model.family.load_pipeline(
-            weights_folder(self.model),
+            self.model.weights,
             torch_dtype=self.dtype,
             transformer=transformer,
             vae=self.encoders.vae(torch.device("cpu")),
@@ -111,8 +112,7 @@ class Studio:
             try:
                 return self._sample(shot)
             except torch.OutOfMemoryError:
-                gc.collect()
-                torch.cuda.empty_cache()
+                give_back_memory()
                 self._shrink(shot)
 
     def _shrink(self, shot: Shot) -> None:
@@ -207,3 +207,9 @@ def grid(pairs: "Sequence[tuple[Image, Image]]") -> "Image":
         for column, image in enumerate(pair):
             sheet.paste(image, (column * width, row * height))
     return sheet
+
+
+def save_image(image: "Image", path: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    with replacing(path) as part:
+        image.save(part, format="PNG")

@@ -3,11 +3,10 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from autotune.atomic import replacing, write_whole
+from autotune.atomic import write_whole
 from autotune.job import MAX_PREVIEW_PROMPTS
 from autotune.knobs.allocator import configure_allocator
 from autotune.knobs.precision import torch_dtype
@@ -18,19 +17,16 @@ from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events
-from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
+from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key, telling_of_full_disk
 from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
-from autotune.training.preview import Shot, Studio, grid
+from autotune.training.preview import Shot, Studio, grid, save_image
 from autotune.training.processes import Processes, join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.verdict import judge
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 TRACE_FILE = "trace.json"
 
@@ -58,7 +54,8 @@ def train(
     prepared = prepare(plan, hardware, resume=resume)
     configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
     try:
-        return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
+        with telling_of_full_disk(prepared.output):
+            return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
     finally:
         prepared.claim.release()
 
@@ -74,7 +71,7 @@ def _train(
     trace: bool,
     started: float,
 ) -> RunReport:
-    processes = join(plan.frozen.hardware, torch.device(_device_name(hardware)))
+    processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
     events = (events or Events()) if processes.is_first else Events()
     run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
     with run.watch.phase("caching"):
@@ -123,11 +120,6 @@ def _train(
         report = run.finish(loop, studio, metrics, started)
     processes.wait()
     return report
-
-
-def _device_name(hardware: HardwareProfile) -> str:
-    kind = hardware.device.kind
-    return f"cuda:{hardware.device.index}" if kind == "cuda" else kind
 
 
 @dataclasses.dataclass
@@ -210,7 +202,7 @@ class _Run:
             with self.watch.phase("previews"), as_written(studio.pipeline.transformer):
                 frames = studio.sample(shot)
             if self.processes.is_first:
-                _save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
+                save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
 
     def finish(self, loop: Loop, studio: Studio, metrics: Metrics | None, started: float) -> RunReport:
         """Save the adapter, look at it, and report."""
@@ -241,8 +233,8 @@ class _Run:
         if not self.processes.is_first:
             return
         for name, image in zip(("without", "with"), pairs[0], strict=True):
-            _save_image(image, adapter.parent / f"sample_{name}_adapter.png")
-        _save_image(grid(pairs), adapter.parent / "samples.png")
+            save_image(image, adapter.parent / f"sample_{name}_adapter.png")
+        save_image(grid(pairs), adapter.parent / "samples.png")
 
     def _report(self, loop: Loop, metrics: Metrics | None, total_seconds: float) -> RunReport:
         """What the run did, against what the plan promised."""
@@ -263,6 +255,7 @@ class _Run:
             data_seconds=sum(waits) / len(waits),
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,
+            expected_phases=expected.phases,
             phases=tuple(self.watch.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
             gpu_utilisation=sum(busy) / len(busy) if busy else None,
@@ -273,8 +266,3 @@ class _Run:
             quantization_error=loop.model.quantization_error,
             adapter=ADAPTER_FILE,
         )
-
-
-def _save_image(image: "Image", path: Path) -> None:
-    with replacing(path) as part:
-        image.save(part, format="PNG")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from autotune.atomic import replacing
 from autotune.errors import InvalidInput
 from autotune.families.resolve import fetch_model
 from autotune.knobs.precision import torch_dtype
@@ -15,7 +14,7 @@ from autotune.training.data.cache import Cache
 from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
-from autotune.training.preview import Shot, Studio
+from autotune.training.preview import Shot, Studio, save_image
 from autotune.training.save import ADAPTER_FILE
 
 
@@ -50,26 +49,22 @@ def sample_run(
             f"control images, not {len(control_paths)}",
             hint="pass them with --control FILE",
         )
-    device = torch.device("cuda", hardware.device.index) if hardware.device.kind == "cuda" else hardware.device.kind
-    frozen = plan.frozen
-    encoders = Encoders(model, frozen.caching, dtype, torch.device(device), frozen.settings.loader)
+    frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
+    encoders = Encoders(model, frozen.caching, dtype, device, frozen.settings.loader)
     studio = Studio(encoders)
     steps = num_steps or plan.job.preview_steps
     shots = [
-        Shot(prompt, plan.frozen.workload.largest_bucket, steps, seed + number, control_paths)
-        for number in range(count)
+        Shot(prompt, frozen.workload.largest_bucket, steps, seed + number, control_paths) for number in range(count)
     ]
     studio.learn(shots[:1], Cache(cache_folder))
     encoders.release()
-    studio.attach(load_transformer(model, plan.frozen.settings, dtype, studio.device)[0])
+    studio.attach(load_transformer(model, frozen.settings, dtype, studio.device)[0])
     studio.load_adapter(folder / ADAPTER_FILE)
     written = []
     for number, shot in enumerate(shots, start=1):
         on_progress(f"sampling {number} of {count}")
         path = output or folder / f"sample-{seed}.png"
         path = path if count == 1 else path.with_stem(f"{path.stem}-{number}")
-        frames = studio.sample(shot)
-        with replacing(path) as part:
-            frames[0].save(part, format="PNG")
+        save_image(studio.sample(shot)[0], path)
         written.append(path)
     return written

@@ -99,7 +99,7 @@ class ProcessTrialRunner:
         return cls(
             model=model,
             workload=workload,
-            device=f"cuda:{device.index}" if device.kind == "cuda" else device.kind,
+            device=device.torch_name,
             memory_cap_bytes=device.budget_bytes - overhead,
             predict=predict,
             lock=DeviceLock(lock_path(device)),

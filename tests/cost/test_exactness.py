@@ -4,8 +4,9 @@ import weakref
 
 import pytest
 import torch
-from tiny_models import TINY
+from tiny_models import TINY, cpu
 
+from autotune.cost.predict import Predictor
 from autotune.families.loss import flow_matching_loss
 from autotune.families.registry import FAMILIES
 from autotune.schema import Candidate
@@ -90,3 +91,13 @@ def test_peak_agrees_with_the_profiler_at_any_number_of_checkpointed_blocks(pred
     candidate = candidate_of("fp32", k=round(share * last))
     truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.02)
+
+
+def test_what_dropout_keeps_is_predicted(predictor):
+    plain = predictor("qwen-image")
+    work = plain.workload.model_copy(update={"lora_dropout": 0.3})
+    own, candidate = Predictor(cpu(), work, plain.family, TINY["qwen-image"]), candidate_of("fp32")
+    truth = run(plain.family, TINY["qwen-image"], work, candidate, num_timed=0)
+    predicted = own.predict(candidate).allocated_memory_bytes
+    assert predicted == pytest.approx(truth.peak_bytes, rel=0.02)
+    assert predicted > 1.04 * plain.predict(candidate).allocated_memory_bytes

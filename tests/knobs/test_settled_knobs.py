@@ -89,10 +89,11 @@ def test_batches_are_pinned_where_a_bus_is_crossed_and_nowhere_else():
 
 
 def test_more_data_workers_are_offered_up_to_the_cores_and_never_searched():
-    choices = DataWorkers().choices(setting())
-    assert choices.admitted == (1,)
-    assert [offered.choice for offered in choices.on_request] == [2]
-    assert [refused.choice for refused in choices.rejected] == [4]
+    for kind, usual, other in (("cuda", 1, 0), ("cpu", 0, 1)):
+        choices = DataWorkers().choices(setting(kind=kind))
+        assert choices.admitted == (usual,)
+        assert [offered.choice for offered in choices.on_request] == [other, 2]
+        assert [refused.choice for refused in choices.rejected] == [4]
 
 
 def test_8_bit_moments_are_refused_with_the_reason():

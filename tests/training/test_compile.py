@@ -1,22 +1,27 @@
 """Steps through blocks compiled one by one learn what plain steps learn: adapters, masks, checkpointing and all."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from autotune.knobs.compile import Compile
 from autotune.schema import Candidate
 from autotune.training.loop import Loop
 from autotune.training.model import apply_settings, as_written
 from tests.training.conftest import Bench
 
-BACKEND = os.environ.get("AUTOTUNE_TEST_COMPILER", "aot_eager")
-"""`inductor` generates code, too, which takes a minute on a CPU; the graphs are the same."""
 
-
-@pytest.mark.parametrize("checkpointed", [0, 3])
-def test_compiled_blocks_learn_the_same(bench: Bench, tmp_path: Path, checkpointed: int) -> None:
+@pytest.mark.parametrize(
+    ("checkpointed", "backend"),
+    [
+        (0, "aot_eager"),  # the graphs of inductor, without its generated code
+        (3, "aot_eager"),
+        pytest.param(0, "inductor", marks=pytest.mark.slow),  # 45 s on a CPU
+        pytest.param(3, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_learn_the_same(bench: Bench, tmp_path: Path, checkpointed: int, backend: str) -> None:
     settings = Candidate(micro_batch_size=2, checkpointed_blocks=checkpointed, precision="fp32")
     plan = bench.plan(num_steps=3, settings=settings)
     apply_settings(bench.trained, settings)
@@ -28,8 +33,11 @@ def test_compiled_blocks_learn_the_same(bench: Bench, tmp_path: Path, checkpoint
 
     try:
         plain, _ = run("plain")
-        for block in blocks:
-            block.compile(backend=BACKEND, dynamic=False)
+        if backend == "inductor":
+            Compile().apply(bench.trained.transformer, bench.resolved.family, "block")
+        else:
+            for block in blocks:
+                block.compile(backend=backend, dynamic=False)
         compiled, loop = run("compiled")
         with as_written(bench.trained.transformer):
             assert all(block._compiled_call_impl is None for block in blocks)

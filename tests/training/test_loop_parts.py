@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +22,7 @@ from autotune.schema import Candidate, FrozenPart
 from autotune.training.describe import check_job
 from autotune.training.events import StepEvent
 from autotune.training.loop import Loop
+from autotune.training.memory import host_memory_bytes
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
@@ -48,7 +51,7 @@ def test_each_schedule_has_its_shape(bench: Bench) -> None:
     assert rates(bench, 4, lr_scheduler="cosine") == pytest.approx(cosine)
 
 
-@pytest.mark.parametrize(("workers", "memory"), [(1, "pageable"), (3, "pinned")])
+@pytest.mark.parametrize(("workers", "memory"), [(0, "pageable"), (3, "pinned")])
 def test_batches_are_loaded_as_the_settings_say(bench: Bench, workers: int, memory: str) -> None:
     plan = bench.plan()
     changed = {"data_workers": workers, "batch_memory": memory}
@@ -204,6 +207,17 @@ def test_state_carries_an_optimizer_over_to_the_bit(dtype: torch.dtype) -> None:
     steps(second, range(4, 7))
     assert all(torch.equal(tensor, second.state()[name]) for name, tensor in whole.state().items())
     assert torch.equal(whole.parameters[0], second.parameters[0])
+
+
+@pytest.mark.parametrize("asked", ["statm", "psutil"])
+def test_resident_memory_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    if asked == "psutil":
+        monkeypatch.setattr("autotune.training.memory._statm", lambda pid: None)
+    before = host_memory_bytes()
+    with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, whatever was freed before
+        block.write(b"x" * len(block))
+        assert host_memory_bytes() - before == pytest.approx(len(block), rel=0.1)
+        assert host_memory_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
 
 
 def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:

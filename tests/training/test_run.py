@@ -1,6 +1,8 @@
 """A whole run in process: what it writes, what its report says, and what it refuses before any long work."""
 
+import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.planner import Question, make_plan
 from autotune.reporting.run import report_lines
 from autotune.schema import CachingSettings, RunReport
 from autotune.training.encoders import Encoders
@@ -53,6 +57,10 @@ def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunRepor
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
     assert [line["loss"] for line in lines] == [step.loss for step in steps]
     assert all(line["gradient_norm"] > 0 and line["memory_bytes"] > 0 for line in lines)
+    left = [line["remaining_seconds"] for line in lines]
+    assert left[0] is None
+    assert left[-1] == 0
+    assert all(seconds > 0 for seconds in left[1:-1])
 
 
 def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
@@ -78,7 +86,10 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, Ru
     assert verdict is not None
     assert (verdict.num_layers, verdict.num_unmoved, verdict.num_not_finite) == (24, 0, 0)
     assert verdict.base_loss != verdict.adapter_loss
-    text = "\n".join(report_lines(report))
+    promised = tuple(peak.model_copy(update={"host_bytes": 2**30, "device_bytes": None}) for peak in report.phases[:1])
+    text = "\n".join(report_lines(report.model_copy(update={"expected_phases": promised})))
+    assert re.search(r"  caching +1\.00 GiB +\d+ MiB", text)
+    assert re.search(r"  saving +- +\d+ MiB", text)
     assert "24 layers, all moved, all finite" in text
     assert "loss on fresh noise" in text
 
@@ -163,6 +174,41 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
     with pytest.raises(InvalidInput):
         prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(InvalidInput):  # and before any trial
+        make_plan(Question(str(model), bench.images), bench.hardware)
+
+
+def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
+    control = shutil.copytree(bench.images, tmp_path / "control")
+    with pytest.raises(InvalidInput, match="qwen-image takes none") as caught:
+        prepare(bench.plan(control=str(control), output=str(tmp_path / "out")), bench.hardware, resume=False)
+    assert "--control" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InvalidInput, match="qwen-image takes none"):
+        make_plan(Question(str(bench.model_folder), bench.images, control=control), bench.hardware)
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("metrics.Metrics.add", OSError(errno.ENOSPC, "No space left on device")),
+        ("run.save_trained", SafetensorError("I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise error
+
+    plan = bench.plan(num_steps=2, output=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"autotune.training.{where}", full)
+        with pytest.raises(AutotuneError, match="became full") as caught:
+            train(plan, bench.hardware, bench.cache)
+    assert "--resume" in caught.value.hint
+    assert not (tmp_path / ADAPTER_FILE).exists()
+    assert train(plan, bench.hardware, bench.cache, resume=True).num_steps == 2
 
 
 def test_sampling_from_a_folder_without_an_adapter_is_refused(bench: Bench, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Where captions come from: `metadata.jsonl`, same-stem text files, one caption for all, a trigger word."""
+"""Captions and weights of images: `metadata.jsonl`, same-stem text files, one caption for all, a trigger word."""
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.training.data.files import Found
@@ -10,16 +11,30 @@ from autotune.training.data.files import Found
 METADATA = "metadata.jsonl"
 
 
+MAX_REPEATS = 1000
+
+
+@dataclass(frozen=True)
+class Line:
+    """What `metadata.jsonl` says of one file."""
+
+    text: str | None
+    """None leaves it to its text file."""
+    repeats: int = 1
+    """How often it is seen per epoch."""
+
+
 class UnreadableCaption(ValueError):
     """A caption file exists but cannot be read."""
 
 
-def read_metadata(folder: Path) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Captions by file name from `metadata.jsonl` (the imagefolder layout: `file_name`, `text`), and what is wrong.
+def read_metadata(folder: Path) -> tuple[Mapping[str, Line], tuple[str, ...]]:
+    """Lines of `metadata.jsonl` by file name (the imagefolder layout: `file_name`, `text`; `repeats`, a field of ours,
+    weighs an image, and with it `text` may be left out), and what is wrong.
 
     A line that is wrong is named and left out; of two lines for one file the first counts.
     """
-    captions: dict[str, str] = {}
+    entries: dict[str, Line] = {}
     complaints: list[str] = []
     path = folder / METADATA
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n") if path.is_file() else []
@@ -27,35 +42,39 @@ def read_metadata(folder: Path) -> tuple[Mapping[str, str], tuple[str, ...]]:
         if not line.strip():
             continue
         try:
-            name, text = _parse_line(line)
+            name, entry = _parse_line(line)
         except ValueError as error:
             complaints.append(f"line {number}: {error}")
             continue
-        if name in captions:
-            complaints.append(f"line {number}: {name} has a caption already")
-        captions.setdefault(name, text)
-    return captions, tuple(complaints)
+        if name in entries:
+            complaints.append(f"line {number}: {name} has a line already")
+        entries.setdefault(name, entry)
+    return entries, tuple(complaints)
 
 
-def _parse_line(line: bytes) -> tuple[str, str]:
+def _parse_line(line: bytes) -> tuple[str, Line]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError("not JSON") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
         raise ValueError("no `file_name`")
-    if not isinstance(entry.get("text"), str):
+    text, repeats = entry.get("text"), entry.get("repeats", 1)
+    if not isinstance(text, str) and not (text is None and "repeats" in entry):
         raise ValueError("no `text`")
-    return entry["file_name"].removeprefix("./"), entry["text"]
+    if type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS:
+        raise ValueError(f"`repeats` is no whole number from 1 to {MAX_REPEATS}")
+    return entry["file_name"].removeprefix("./"), Line(text, repeats)
 
 
-def read_caption(found: Found, metadata: Mapping[str, str]) -> str:
+def read_caption(found: Found, metadata: Mapping[str, Line]) -> str:
     """The caption of one item in one line, empty where it has none.
 
     Raises:
         UnreadableCaption: its text file is not UTF-8 or cannot be read.
     """
-    text = metadata.get(found.name)
+    line = metadata.get(found.name)
+    text = line.text if line else None
     file = found.path.parent / f"{Path(found.stem).name}.txt"
     if text is None and file.is_file():
         try:

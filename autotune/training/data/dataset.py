@@ -18,6 +18,7 @@ from autotune.errors import InvalidInput
 from autotune.frozen import Frozen
 from autotune.training.data.captions import (
     METADATA,
+    Line,
     UnreadableCaption,
     complete_caption,
     read_caption,
@@ -104,8 +105,6 @@ class Reading:
     """Word put in front of every caption that lacks it."""
     control: Path | None = None
     """Folder of control images for editing, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ..."""
-    repeats: int = 1
-    """How often each image is seen per epoch."""
     num_frames: int = 1
     """Above 1, each subfolder is a clip of which the first `num_frames` images are taken."""
     verify_seconds: float = VERIFY_SECONDS
@@ -143,15 +142,20 @@ def scan_dataset(folder: Path, reading: Reading | None = None, on_progress: OnPr
     """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
     Raises:
-        InvalidInput: a folder does not exist, or `repeats` or `num_frames` is not positive.
+        InvalidInput: a folder does not exist, the data lies in the control folder, or `num_frames` is not positive.
     """
     _require_folder(folder, "data")
     reading = reading or Reading()
     control = reading.control
     if control is not None:
         _require_folder(control, "control")
-    if reading.repeats < 1 or reading.num_frames < 1:
-        raise InvalidInput("repeats and frames must be at least 1", hint="leave the option out")
+        if folder.resolve().is_relative_to(control.resolve()):
+            raise InvalidInput(
+                f"the control folder {control} holds the data folder {folder}",
+                hint="put control images into a folder of their own",
+            )
+    if reading.num_frames < 1:
+        raise InvalidInput("frames must be at least 1", hint="leave the option out")
     found = find_items(folder, clips=reading.num_frames > 1, without=control)
     metadata, complaints = read_metadata(folder)
     problems = [Problem(file=METADATA, kind="metadata", message=complaint) for complaint in complaints]
@@ -209,7 +213,7 @@ class _Reader:
     """Makes items of what was found."""
 
     reading: Reading
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, Line]
     controls: Controls | None
     deadline: float
     num_unverified: int = 0
@@ -237,7 +241,7 @@ class _Reader:
             width_px=sizes[0][0],
             height_px=sizes[0][1],
             control_paths=controls,
-            repeats=self.reading.repeats,
+            repeats=line.repeats if (line := self.metadata.get(found.name)) else 1,
             frame_paths=frames if found.is_clip else (),
         )
 
@@ -276,7 +280,7 @@ def _drop_duplicates(items: list[tuple[str, Item]]) -> tuple[tuple[Item, ...], t
         original = first.setdefault(tuple(file_digest(path) for path in _files_of(item)), name)
         if original != name:
             problems[index] = Problem(
-                file=name, kind="duplicate", message=f"the same image as {original}: use repeats to weigh it"
+                file=name, kind="duplicate", message=f"the same image as {original}: `repeats` in {METADATA} weighs it"
             )
     kept = tuple(item for index, (_, item) in enumerate(items) if index not in problems)
     return kept, tuple(problems.values())

@@ -18,7 +18,8 @@ from autotune.training.data.encoded import EncodedDataset
 from autotune.training.data.identity import Identity
 from autotune.training.data.pixels import open_pixels
 from autotune.training.data.recipes import Latents, Prompt, Recipe, recipe_of
-from autotune.training.encoders import TEXT_ENCODERS, give_back_memory
+from autotune.training.encoders import TEXT_ENCODERS
+from autotune.training.memory import give_back_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,19 +64,11 @@ def encode_dataset(
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, an item has more or fewer control images than the family takes, or pickled
-            caches of another program lie in the cache's folder.
+        InvalidInput: no image could be read, or pickled caches of another program lie in the cache's folder.
     """
-    _check_controls(family, dataset)
     cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
-    recipes: dict[int, Recipe] = {}
-    problems: dict[int, Problem] = {}
-    for index, item in enumerate(dataset.items):
-        try:
-            recipes[index] = recipe_of(item, buckets[assigned[index]], identity, with_empty=caption_dropout > 0)
-        except OSError as error:
-            problems[index] = _broken(item, f"cannot be read: {error.strerror}")
+    recipes, problems = _recipes(dataset, [buckets[at] for at in assigned], identity, with_empty=caption_dropout > 0)
     prompts = {prompt.key: prompt for recipe in recipes.values() for prompt in recipe.prompts}
     latents = {one.key: one for recipe in recipes.values() for _, one in recipe.latents}
     cache.remove_stale()
@@ -102,18 +95,18 @@ def encode_dataset(
     )
 
 
-def _check_controls(family: Family, dataset: Dataset) -> None:
-    """Before any long work: families for editing need control images, others take none."""
-    fewest, most = min(1, family.max_controls), family.max_controls
-    for item in dataset.items:
-        number = len(item.control_paths)
-        if not fewest <= number <= most:
-            takes, hint = "none", "leave --control out, or use a model for editing"
-            if most:
-                takes, hint = f"{fewest} to {most}", "give --control FOLDER with the images that belong to each"
-            raise InvalidInput(
-                f"{item.path.name} has {number} control image(s); {family.name} takes {takes}", hint=hint
-            )
+def _recipes(
+    dataset: Dataset, buckets: Sequence[Bucket], identity: Identity, *, with_empty: bool
+) -> tuple[dict[int, Recipe], dict[int, Problem]]:
+    """By index of the item, each in its bucket; and what is wrong with those whose files cannot be read."""
+    recipes: dict[int, Recipe] = {}
+    problems: dict[int, Problem] = {}
+    for index, (item, bucket) in enumerate(zip(dataset.items, buckets, strict=True)):
+        try:
+            recipes[index] = recipe_of(item, bucket, identity, with_empty=with_empty)
+        except OSError as error:
+            problems[index] = _broken(item, f"cannot be read: {error.strerror}")
+    return recipes, problems
 
 
 def _broken(item: Item, message: str) -> Problem:

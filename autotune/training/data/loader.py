@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from autotune.families.base import Batch, Family
@@ -13,6 +14,7 @@ from autotune.training.data.encoded import EncodedDataset
 
 AHEAD = 1
 """Batches that lie ready for each thread, beside one: without it every batch would have to take equally long."""
+PLANNED_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -42,36 +44,43 @@ class Loader:
     rank: int = 0
     world_size: int = 1
     num_workers: int = 1
+    """Threads that work ahead; with none the loop collates by itself."""
     pin_memory: bool = False
     """Copy into page-locked memory, for asynchronous transfer to a GPU."""
     waited_seconds: float = 0.0
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         planned = self._planned()
+        if not self.num_workers:
+            yield from (self._timed(partial(self._load, *one)) for one in planned)
+            return
         with ThreadPoolExecutor(self.num_workers, thread_name_prefix="autotune-data") as threads:
             ready = deque(threads.submit(self._load, *one) for one in islice(planned, self.num_workers + AHEAD))
             try:
                 while ready:
-                    loaded = self._wait(ready.popleft())
+                    loaded = self._timed(ready.popleft().result)
                     ready.extend(threads.submit(self._load, *one) for one in islice(planned, 1))
                     yield loaded
             finally:
                 threads.shutdown(cancel_futures=True)
 
-    def _wait(self, future: "Future[LoadedBatch]") -> LoadedBatch:
+    def _timed(self, load: Callable[[], LoadedBatch]) -> LoadedBatch:
         started = time.perf_counter()
-        loaded = future.result()
+        loaded = load()
         self.waited_seconds += time.perf_counter() - started
         return loaded
 
     def _planned(self) -> Iterator[tuple[int, MicroBatch, bool]]:
-        for step in range(self.first_step, self.num_steps):
-            planned = self.order.micro_batches(step, self.micro_batch_size, rank=self.rank, world_size=self.world_size)
-            for number, micro_batch in enumerate(planned, start=1):
-                yield step, micro_batch, number == len(planned)
+        """Many steps at a time: a processor that has just run a model takes four times as long for a single one."""
+        share = partial(self.order.micro_batches, rank=self.rank, world_size=self.world_size)
+        for start in range(self.first_step, self.num_steps, PLANNED_STEPS):
+            steps = range(start, min(start + PLANNED_STEPS, self.num_steps))
+            for step, planned in [(step, share(step, self.micro_batch_size)) for step in steps]:
+                for number, micro_batch in enumerate(planned, start=1):
+                    yield step, micro_batch, number == len(planned)
 
     def _load(self, step: int, planned: MicroBatch, is_last: bool) -> LoadedBatch:
-        """Runs in a thread."""
+        """Runs in a thread, where there are any."""
         pairs = zip(planned.indices, planned.dropped, strict=True)
         batch = self.family.collate([self.data.sample(index, dropped=dropped) for index, dropped in pairs])
         if self.pin_memory:

@@ -20,12 +20,11 @@ def kinds(dataset: Dataset) -> dict[str, str]:
 
 def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     write_pictures(tmp_path, (64, 48), (40, 80))
-    dataset = read_dataset(tmp_path, Reading(repeats=3))
+    dataset = read_dataset(tmp_path)
     assert [(item.path.name, item.caption, item.width_px, item.height_px) for item in dataset.items] == [
         ("000.png", CAPTIONS[0], 64, 48),
         ("001.png", CAPTIONS[1], 40, 80),
     ]
-    assert {item.repeats for item in dataset.items} == {3}
     assert dataset.problems == ()
 
 
@@ -62,6 +61,27 @@ def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path: Path) -> No
         "line 3",
         "line 5",
         "no image ../../etc/passwd",
+    ]
+
+
+def test_repeats_weigh_single_images_with_or_without_a_caption_of_their_own(tmp_path: Path) -> None:
+    write_pictures(tmp_path, *[(64, 64)] * 4)
+    lines: list[dict[str, object]] = [
+        {"file_name": "000.png", "repeats": 3},
+        {"file_name": "001.png", "repeats": 2, "text": "mine"},
+        {"file_name": "002.png", "repeats": 0},
+        {"file_name": "003.png", "repeats": True, "text": "x"},
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    dataset = read_dataset(tmp_path)
+    assert [(item.caption, item.repeats) for item in dataset.items] == [
+        (CAPTIONS[0], 3),
+        ("mine", 2),
+        (CAPTIONS[2], 1),
+        (CAPTIONS[0], 1),
+    ]
+    assert [problem.message for problem in dataset.problems] == [
+        f"line {number}: `repeats` is no whole number from 1 to 1000" for number in (3, 4)
     ]
 
 
@@ -194,6 +214,13 @@ def test_a_control_folder_inside_the_data_is_not_data(tmp_path: Path) -> None:
     write_pictures(tmp_path / "control", (64, 64))
     dataset = read_dataset(tmp_path, Reading(control=tmp_path / "control"))
     assert [item.path.name for item in dataset.items] == ["000.png"]
+
+
+@pytest.mark.parametrize("control", ["data", "."])
+def test_data_in_its_own_control_folder_is_refused(tmp_path: Path, control: str) -> None:
+    data = write_pictures(tmp_path / "data", (64, 64))
+    with pytest.raises(InvalidInput, match="holds the data folder"):
+        read_dataset(data, Reading(control=tmp_path / control))
 
 
 def test_one_target_of_two_controls_is_no_duplicate(tmp_path: Path) -> None:

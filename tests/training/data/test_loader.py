@@ -41,7 +41,7 @@ def no_thread_left() -> bool:
     return not any(thread.name.startswith("autotune-data") for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("first_step", [0, 3, 6])
 def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, num_workers: int) -> None:
     loaded = list(loader(Data(uneven=True), first_step=first_step, num_workers=num_workers))
@@ -77,8 +77,9 @@ def test_an_error_while_reading_reaches_the_loop() -> None:
     assert no_thread_left()
 
 
-def test_waiting_is_measured() -> None:
-    waiting = loader(Data(read_seconds=0.005), num_steps=3)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_waiting_is_measured(num_workers: int) -> None:
+    waiting = loader(Data(read_seconds=0.005), num_steps=3, num_workers=num_workers)
     assert sum(1 for _ in waiting) >= 6
     assert waiting.waited_seconds > 0.03
 
