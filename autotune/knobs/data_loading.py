@@ -10,8 +10,8 @@ from autotune.schema import Choice, Rejected, Workload
 WORKERS = (0, 1, 2, 4)
 AGAINST_NONE = "the host would read and stack the next batch only when the device has done the last"
 AGAINST_ONE = (
-    "the processor that trains would read and stack as well: taking turns with a thread cost 3% of a step; it pays where "
-    "data does not fit in memory"
+    "the processor that trains would read and stack as well: taking turns with a thread cost 3% of a step; it pays "
+    "where data does not fit in memory"
 )
 AGAINST_MORE = (
     "encoded samples are small: one thread that works a batch ahead left 0.04% of a step waiting; more would only take "
@@ -33,7 +33,7 @@ class DataWorkers(Knob):
         )
         more = [Rejected(choice=number, reason=AGAINST_MORE) for number in WORKERS[2:] if number <= cores]
         few = [Rejected(choice=n, reason=f"this host has {cores} cores") for n in WORKERS[2:] if n > cores]
-        return Choices((usual,), rejected=tuple(few), on_request=(other, *more))
+        return Choices((usual,), rejected=tuple(few), on_request=(Rejected(choice=other, reason=against), *more))
 
     def shown(self, choice: Choice, workload: Workload) -> str:
         return f"{choice or 'no'} thread{'' if choice == 1 else 's'}"

@@ -37,11 +37,6 @@ class EncodedDataset:
         numbers = {signature: number for number, signature in enumerate(sorted(set(signatures)))}
         return tuple(numbers[signature] for signature in signatures)
 
-    @cached_property
-    def all_in_memory(self) -> bool:
-        """Whether no sample has to be read from the disk."""
-        return all(key in self.in_memory for recipe in self.recipes for key in recipe.keys)
-
     def sample(self, index: int, *, dropped: bool = False) -> Sample:
         """One sample; with `dropped`, conditioned on the empty caption instead of its own.
 
