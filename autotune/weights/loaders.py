@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -26,10 +25,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-READ_AHEAD_BYTES = 32 << 20
+READ_AHEAD_BYTES = 16 << 20
 """What `pread` may hold beyond the tensor in use, unless one tensor alone is larger."""
 
 READ_THREADS = 4
+PIECE_BYTES = 4 << 20
 CHUNK_BYTES = 256 << 20
 """What `fastsafetensors` holds at a time, unless one tensor alone is larger."""
 
@@ -89,7 +89,6 @@ class PreadLoader:
         return READ_AHEAD_BYTES
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
-        return_freed_buffers_at_once()
         with ExitStack() as stack:
             descriptors = {file.path: _descriptor(file.path, stack) for file in source.files}
             # Entered after the files, so left before them: no thread reads a closed file.
@@ -101,27 +100,43 @@ class PreadLoader:
 def _read_ahead(
     pool: ThreadPoolExecutor, source: WeightSource, descriptors: Mapping[Path, int], device: "torch.device"
 ) -> Generator[Named, None, None]:
-    pending: deque[tuple[TensorEntry, Future[Tensor]]] = deque()
+    pending: deque[tuple[TensorEntry, Tensor, list[Future[None]]]] = deque()
     pending_bytes = 0
 
     def take() -> Named:  # a function, so that no name here keeps a tensor alive while the next is read
-        entry, future = pending.popleft()
-        return entry.name, future.result().to(device)
+        entry, tensor, pieces = pending.popleft()
+        for piece in pieces:
+            piece.result()
+        return entry.name, tensor.to(device)
 
     for file, entry in source:
         while pending and pending_bytes + entry.size_bytes > READ_AHEAD_BYTES:
             pending_bytes -= pending[0][0].size_bytes
             yield take()
-        pending.append((entry, pool.submit(_read, descriptors[file.path], entry, file)))
+        pending.append((entry, *_start_reading(pool, descriptors[file.path], entry, file)))
         pending_bytes += entry.size_bytes
     while pending:
         yield take()
 
 
+def _start_reading(
+    pool: ThreadPoolExecutor, descriptor: int, entry: TensorEntry, file: WeightFile
+) -> "tuple[Tensor, list[Future[None]]]":
+    """A tensor that fills while one waits: threads share a large one, so that none is read by one thread alone."""
+    tensor, view = _buffer(entry)  # here, since what threads allocate stays in heaps that glibc never trims
+    pieces = [
+        pool.submit(_fill, descriptor, view[start : start + PIECE_BYTES], entry.start + start, f"{file.path}")
+        for start in range(0, entry.size_bytes, PIECE_BYTES)
+    ]
+    return tensor, pieces
+
+
 def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":
     """One tensor, alone, on the CPU. Raises TruncatedFile where the file has shrunk since its header was read."""
+    tensor, view = _buffer(entry)
     with ExitStack() as stack:
-        return _read(_descriptor(file.path, stack), entry, file)
+        _fill(_descriptor(file.path, stack), view, entry.start, f"{file.path}")
+    return tensor
 
 
 def _descriptor(path: Path, stack: ExitStack) -> int:
@@ -130,34 +145,20 @@ def _descriptor(path: Path, stack: ExitStack) -> int:
     return descriptor
 
 
-def _read(descriptor: int, entry: TensorEntry, file: WeightFile) -> "Tensor":
+def _buffer(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
     import torch
 
     tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
-    if not entry.size_bytes:
-        return tensor
-    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+    return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def _fill(descriptor: int, view: memoryview, start: int, file: str) -> None:
     done = 0
-    while done < entry.size_bytes:  # one call moves at most 2 GiB on Linux
-        count = os.preadv(descriptor, [view[done:]], entry.start + done)
+    while done < len(view):  # one call moves at most 2 GiB on Linux
+        count = os.preadv(descriptor, [view[done:]], start + done)
         if count == 0:
-            raise TruncatedFile(f"{file.path} ended while {entry.name!r} was read", hint=DOWNLOAD_AGAIN)
+            raise TruncatedFile(f"{file} ended while its tensors were read", hint=DOWNLOAD_AGAIN)
         done += count
-    return tensor
-
-
-@cache
-def return_freed_buffers_at_once() -> None:
-    """Have glibc map every buffer of 1 MiB or more, so that freeing it returns it to the system.
-
-    By itself glibc raises that threshold to 32 MiB as buffers are freed, and streaming then fragments its heap: the
-    peak was several times the model. A no-op on other C libraries. See mallopt(3), M_MMAP_THRESHOLD.
-    """
-    import ctypes
-
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 class FastLoader:
