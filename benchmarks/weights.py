@@ -7,7 +7,8 @@ Rows are added to the file of the day and size, so a long measurement can be mad
 Every load runs in a fresh process, forked from a server that has only imported the libraries. All methods take turns
 within a repetition, so that drift of a shared machine meets them alike. The clock covers building the model, loading,
 and reading one byte of every page of its weights, or a memory map would count as loaded before a byte was read.
-Memory is sampled every 2 ms from /proc/self/status: `anonymous` is what the process really takes, `mapped` is file
+Memory is sampled every 2 ms from /proc/self/status: `anonymous` is what the process really takes (shared anonymous
+memory included), `mapped` is file
 pages that the system can drop. Cold means that the files were dropped from the page cache (posix_fadvise) just before.
 """
 
@@ -57,7 +58,8 @@ class MemorySampler:
     def _read(self):
         lines = Path("/proc/self/status").read_text().splitlines()
         table = dict(line.split(":", 1) for line in lines)
-        return {key: int(table[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
+        found = {key: int(table[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem", "RssFile")}
+        return {"RssAnon": found["RssAnon"] + found["RssShmem"], "RssFile": found["RssFile"]}
 
 
 def build(num_layers):

@@ -23,12 +23,10 @@ from pydantic import Field, ValidationError
 from autotune.errors import InvalidInput
 from autotune.frozen import Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
-from autotune.weights.files import read_file
 from autotune.weights.flux_layers import is_flux, is_original_flux, join_layers, original_names, split_layers
 from autotune.weights.layer import Layer
-from autotune.weights.loaders import read_all
+from autotune.weights.loaders import read_whole
 from autotune.weights.saving import save_file
-from autotune.weights.sources import WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,8 +103,7 @@ def read_adapter(path: Path, module_names: Iterable[str] = ()) -> Adapter:
     `module_names` are needed for a kohya file that another program wrote: its underscores do not say where the dots
     were. Raises BadWeights for a damaged or pickled file and InvalidInput for one that is no adapter.
     """
-    file = read_file(path)
-    return parse_adapter(read_all(WeightSource(path, (file,))), file.metadata, module_names)
+    return parse_adapter(*read_whole(path), module_names)
 
 
 def write_adapter(path: Path, adapter: Adapter, to: AdapterFormat) -> None:

@@ -7,9 +7,13 @@ is that of its rows there. `norm_out` is left out: its rows are in another order
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from autotune.errors import InvalidInput
 from autotune.weights.layer import Layer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DOUBLE: Mapping[str, tuple[str, ...]] = {
     "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -135,16 +139,18 @@ def _join(found: list[Layer | None], parts: tuple[str, ...]) -> Layer:
             up[:, : layer.rank] = layer.up if own == scale else layer.up * (own / scale)
         downs.append(down)
         ups.append(up)
-    return Layer(torch.cat(downs), torch.block_diag(*ups), first.alpha * len(parts) * (rank / first.rank))
+    up = torch.block_diag(*ups)  # type: ignore[no-untyped-call]  # torch's own
+    return Layer(torch.cat(downs), up, first.alpha * len(parts) * (rank / first.rank))
 
 
 def _split(layer: Layer, parts: tuple[str, ...]) -> dict[str, Layer]:
     import torch
 
     width = len(layer.up) // 3 if len(parts) == 3 else layer.down.shape[1]
-    rows = layer.up.split([width] * 3 + [len(layer.up) - 3 * width] * (len(parts) - 3))
+    sizes = [width] * 3 + [len(layer.up) - 3 * width] * (len(parts) - 3)
+    rows: tuple[Tensor, ...] = layer.up.split(sizes)  # type: ignore[no-untyped-call]  # torch's own
     rank, rest = divmod(layer.rank, len(parts))
-    blocks = [block.split(rank, dim=1) for block in rows] if rank and not rest else []
+    blocks = [block.chunk(len(parts), dim=1) for block in rows] if rank and not rest else []
     if not blocks or any(block[j].any() for i, block in enumerate(blocks) for j in range(len(parts)) if i != j):
         return {part: Layer(layer.down, up.clone(), layer.alpha) for part, up in zip(parts, rows, strict=True)}
     split = {}

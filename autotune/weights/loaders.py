@@ -8,6 +8,7 @@
 Adding one is a class and a line in LOADERS; the contract tests pick it up.
 """
 
+import mmap
 import os
 from collections import deque
 from collections.abc import Generator, Mapping
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from autotune.errors import InvalidInput
 from autotune.weights.errors import TruncatedFile
-from autotune.weights.files import DOWNLOAD_AGAIN, TensorEntry, WeightFile
+from autotune.weights.files import DOWNLOAD_AGAIN, TensorEntry, WeightFile, read_file
 from autotune.weights.sources import WeightSource
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ READ_AHEAD_BYTES = 16 << 20
 
 READ_THREADS = 4
 PIECE_BYTES = 4 << 20
+OWN_PAGES_BYTES = 1 << 20
 CHUNK_BYTES = 256 << 20
 """What `fastsafetensors` holds at a time, unless one tensor alone is larger."""
 
@@ -123,7 +125,7 @@ def _start_reading(
     pool: ThreadPoolExecutor, descriptor: int, entry: TensorEntry, file: WeightFile
 ) -> "tuple[Tensor, list[Future[None]]]":
     """A tensor that fills while one waits: threads share a large one, so that none is read by one thread alone."""
-    tensor, view = _buffer(entry)  # here, since what threads allocate stays in heaps that glibc never trims
+    tensor, view = _buffer(entry)
     pieces = [
         pool.submit(_fill, descriptor, view[start : start + PIECE_BYTES], entry.start + start, f"{file.path}")
         for start in range(0, entry.size_bytes, PIECE_BYTES)
@@ -146,10 +148,15 @@ def _descriptor(path: Path, stack: ExitStack) -> int:
 
 
 def _buffer(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
+    """An uninitialised tensor, and its bytes. Pages of its own, where it is large: they go when the tensor does, while
+    a heap keeps what was freed below a small allocation."""
     import torch
 
-    tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
-    return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+    if entry.size_bytes < OWN_PAGES_BYTES:
+        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
+        return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+    pages = mmap.mmap(-1, entry.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(entry.torch_dtype).view(entry.shape), memoryview(pages)
 
 
 def _fill(descriptor: int, view: memoryview, start: int, file: str) -> None:
@@ -232,8 +239,17 @@ def loader_called(name: str, device: "torch.device") -> Loader:
     return LOADERS[name]
 
 
+def read_whole(path: Path) -> tuple[dict[str, "Tensor"], Mapping[str, str]]:
+    """All tensors of a small file, on the CPU, and its metadata: a cache, an adapter, a checkpoint.
+
+    Raises what `files.read_file` raises for a file that is absent, pickled or damaged.
+    """
+    file = read_file(path)
+    return read_all(WeightSource(path, (file,))), file.metadata
+
+
 def read_all(source: WeightSource, *, loader: str = "pread", device: str = "cpu") -> dict[str, "Tensor"]:
-    """All tensors of a small file at once: a cache, an adapter, a checkpoint."""
+    """All tensors of a small source at once."""
     import torch
 
     target = torch.device(device)
