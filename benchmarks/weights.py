@@ -2,16 +2,20 @@
 
     PYTHONPATH=. python benchmarks/weights.py --gigabytes 1 4 --repetitions 5 --output benchmarks/results
 
+Rows are added to the file of the day and size, so a long measurement can be made in pieces (`--cases`, `--keep`).
+
 Every load runs in a fresh process, forked from a server that has only imported the libraries. All methods take turns
 within a repetition, so that drift of a shared machine meets them alike. The clock covers building the model, loading,
 and reading one byte of every page of its weights, or a memory map would count as loaded before a byte was read.
-Memory is sampled every 2 ms from /proc/self/status: `anonymous` is what the process really takes, `mapped` is file
+Memory is sampled every 2 ms from /proc/self/status: `anonymous` is what the process really takes (shared anonymous
+memory included), `mapped` is file
 pages that the system can drop. Cold means that the files were dropped from the page cache (posix_fadvise) just before.
 """
 
 import argparse
 import datetime
 import importlib.metadata
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,8 +27,9 @@ import threading
 import time
 from pathlib import Path
 
-MODES = (("bf16", "cold"), ("bf16", "warm"), ("int8", "warm"))
+CASES = ("bf16-cold", "bf16-warm", "int8-warm", "save")
 METHODS = ("from_pretrained", "safetensors", "pread", "fastsafetensors")
+THEN_QUANTIZE = "from_pretrained, quantize_"  # the other way by which people come to a quantised model
 SAVERS = ("save_pretrained", "save_model")
 BLOCKS_PER_GB = 5.6  # of the reduced Qwen-Image below, in bf16
 MIB = 1 << 20
@@ -53,7 +58,8 @@ class MemorySampler:
     def _read(self):
         lines = Path("/proc/self/status").read_text().splitlines()
         table = dict(line.split(":", 1) for line in lines)
-        return {key: int(table[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
+        found = {key: int(table[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem", "RssFile")}
+        return {"RssAnon": found["RssAnon"] + found["RssShmem"], "RssFile": found["RssFile"]}
 
 
 def build(num_layers):
@@ -81,18 +87,22 @@ def write_checkpoint(folder, num_layers):
 
 def load(method, storage, folder, num_layers):
     import torch
-    from torchao.quantization import Int8WeightOnlyConfig
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     from autotune.knobs.quantization import quantize_inside
     from autotune.weights.building import dtype_of_from_pretrained
     from autotune.weights.sources import open_source
     from autotune.weights.streaming import load_into
 
-    if method == "from_pretrained":
+    if method in ("from_pretrained", THEN_QUANTIZE):
         from diffusers import QwenImageTransformer2DModel, TorchAoConfig
 
-        quantized = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())} if storage == "int8" else {}
-        return QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16, **quantized)
+        streamed = storage == "int8" and method != THEN_QUANTIZE
+        quantized = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())} if streamed else {}
+        model = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16, **quantized)
+        if method == THEN_QUANTIZE:
+            quantize_(model, Int8WeightOnlyConfig())
+        return model
 
     model = build(num_layers)
     load_into(
@@ -163,23 +173,26 @@ def in_fresh_process(context, target, *arguments):
     return queue.get(timeout=10)
 
 
-def measure(context, folder, gigabytes, repetitions, modes):
+def measure(context, folder, gigabytes, repetitions, cases):
     num_layers = round(gigabytes * BLOCKS_PER_GB)
-    in_fresh_process(context, write_and_answer, folder, num_layers)
-    os.sync()
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        in_fresh_process(context, write_and_answer, folder, num_layers)
+        os.sync()
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    for repetition in range(repetitions):
-        cases = [("load", method, *mode) for mode in modes for method in rotated(METHODS, repetition)]
-        cases += [("save", method, "bf16", "-") for method in rotated(SAVERS, repetition)]
-        for action, method, storage, cache in cases:
-            if action == "load":
-                result = in_fresh_process(context, run_load, (method, storage, cache), folder, num_layers)
-            else:
+    for case, repetition in itertools.product(cases, repetitions):
+        storage, _, cache = case.partition("-")
+        methods = SAVERS if case == "save" else METHODS + ((THEN_QUANTIZE,) if storage == "int8" else ())
+        for method in rotated(methods, repetition):
+            if case == "save":
+                what = {"action": "save", "method": method, "storage": "bf16", "cache": "-"}
                 result = in_fresh_process(context, run_save, method, folder, num_layers)
+            else:
+                what = {"action": "load", "method": method, "storage": storage, "cache": cache}
+                result = in_fresh_process(context, run_load, (method, storage, cache), folder, num_layers)
             yield {
-                "action": action, "method": method, "storage": storage, "cache": cache, "repetition": repetition,
-                "checkpoint_bytes": size, "seconds": round(result[0], 4), "peak_anonymous_bytes": result[1],
-                "peak_mapped_bytes": result[2], "load_average": os.getloadavg()[0],
+                **what, "repetition": repetition, "checkpoint_bytes": size, "seconds": round(result[0], 4),
+                "peak_anonymous_bytes": result[1], "peak_mapped_bytes": result[2], "load_average": os.getloadavg()[0],
             }  # fmt: skip
 
 
@@ -197,7 +210,7 @@ def write_and_answer(queue, folder, num_layers):
 def summary(rows, machine):
     lines = [f"# Loading and saving weights, {machine['date']}", ""]
     lines += [f"{key}: {value}  " for key, value in machine.items() if key != "date"]
-    lines += ["", __doc__.split("\n\n")[2].replace("\n", " "), "", "Median (smallest to largest).", ""]
+    lines += ["", __doc__.split("\n\n")[3].replace("\n", " "), "", "Median (smallest to largest).", ""]
     lines += ["| GB | what | method | seconds | vs diffusers | anonymous MiB | mapped MiB |", "|" + "---|" * 7]
     groups = {}
     for row in rows:
@@ -205,7 +218,9 @@ def summary(rows, machine):
         groups.setdefault(key, {}).setdefault(row["method"], []).append(row)
     for (size, action, storage, cache), methods in sorted(groups.items()):
         reference = [row["seconds"] for row in methods[(METHODS if action == "load" else SAVERS)[0]]]
-        for method, found in sorted(methods.items(), key=lambda item: (METHODS + SAVERS).index(item[0])):
+        for method, found in sorted(
+            methods.items(), key=lambda item: (*METHODS, THEN_QUANTIZE, *SAVERS).index(item[0])
+        ):
             seconds = [row["seconds"] for row in found]
             # Paired: each repetition against plain diffusers in the same repetition.
             ratio = statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
@@ -243,32 +258,33 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4, 8])
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--storage", choices=("bf16", "int8"), nargs="+", default=["bf16", "int8"])
-    parser.add_argument("--scratch", type=Path, default=None, help="folder on the disk to measure")
+    parser.add_argument("--cases", choices=CASES, nargs="+", default=CASES)
+    parser.add_argument("--first", type=int, default=0, help="number of the first repetition, where earlier ones exist")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint for the next piece")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "diffusers.models.transformers.transformer_qwenimage", "torchao"])
     machine = describe_machine()
     options.output.mkdir(parents=True, exist_ok=True)
-    sizes = "-".join(f"{gigabytes:g}gb" for gigabytes in options.gigabytes)
-    stem = options.output / f"weights-{machine['date']}-{sizes}"
-    modes = [mode for mode in MODES if mode[0] in options.storage]
-    rows = []
-    with stem.with_suffix(".jsonl").open("w") as log:
-        log.write(json.dumps(machine) + "\n")
-        for gigabytes in options.gigabytes:
-            folder = Path(tempfile.mkdtemp(dir=options.scratch, prefix="weights-")) / "model"
-            folder.mkdir()
-            try:
-                for row in measure(context, folder, gigabytes, options.repetitions, modes):
-                    rows.append(row)
-                    print(json.dumps(row), file=log, flush=True)
-                    print(row["action"], row["method"], row["storage"], row["cache"], row["seconds"], flush=True)
-            finally:
+    repetitions = range(options.first, options.first + options.repetitions)
+    for gigabytes in options.gigabytes:
+        results = options.output / f"weights-{machine['date']}-{gigabytes:g}gb.jsonl"
+        folder = options.scratch / f"weights-{gigabytes:g}gb" / "model"
+        if not results.exists():
+            results.write_text(json.dumps(machine) + "\n")
+        try:
+            for row in measure(context, folder, gigabytes, repetitions, options.cases):
+                with results.open("a") as log:
+                    log.write(json.dumps(row) + "\n")
+                print(row["action"], row["method"], row["storage"], row["cache"], row["seconds"], flush=True)
+        finally:
+            if not options.keep:
                 shutil.rmtree(folder.parent)
-    stem.with_suffix(".md").write_text(summary(rows, machine))
-    print(summary(rows, machine))
+        first, *rows = map(json.loads, results.read_text().splitlines())
+        results.with_suffix(".md").write_text(summary(rows, first))
+        print(summary(rows, first))
 
 
 if __name__ == "__main__":

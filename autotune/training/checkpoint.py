@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.training.data.cache import tensors_digest
 from autotune.weights.errors import BadWeights
-from autotune.weights.files import read_file
+from autotune.weights.loaders import read_whole
 from autotune.weights.saving import save_file
 
 if TYPE_CHECKING:
@@ -119,15 +119,12 @@ class Checkpoints:
         return None
 
     def _read(self, path: Path, step: int) -> Checkpoint:
-        from safetensors.torch import load_file
-
-        metadata = read_file(path).metadata
+        tensors, metadata = read_whole(path)
         if metadata["run"] != self.run_key:
             raise InvalidInput(
                 f"{path} belongs to another plan, job or data",
                 hint="resume with the plan, options and images it was begun with, or choose another --output",
             )
-        tensors = load_file(path)
         if metadata["digest"] != tensors_digest(tensors):
             raise ValueError("its digest does not match")
         return Checkpoint(step, tensors, json.loads(metadata["state"]))

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 from autotune.schema import AdapterVerdict
-from autotune.weights.adapters import Layer, read_adapter
+from autotune.weights.adapters import read_adapter
+from autotune.weights.layer import Layer
 
 
 def judge(adapter: Path, *, base_loss: float | None, adapter_loss: float | None) -> AdapterVerdict:

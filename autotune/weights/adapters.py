@@ -5,8 +5,9 @@
     comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight, .alpha
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
 
-ComfyUI finds a module by the name it has in ComfyUI's own model. For Qwen-Image that is diffusers' name; for models
-that ComfyUI implements otherwise (FLUX) use the diffusers format, which it maps itself.
+ComfyUI and kohya find a module by the name it has in their own model. That is diffusers' name, except in FLUX, where
+it is the authors' (`flux_layers`), and where the comfyui format has lora_down and lora_up: so ComfyUI writes it, and
+so diffusers understands it.
 """
 
 import json
@@ -22,10 +23,10 @@ from pydantic import Field, ValidationError
 from autotune.errors import InvalidInput
 from autotune.frozen import Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
-from autotune.weights.files import read_file
-from autotune.weights.loaders import read_all
+from autotune.weights.flux_layers import is_flux, is_original_flux, join_layers, original_names, split_layers
+from autotune.weights.layer import Layer
+from autotune.weights.loaders import read_whole
 from autotune.weights.saving import save_file
-from autotune.weights.sources import WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,22 +67,6 @@ class AdapterInfo(Frozen):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The two matrices of one adapted module; its update is `up @ down * alpha / rank`."""
-
-    down: "Tensor"
-    """(rank, inputs)"""
-    up: "Tensor"
-    """(outputs, rank)"""
-    alpha: float
-
-    @property
-    def rank(self) -> int:
-        """Inner dimension."""
-        return int(self.down.shape[0])
-
-
-@dataclass(frozen=True)
 class Adapter:
     """An adapter apart from any format: layers by module name, and metadata that is about no format."""
 
@@ -118,8 +103,7 @@ def read_adapter(path: Path, module_names: Iterable[str] = ()) -> Adapter:
     `module_names` are needed for a kohya file that another program wrote: its underscores do not say where the dots
     were. Raises BadWeights for a damaged or pickled file and InvalidInput for one that is no adapter.
     """
-    file = read_file(path)
-    return parse_adapter(read_all(WeightSource(path, (file,))), file.metadata, module_names)
+    return parse_adapter(*read_whole(path), module_names)
 
 
 def write_adapter(path: Path, adapter: Adapter, to: AdapterFormat) -> None:
@@ -135,10 +119,11 @@ def parse_adapter(
     source = _format_of(state)
     bare = {name.removeprefix(PREFIXES[source]): tensor for name, tensor in state.items()}
     if source == "kohya":
-        bare = _with_dots(bare, [*module_names, *_names_in(metadata)])
+        bare = _with_dots(bare, [*module_names, *_names_in(metadata), *original_names(_modules(bare))])
     kept = {key: value for key, value in metadata.items() if key == INFO_KEY}
     alphas = _config_alphas(metadata, _modules(bare)) if source == "diffusers" else {}
-    return Adapter(_layers(bare, alphas), kept)
+    layers = _layers(bare, alphas)
+    return Adapter(split_layers(layers) if is_original_flux(layers) else layers, kept)
 
 
 def _format_of(state: Mapping[str, "Tensor"]) -> AdapterFormat:
@@ -221,17 +206,19 @@ def _config_alphas(metadata: Mapping[str, str], modules: Iterable[str]) -> dict[
 
 def render_adapter(adapter: Adapter, to: AdapterFormat) -> tuple[dict[str, "Tensor"], dict[str, str]]:
     """Tensors and metadata of the file that holds `adapter` in the format `to`. Pure."""
-    down, up = ("lora_down", "lora_up") if to == "kohya" else ("lora_A", "lora_B")
+    original = to != "diffusers" and is_flux(adapter.layers)
+    layers = join_layers(adapter.layers) if original else adapter.layers
+    down, up = ("lora_down", "lora_up") if to == "kohya" or original else ("lora_A", "lora_B")
     tensors: dict[str, Tensor] = {}
-    for module, layer in adapter.layers.items():
+    for module, layer in layers.items():
         key = PREFIXES[to] + (module.replace(".", "_") if to == "kohya" else module)
         tensors[f"{key}.{down}.weight"] = layer.down
         tensors[f"{key}.{up}.weight"] = layer.up
         if to != "diffusers":
             tensors[f"{key}.alpha"] = _scalar(layer.alpha)
-    if len(tensors) < len(adapter.layers) * (2 if to == "diffusers" else 3):
+    if len(tensors) < len(layers) * (2 if to == "diffusers" else 3):
         raise InvalidInput("two modules have one name once dots are underscores", hint="choose diffusers or comfyui")
-    return tensors, {**METADATA_OF[to](adapter.layers), **adapter.metadata}
+    return tensors, {**METADATA_OF[to](layers), **adapter.metadata}
 
 
 def _scalar(value: float) -> "Tensor":

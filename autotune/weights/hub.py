@@ -1,7 +1,7 @@
 """Fetch a pipeline from the hub: only the files that are needed, at a commit that can be written into a plan.
 
-`huggingface_hub` downloads, resumes, caches and shows progress. Here is only the choice of files, and errors that say
-what to do.
+`huggingface_hub` downloads, caches and shows progress; it resumes a file whose connection broke, but begins it anew in
+another process. Here is only the choice of files, and errors that say what to do.
 """
 
 import re
@@ -62,7 +62,7 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
     except unreachable as error:
         first = str(error).splitlines()[0]
-        hint = "run the same command again: what has come is kept"
+        hint = "run the same command again: files that have come whole are kept"
         raise HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
     return FetchedRepo(repo=repo, revision=folder.name, folder=str(folder))
 

@@ -8,28 +8,30 @@
 Adding one is a class and a line in LOADERS; the contract tests pick it up.
 """
 
+import mmap
 import os
 from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from autotune.errors import InvalidInput
 from autotune.weights.errors import TruncatedFile
-from autotune.weights.files import DOWNLOAD_AGAIN, TensorEntry, WeightFile
+from autotune.weights.files import DOWNLOAD_AGAIN, TensorEntry, WeightFile, read_file
 from autotune.weights.sources import WeightSource
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-READ_AHEAD_BYTES = 32 << 20
+READ_AHEAD_BYTES = 16 << 20
 """What `pread` may hold beyond the tensor in use, unless one tensor alone is larger."""
 
 READ_THREADS = 4
+PIECE_BYTES = 4 << 20
+OWN_PAGES_BYTES = 1 << 20
 CHUNK_BYTES = 256 << 20
 """What `fastsafetensors` holds at a time, unless one tensor alone is larger."""
 
@@ -89,7 +91,6 @@ class PreadLoader:
         return READ_AHEAD_BYTES
 
     def stream(self, source: WeightSource, device: "torch.device") -> Generator[Named, None, None]:
-        return_freed_buffers_at_once()
         with ExitStack() as stack:
             descriptors = {file.path: _descriptor(file.path, stack) for file in source.files}
             # Entered after the files, so left before them: no thread reads a closed file.
@@ -101,27 +102,43 @@ class PreadLoader:
 def _read_ahead(
     pool: ThreadPoolExecutor, source: WeightSource, descriptors: Mapping[Path, int], device: "torch.device"
 ) -> Generator[Named, None, None]:
-    pending: deque[tuple[TensorEntry, Future[Tensor]]] = deque()
+    pending: deque[tuple[TensorEntry, Tensor, list[Future[None]]]] = deque()
     pending_bytes = 0
 
     def take() -> Named:  # a function, so that no name here keeps a tensor alive while the next is read
-        entry, future = pending.popleft()
-        return entry.name, future.result().to(device)
+        entry, tensor, pieces = pending.popleft()
+        for piece in pieces:
+            piece.result()
+        return entry.name, tensor.to(device)
 
     for file, entry in source:
         while pending and pending_bytes + entry.size_bytes > READ_AHEAD_BYTES:
             pending_bytes -= pending[0][0].size_bytes
             yield take()
-        pending.append((entry, pool.submit(_read, descriptors[file.path], entry, file)))
+        pending.append((entry, *_start_reading(pool, descriptors[file.path], entry, file)))
         pending_bytes += entry.size_bytes
     while pending:
         yield take()
 
 
+def _start_reading(
+    pool: ThreadPoolExecutor, descriptor: int, entry: TensorEntry, file: WeightFile
+) -> "tuple[Tensor, list[Future[None]]]":
+    """A tensor that fills while one waits: threads share a large one, so that none is read by one thread alone."""
+    tensor, view = _buffer(entry)
+    pieces = [
+        pool.submit(_fill, descriptor, view[start : start + PIECE_BYTES], entry.start + start, f"{file.path}")
+        for start in range(0, entry.size_bytes, PIECE_BYTES)
+    ]
+    return tensor, pieces
+
+
 def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":
     """One tensor, alone, on the CPU. Raises TruncatedFile where the file has shrunk since its header was read."""
+    tensor, view = _buffer(entry)
     with ExitStack() as stack:
-        return _read(_descriptor(file.path, stack), entry, file)
+        _fill(_descriptor(file.path, stack), view, entry.start, f"{file.path}")
+    return tensor
 
 
 def _descriptor(path: Path, stack: ExitStack) -> int:
@@ -130,34 +147,25 @@ def _descriptor(path: Path, stack: ExitStack) -> int:
     return descriptor
 
 
-def _read(descriptor: int, entry: TensorEntry, file: WeightFile) -> "Tensor":
+def _buffer(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
+    """An uninitialised tensor, and its bytes. Pages of its own, where it is large: they go when the tensor does, while
+    a heap keeps what was freed below a small allocation."""
     import torch
 
-    tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
-    if not entry.size_bytes:
-        return tensor
-    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+    if entry.size_bytes < OWN_PAGES_BYTES:
+        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
+        return tensor, memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+    pages = mmap.mmap(-1, entry.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(entry.torch_dtype).view(entry.shape), memoryview(pages)
+
+
+def _fill(descriptor: int, view: memoryview, start: int, file: str) -> None:
     done = 0
-    while done < entry.size_bytes:  # one call moves at most 2 GiB on Linux
-        count = os.preadv(descriptor, [view[done:]], entry.start + done)
+    while done < len(view):  # one call moves at most 2 GiB on Linux
+        count = os.preadv(descriptor, [view[done:]], start + done)
         if count == 0:
-            raise TruncatedFile(f"{file.path} ended while {entry.name!r} was read", hint=DOWNLOAD_AGAIN)
+            raise TruncatedFile(f"{file} ended while its tensors were read", hint=DOWNLOAD_AGAIN)
         done += count
-    return tensor
-
-
-@cache
-def return_freed_buffers_at_once() -> None:
-    """Have glibc map every buffer of 1 MiB or more, so that freeing it returns it to the system.
-
-    By itself glibc raises that threshold to 32 MiB as buffers are freed, and streaming then fragments its heap: the
-    peak was several times the model. A no-op on other C libraries. See mallopt(3), M_MMAP_THRESHOLD.
-    """
-    import ctypes
-
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 class FastLoader:
@@ -231,8 +239,17 @@ def loader_called(name: str, device: "torch.device") -> Loader:
     return LOADERS[name]
 
 
+def read_whole(path: Path) -> tuple[dict[str, "Tensor"], Mapping[str, str]]:
+    """All tensors of a small file, on the CPU, and its metadata: a cache, an adapter, a checkpoint.
+
+    Raises what `files.read_file` raises for a file that is absent, pickled or damaged.
+    """
+    file = read_file(path)
+    return read_all(WeightSource(path, (file,))), file.metadata
+
+
 def read_all(source: WeightSource, *, loader: str = "pread", device: str = "cpu") -> dict[str, "Tensor"]:
-    """All tensors of a small file at once: a cache, an adapter, a checkpoint."""
+    """All tensors of a small source at once."""
     import torch
 
     target = torch.device(device)

@@ -14,7 +14,7 @@ from autotune.knobs.quantization import _torchao_config, quantised_in_slices
 def test_slices_give_the_same_bits(choice: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(48, rows, dtype=torch.bfloat16)
-    monkeypatch.setattr(quantization, "SLICE_BYTES", 16 * 48 * 2)
+    monkeypatch.setattr(quantization, "CPU_SLICE_BYTES", 16 * 48 * 2)
     weight = quantised_in_slices(layer, _torchao_config(choice))
     whole = nn.Linear(48, rows, dtype=torch.bfloat16)
     whole.load_state_dict(layer.state_dict())
@@ -33,7 +33,7 @@ def test_slices_give_the_same_bits(choice: str, rows: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("choice", ["torchao-int8", "torchao-fp8"])
 def test_working_memory_is_of_a_slice(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(1024, 4096, dtype=torch.bfloat16)  # 8 MiB
-    monkeypatch.setattr(quantization, "SLICE_BYTES", 1 << 18)
+    monkeypatch.setattr(quantization, "CPU_SLICE_BYTES", 1 << 18)
 
     def peak(call):
         with torch.profiler.profile(profile_memory=True) as trace:

@@ -28,7 +28,7 @@ from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, Ph
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
 from autotune.training.step import AdapterOptimizer, NoiseLevels, drawn_loss, optimizer_step
 from autotune.training.verdict import update_norm
-from autotune.weights.adapters import Layer
+from autotune.weights.layer import Layer
 from tests.training.conftest import CPU, Bench
 
 

@@ -14,6 +14,7 @@ from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - 
 from tests.weights.fake_hub import COMMIT, FakeHub, hub_in_this_process
 
 STEM = "diffusion_pytorch_model"
+SIZE = 1 << 16
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def repo(hub: FakeHub, tmp_path: Path) -> str:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps({"I am": name}))  # equal files are fetched once
     for name in (f"{STEM}.safetensors", f"{STEM}.fp16.safetensors", "more.bin"):
-        (folder / "vae" / name).write_bytes(os.urandom(1 << 16))
+        (folder / "vae" / name).write_bytes(os.urandom(SIZE))
     hub.repos["team/small"] = folder
     return "team/small"
 
@@ -49,11 +50,18 @@ def test_without_weights_only_texts_come_and_weights_may_follow(hub: FakeHub, re
     assert hub.downloads[3:] == [f"vae/{STEM}.safetensors"]
 
 
-def test_a_download_that_breaks_off_ends_whole(hub: FakeHub, repo: str) -> None:
+def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(
+    hub: FakeHub, repo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 12)  # of what has come, whole chunks are kept
     hub.break_once.add(f"vae/{STEM}.safetensors")
     fetched = fetch(repo, components=["vae"])
     name = f"vae/{STEM}.safetensors"
     assert (Path(fetched.folder) / name).read_bytes() == (hub.repos[repo] / name).read_bytes()
+    ranges = [asked for verb, path, asked in hub.requests if verb == "GET" and path.endswith(name)]
+    assert ranges == [None, f"bytes={SIZE // 2}-"]
 
 
 def test_a_hub_that_fails_during_a_download_says_that_it_can_be_continued(hub: FakeHub, repo: str) -> None:

@@ -130,8 +130,8 @@ def test_an_unknown_loader_names_the_known_ones(name):
 
 
 def test_many_tensors_beyond_the_read_ahead_keep_their_order(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(loaders, "READ_AHEAD_BYTES", 1000)
-    monkeypatch.setattr(loaders, "CHUNK_BYTES", 1000)
+    for limit, value in (("READ_AHEAD_BYTES", 1000), ("PIECE_BYTES", 300), ("CHUNK_BYTES", 1000)):
+        monkeypatch.setattr(loaders, limit, value)
     tensors = {f"t{i:03}": torch.full((i * 7 % 300,), i, dtype=torch.int32) for i in range(200)}
     save_file(tmp_path / "many.safetensors", tensors)
     loaded = read_all(open_source(tmp_path / "many.safetensors"), loader=name)
@@ -156,14 +156,14 @@ def test_no_more_is_held_than_the_read_ahead_and_the_tensor_in_use(name, tmp_pat
     size, ahead = 40_000, 100_000
     monkeypatch.setattr(loaders, "READ_AHEAD_BYTES", ahead)
     save_file(tmp_path / "a.safetensors", {f"t{i}": torch.full((size // 4,), float(i)) for i in range(20)})
-    read, known, most = loaders._read, [], 0
+    buffer, known, most = loaders._buffer, [], 0
 
     def watched(*arguments):
-        tensor = read(*arguments)
+        tensor, view = buffer(*arguments)
         known.append(weakref.ref(tensor))
-        return tensor
+        return tensor, view
 
-    monkeypatch.setattr(loaders, "_read", watched)
+    monkeypatch.setattr(loaders, "_buffer", watched)
     for _, tensor in LOADERS[name].stream(open_source(tmp_path / "a.safetensors"), CPU):
         del tensor
         most = max(most, sum(reference() is not None for reference in tuple(known)))

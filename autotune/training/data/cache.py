@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from autotune.atomic import replacing
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.weights.errors import BadWeights, MissingWeights
+from autotune.weights.loaders import read_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,19 +50,14 @@ class Cache:
 
     def read(self, key: str) -> Tensors | None:
         """The tensors of an entry, or None where it is missing; a damaged one is removed and counts as missing."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
         path = self._path(key)
         try:
-            data = path.read_bytes()
-        except OSError:
+            tensors, metadata = read_whole(path)
+        except (MissingWeights, OSError):
             return None
-        try:
-            tensors, digest = load(data), _stored_digest(data)
-        except (SafetensorError, ValueError, KeyError, TypeError):
-            tensors, digest = {}, ""
-        if not tensors or digest != tensors_digest(tensors):
+        except BadWeights:
+            tensors, metadata = {}, {}
+        if not tensors or metadata.get("digest") != tensors_digest(tensors):
             path.unlink(missing_ok=True)
             return None
         self._touch(path)
@@ -163,12 +160,6 @@ class Cache:
         return AutotuneError(
             f"cannot write to the cache folder {self.folder}: {error.strerror}", hint="choose another cache folder"
         )
-
-
-def _stored_digest(data: bytes) -> str:
-    """The digest in a safetensors header: 8 bytes of its length, then JSON."""
-    length = int.from_bytes(data[:8], "little")
-    return str(json.loads(data[8 : 8 + length])["__metadata__"]["digest"])
 
 
 def tensors_digest(tensors: Mapping[str, "Tensor"]) -> str:

@@ -1,0 +1,97 @@
+import pytest
+import torch
+
+from autotune.errors import InvalidInput
+from autotune.weights.adapters import Adapter, parse_adapter, render_adapter
+from autotune.weights.flux_layers import join_layers, split_layers
+from autotune.weights.layer import Layer
+from tests.weights.conftest import bits
+
+WIDTH = 3072
+"""Of the published model: diffusers' converter takes no other."""
+
+SINGLE = "single_transformer_blocks.3."
+SHAPES = (("attn.to_q", 1, 3), ("attn.to_k", 4, 1), ("attn.to_v", 2, 2.5))
+QKV = tuple(f"attn.to_{letter}" for letter in "qkv")
+
+
+def layer(rank, inputs, outputs, alpha=None):
+    return Layer(torch.randn(rank, inputs), torch.randn(outputs, rank), float(rank if alpha is None else alpha))
+
+
+def update(found):
+    return found.up @ found.down * (found.alpha / found.rank)
+
+
+@pytest.mark.parametrize("to", ["comfyui", "kohya"])
+def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices(to):
+    from diffusers import FluxPipeline
+
+    layers = {SINGLE + part: layer(2, WIDTH, WIDTH) for part in QKV}
+    layers[SINGLE + "proj_mlp"] = layer(2, WIDTH, 4 * WIDTH)
+    layers[SINGLE + "proj_out"] = layer(2, 5 * WIDTH, WIDTH)
+    layers[SINGLE + "norm.linear"] = layer(2, WIDTH, 3 * WIDTH)
+    tensors, metadata = render_adapter(Adapter(layers, {}), to)
+    prefix = {"comfyui": "diffusion_model.single_blocks.3.", "kohya": "lora_unet_single_blocks_3_"}[to]
+    assert {key.split(".lora")[0].split(".alpha")[0] for key in tensors} == {
+        prefix + name for name in ("linear1", "linear2", "modulation.lin" if to == "comfyui" else "modulation_lin")
+    }
+    loaded = FluxPipeline.lora_state_dict(dict(tensors))
+    assert loaded.keys() == {f"transformer.{name}.lora_{side}.weight" for name in layers for side in "AB"}
+    for name, made in layers.items():
+        assert bits(loaded[f"transformer.{name}.lora_A.weight"]) == bits(made.down)
+        assert bits(loaded[f"transformer.{name}.lora_B.weight"]) == bits(made.up)
+    back = parse_adapter(tensors, metadata).layers
+    assert back.keys() == layers.keys()
+    for name, made in layers.items():
+        assert (bits(back[name].down), bits(back[name].up)) == (bits(made.down), bits(made.up))
+        assert back[name].alpha == made.alpha
+
+
+def test_parts_that_were_not_trained_do_not_come_back():
+    layers = {SINGLE + "attn.to_k": layer(2, 8, 8, alpha=3), SINGLE + "attn.to_v": layer(2, 8, 8, alpha=3)}
+    joined = join_layers(layers)
+    assert joined["single_blocks.3.linear1"].up.shape == (8 * 7, 8)
+    back = split_layers(joined)
+    assert back.keys() == layers.keys()
+    for name, made in layers.items():
+        assert (bits(back[name].down), bits(back[name].up)) == (bits(made.down), bits(made.up))
+        assert back[name].alpha == made.alpha
+
+
+def test_different_ranks_and_alphas_in_one_layer_keep_their_updates():
+    layers = {SINGLE + part: layer(rank, 8, 8, alpha) for part, rank, alpha in SHAPES}
+    back = split_layers(join_layers(layers))
+    assert {name: found.rank for name, found in back.items()} == {name: made.rank for name, made in layers.items()}
+    for name, made in layers.items():
+        assert torch.allclose(update(back[name]), update(made), atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_layer_that_was_trained_as_one_is_split_by_rows(rank):
+    trained = layer(rank, 8, 24, alpha=5)
+    back = split_layers({"double_blocks.0.img_attn.qkv": trained})
+    assert list(back) == [f"transformer_blocks.0.{part}" for part in QKV]
+    assert torch.allclose(torch.cat([update(found) for found in back.values()]), update(trained))
+
+
+def test_kohya_files_of_other_programs_need_no_names_of_the_model():
+    keys = ("double_blocks_11_txt_mlp_0", "time_in_in_layer", "final_layer_linear")
+    state = {}
+    for key in keys:
+        state |= {
+            f"lora_unet_{key}.lora_down.weight": torch.ones(2, 3),
+            f"lora_unet_{key}.lora_up.weight": torch.ones(4, 2),
+        }
+    names = parse_adapter(state, {}).layers.keys()
+    linear = "time_text_embed.timestep_embedder.linear_1"
+    assert names == {"transformer_blocks.11.ff_context.net.0.proj", linear, "proj_out"}
+
+
+@pytest.mark.parametrize("name", ["single_transformer_blocks.0.elsewhere", "norm_out.linear"])
+def test_layers_without_an_original_name_are_refused(name):
+    with pytest.raises(InvalidInput, match="no name") as caught:
+        join_layers({name: layer(1, 2, 2)})
+    assert "diffusers" in caught.value.hint
+    with pytest.raises(InvalidInput, match="no layer of FLUX"):
+        split_layers({"double_blocks.0.elsewhere": layer(1, 2, 2)})

@@ -1,0 +1,92 @@
+"""What loading takes at its peak, sampled from outside as the system counts it, in a process that does nothing else."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.weights.loaders import LOADERS
+
+MIB = 1 << 20
+NUM_BLOCKS, LINEARS = 5, 4
+LINEAR_BYTES = 16 * MIB
+BLOCK_BYTES = LINEARS * LINEAR_BYTES
+
+MODEL = f"""
+import torch
+from torch import nn
+
+def model():
+    block = lambda: nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range({LINEARS})))
+    return nn.Sequential(*(block() for _ in range({NUM_BLOCKS})))
+"""
+
+MEASURE = """
+import json, sys, threading
+from pathlib import Path
+import torchao.quantization
+from autotune.knobs.quantization import quantize_inside
+from autotune.weights.building import build_empty
+from autotune.weights.loaders import LOADERS
+from autotune.weights.sources import open_source
+from autotune.weights.streaming import load_into
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) * 1024
+
+def peak(call):
+    base, most, stop = anonymous(), [0], threading.Event()
+    def watch():
+        while not stop.wait(0.001):
+            most[0] = max(most[0], anonymous() - base)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    call()
+    stop.set()
+    thread.join()
+    return most[0]
+
+torch.set_num_threads(1)
+loader, source = sys.argv[1], open_source(Path(sys.argv[2]))
+small = build_empty(model, dtype=torch.bfloat16)
+quantize_inside([small], "torchao-int8")("", nn.Linear(8, 8))  # imports what it needs
+
+def read():
+    for _, tensor in LOADERS[loader].stream(source, torch.device("cpu")):
+        tensor.view(-1)[:: 1024].sum()
+        del tensor
+
+def load():
+    load_into(small, source, loader=loader, transform=quantize_inside([small], "torchao-int8"))
+
+print(json.dumps({"load": peak(load), "read": peak(read)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+
+    from autotune.weights.saving import save_model
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    weight = torch.randn(4096, 2048).to(torch.bfloat16)
+    names = [f"{block}.{linear}.weight" for block in range(NUM_BLOCKS) for linear in range(LINEARS)]
+    save_model(folder, {name: weight.clone() for name in names}, max_shard_bytes=2 * BLOCK_BYTES)
+    return folder
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("name", LOADERS)
+def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(name: str, checkpoint: Path) -> None:
+    script = [sys.executable, "-c", MODEL + MEASURE, name, str(checkpoint)]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout)
+    held = LOADERS[name].held_bytes(NUM_BLOCKS * BLOCK_BYTES, shares_memory=False)
+    final = NUM_BLOCKS * BLOCK_BYTES // 2  # int8
+    assert final < peaks["load"] <= final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
+    assert peaks["read"] <= held + LINEAR_BYTES + 8 * MIB
