@@ -28,9 +28,7 @@ class DataWorkers(Knob):
     def choices(self, setting: Setting) -> Choices:
         cores = setting.hardware.host.logical_cores
         on_cpu = setting.hardware.device.kind == "cpu"
-        usual, other = (
-            (0, Rejected(choice=1, reason=AGAINST_ONE)) if on_cpu else (1, Rejected(choice=0, reason=AGAINST_NONE))
-        )
+        usual, other, against = (0, 1, AGAINST_ONE) if on_cpu else (1, 0, AGAINST_NONE)
         more = [Rejected(choice=number, reason=AGAINST_MORE) for number in WORKERS[2:] if number <= cores]
         few = [Rejected(choice=n, reason=f"this host has {cores} cores") for n in WORKERS[2:] if n > cores]
         return Choices((usual,), rejected=tuple(few), on_request=(Rejected(choice=other, reason=against), *more))
