@@ -74,7 +74,7 @@ def _table_task(path: Path) -> Task:
     candidates = tuple(trial.candidate for trial in trials)
     cost = Predictor(hardware, workload, FAMILIES[head["family"]], head["config"])
     choices = {name: _values(candidates, name) for name in Candidate.model_fields}
-    space = SearchSpace(candidates, choices, {})
+    space = SearchSpace(candidates, choices, {}, {})
     return Task(path.stem, True, None, space, cost, hardware.device.budget_bytes, {t.candidate: t for t in trials})
 
 

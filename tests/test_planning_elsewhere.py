@@ -142,3 +142,13 @@ def test_each_process_needs_a_gpu() -> None:
     assert device_misfits(2, card) == ("processes: 2 need a GPU each, 1 can be seen here",)
     with pytest.raises(NothingFits, match="2 need a GPU each"):
         make_plan(Question(model="kandinsky5-image-lite", wishes=SMALL, num_processes=2), card)
+
+
+def test_blocks_are_swapped_only_where_nothing_fits_without() -> None:
+    """Qwen-Image in 4 bits fits a card of 12 GB, and no step beside it; bitsandbytes' weights cannot be swapped."""
+    wishes = Wishes(size_px=(512, 512), effective_batch_size=1, quality="compact")
+    question = Question(model="qwen-image", wishes=wishes, here=False)
+    small = make_plan(question, hardware_named("nvidia-rtx-3060")).frozen.settings
+    assert small.swapped_blocks > 0
+    large = make_plan(question, hardware_named("nvidia-rtx-4090")).frozen.settings
+    assert large.swapped_blocks == 0

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 QUARTERS = 4
 """Levels between no and all but one block."""
-ROOM_SHARE = 0.9
-"""Of the budget: weights that take more leave too little for a step, so nothing fits without swapping."""
 PROVEN_BLOCKS = 2
 """The fewest of which one is fetched while another runs."""
 HOST_SHARE = 0.7
@@ -22,7 +20,7 @@ HOST_SHARE = 0.7
 
 
 class Swapping(Knob):
-    """Searched only where even the smallest admitted storage of the weights is too large for the device."""
+    """None, unless it is asked for or nothing is predicted to fit without."""
 
     name = "swapped_blocks"
     title = "swapped blocks"
@@ -39,10 +37,8 @@ class Swapping(Knob):
         weights = least * setting.workload.model.num_parameters
         fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
         too_many = _each([k for k in levels if k not in fitting], "the host has too little memory for the weights")
-        if weights <= ROOM_SHARE * device.budget_bytes:
-            reason = "each block crosses the bus twice a micro-batch, and weights fit without"
-            return Choices((0,), rejected=too_many, on_request=_each(fitting, reason))
-        return Choices((*fitting, 0), rejected=too_many)
+        reason = "each block crosses the bus twice a micro-batch: tried only where nothing fits without"
+        return Choices((0,), rejected=too_many, on_request=_each(fitting, reason))
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         if candidate.swapped_blocks > candidate.checkpointed_blocks:

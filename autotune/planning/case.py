@@ -18,7 +18,7 @@ from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import PIN
-from autotune.planning.outlook import relaxation
+from autotune.planning.outlook import WHERE_NOTHING_FITS, least_bytes, relaxation
 from autotune.planning.question import Question, data_of, job_of
 from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
@@ -93,7 +93,7 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
     workload = whole.share(question.num_processes)
     if question.here:
         setting = Setting(hardware, model.family, workload)
-        hardware = around.prove(setting, _space(question, setting).choices, model)
+        hardware = around.prove(setting, _space(question, setting, also=WHERE_NOTHING_FITS).choices, model)
     cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
     job, left_out = job_of(question, model, dataset), dataset.left_out if dataset else ()
     pinned = replace(question, model=job.pinned_model)
@@ -138,7 +138,11 @@ def _strategy(
     replicated = Parallel("ddp", number) if number > 1 else Parallel()
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
     budget = cost.hardware.device.budget_bytes
-    space = _space(question, Setting(cost.hardware, model.family, workload))
+    setting = Setting(cost.hardware, model.family, workload)
+    space = _space(question, setting)
+    if number == 1 and not _fits(space, cost):
+        wider = _space(question, setting, also=WHERE_NOTHING_FITS)
+        space = wider if _fits(wider, cost) else space
     if number > 1:
         why = "several processes share the weights out instead"
         space = without(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
@@ -167,9 +171,16 @@ def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     return _space(question, Setting(hardware, model.family, workload))
 
 
-def _space(question: Question, setting: Setting) -> SearchSpace:
+def _space(question: Question, setting: Setting, also: str | None = None) -> SearchSpace:
     pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
-    return search_space(setting, pins, question.exclusions)
+    return search_space(setting, pins, question.exclusions, also=also)
+
+
+def _fits(space: SearchSpace, cost: Predictor) -> bool:
+    """Whether anything is predicted to fit."""
+    budget = cost.hardware.device.budget_bytes
+    light = [candidate for candidate in space.candidates if cost.weight_bytes(candidate) <= budget]
+    return bool(light) and least_bytes(light, cost) <= budget
 
 
 def _cost_beside_kept(

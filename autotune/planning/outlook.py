@@ -3,7 +3,7 @@
 All of it is predicted, none of it guessed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autotune.cost.predict import Predictor
 from autotune.families.base import Family
@@ -16,22 +16,24 @@ SMALLER = (0.75, 0.5)
 """Shares of the resolution's side that are tried."""
 LARGER = (2, 4)
 """Multiples of the effective batch that are tried."""
+WHERE_NOTHING_FITS = "swapped_blocks"
+"""The knob whose values on request are tried where nothing else fits."""
 WORTH_TELLING = 1.05
 """Times the images per second from which a larger batch is mentioned."""
 
 
-def least_bytes(space: SearchSpace, cost: Predictor) -> int:
-    """Least memory that any candidate is predicted to need in its neediest phase."""
+def least_bytes(candidates: Sequence[Candidate], cost: Predictor) -> int:
+    """Least memory that any of the candidates is predicted to need in its neediest phase."""
     # Memory grows with the micro-batch and with every block that keeps its activations.
-    least = min(candidate.micro_batch_size for candidate in space.candidates)
-    most = max(candidate.checkpointed_blocks for candidate in space.candidates)
-    safest = [c for c in space.candidates if (c.micro_batch_size, c.checkpointed_blocks) == (least, most)]
-    return min(cost.predict(candidate).required_memory_bytes for candidate in safest or space.candidates)
+    least = min(candidate.micro_batch_size for candidate in candidates)
+    most = max(candidate.checkpointed_blocks for candidate in candidates)
+    safest = [c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == (least, most)]
+    return min(cost.predict(candidate).required_memory_bytes for candidate in safest or candidates)
 
 
 def relaxation(workload: Workload, space: SearchSpace, cost: Predictor) -> str:
     """What to ask instead, where nothing of `space` fits: each was predicted to fit, alone."""
-    budget, needed = cost.hardware.device.budget_bytes, least_bytes(space, cost)
+    budget, needed = cost.hardware.device.budget_bytes, least_bytes(space.candidates, cost)
     found = [f"{what} ({need / GIB:.1f} GiB)" for what, need in _relaxed(workload, cost) if need <= budget]
     memory = f"a device on which a run may take {needed / GIB:.1f} GiB (--max-memory, where one is set)"
     if found:
@@ -56,11 +58,9 @@ def _relaxed(workload: Workload, cost: Predictor) -> Iterator[tuple[str, int]]:
     options += [("--rank 4", {"rank": 4})] if workload.rank > 4 else []
     for option, changes in options:
         relaxed = Workload.model_validate({**dict(workload), **changes})
-        space = search_space(Setting(hardware, family, relaxed))
-        yield (
-            option,
-            least_bytes(space, Predictor(hardware, relaxed, family, cost.config, cost.parts, parallel=cost.parallel)),
-        )
+        space = search_space(Setting(hardware, family, relaxed), also=WHERE_NOTHING_FITS)
+        own = Predictor(hardware, relaxed, family, cost.config, cost.parts, parallel=cost.parallel)
+        yield option, least_bytes(space.candidates, own)
 
 
 def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:

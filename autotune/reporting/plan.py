@@ -11,9 +11,7 @@ from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
 from autotune.search.space import SearchSpace
 from autotune.sharing.query import Survey
 
-TRIAL_HEADER = (
-    f"{'#':>2}  {'batch':>5} {'ckpt':>4}  {'weights':<13} {'attention':<17} {'s/step':>7} {'memory':>9}  outcome"
-)
+TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step    memory outcome"
 
 
 def trial_row(number: int, result: TrialResult) -> str:
@@ -25,9 +23,9 @@ def trial_row(number: int, result: TrialResult) -> str:
 def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes: int | None, verdict: str) -> str:
     time = "-" if seconds is None else f"{seconds:.3f}"
     return (
-        f"{number:>2}  {candidate.micro_batch_size:>5} {candidate.checkpointed_blocks:>4}  "
-        f"{candidate.quantization:<13} {candidate.attention:<17} {time:>7} "
-        f"{memory_text(memory_bytes):>9}  {verdict}"
+        f"{number:>2} {candidate.micro_batch_size:>5} {candidate.checkpointed_blocks:>4} "
+        f"{candidate.swapped_blocks or '-':>4} {candidate.quantization:<13} {candidate.attention:<17} {time:>7} "
+        f"{memory_text(memory_bytes):>9} {verdict}"
     )
 
 
@@ -86,7 +84,9 @@ def knob_lines(space: SearchSpace) -> list[str]:
     lines = []
     for name, choices in space.choices.items():
         lines.append(f"{name}: {', '.join(map(str, choices))}")
-        lines += [f"    not {rejected.choice}: {rejected.reason}" for rejected in space.rejected[name]]
+        for one in space.rejected[name]:
+            word = "to pin" if one.choice in space.on_request[name] else "not"
+            lines.append(f"    {word} {one.choice}: {one.reason}")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.base import Choices, Knob, Setting, parity_gate
@@ -22,16 +22,25 @@ class SearchSpace:
     """Admitted values by knob."""
     rejected: Mapping[str, tuple[Rejected, ...]]
     """Excluded values by knob, with reasons."""
+    on_request: Mapping[str, tuple[Choice, ...]]
+    """Those among the excluded values that may be pinned."""
 
 
-def search_space(setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequence[Wish] = ()) -> SearchSpace:
+def search_space(
+    setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequence[Wish] = (), *, also: str | None = None
+) -> SearchSpace:
     """Enumerate what may be tried; `pins` leave one value of a knob, `exclusions` take one away.
+
+    `also` names a knob of which the values on request are tried, too.
 
     Raises:
         InvalidInput: there is no such knob or value.
         NothingFits: some knob has no admissible value here.
     """
     per_knob = {knob.name: _that_learn_the_same(knob, setting) for knob in KNOBS}
+    if also is not None:
+        offered, usual = per_knob[also].on_request, per_knob[also].admitted
+        per_knob[also] = Choices((*(one.choice for one in offered), *usual), per_knob[also].rejected)
     for name, value in pins:
         per_knob[name] = _pinned(name, value, _known(name, value, per_knob))
     for name, value in exclusions:
@@ -54,7 +63,9 @@ def search_space(setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequen
             clash = Rejected(choice=getattr(candidate, name), reason=why)
             if clash not in rejected[name]:
                 rejected[name].append(clash)
-    return SearchSpace(tuple(candidates), admitted, {name: tuple(found) for name, found in rejected.items()})
+    on_request = {name: tuple(one.choice for one in choices.on_request) for name, choices in per_knob.items()}
+    excluded = {name: tuple(found) for name, found in rejected.items()}
+    return SearchSpace(tuple(candidates), admitted, excluded, on_request)
 
 
 def _that_learn_the_same(knob: Knob, setting: Setting) -> Choices:
@@ -77,7 +88,8 @@ def _that_learn_the_same(knob: Knob, setting: Setting) -> Choices:
 def without(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
     """The space without some values of a knob, each with the reason."""
     rejected = tuple(Rejected(choice=choice, reason=reason) for choice, reason in dropped.items())
-    return SearchSpace(
+    return replace(
+        space,
         candidates=tuple(candidate for candidate in space.candidates if getattr(candidate, knob) not in dropped),
         choices={**space.choices, knob: tuple(choice for choice in space.choices[knob] if choice not in dropped)},
         rejected={**space.rejected, knob: (*space.rejected[knob], *rejected)},

@@ -11,7 +11,7 @@ from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate
-from tests.builders import GIB, hardware, workload
+from tests.builders import hardware, workload
 
 
 def setting(*gates: str, **changes: object) -> Setting:
@@ -41,12 +41,11 @@ def test_what_the_user_told_the_allocator_stays(monkeypatch):
     assert os.environ[VARIABLES[1]] == "max_split_size_mb:128"
 
 
-def test_blocks_are_swapped_only_where_weights_are_too_large():
-    assert Swapping().choices(setting()).admitted == (0,)
-    tight = Swapping().choices(setting(budget_bytes=12 * GIB))
-    assert tight.admitted[0] == 59
-    assert tight.admitted[-1] == 0
-    assert Swapping().choices(integrated()).admitted == (0,)
+def test_swapping_is_on_request_where_device_and_host_have_memories_of_their_own():
+    card, shared = Swapping().choices(setting()), Swapping().choices(integrated())
+    assert card.admitted == shared.admitted == (0,)
+    assert [offered.choice for offered in card.on_request] == [59, 45, 30, 15]
+    assert not shared.on_request
 
 
 @pytest.mark.parametrize(
