@@ -88,8 +88,8 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, Ru
     assert verdict.base_loss != verdict.adapter_loss
     promised = tuple(peak.model_copy(update={"host_bytes": 2**30, "device_bytes": None}) for peak in report.phases[:1])
     text = "\n".join(report_lines(report.model_copy(update={"expected_phases": promised})))
-    assert re.search(r"  caching +1\.00 GiB +\d+ MiB", text)
-    assert re.search(r"  saving +- +\d+ MiB", text)
+    assert re.search(r"  caching +1\.00 GiB +[\d.]+ [MG]iB", text)
+    assert re.search(r"  saving +- +[\d.]+ [MG]iB", text)
     assert "24 layers, all moved, all finite" in text
     assert "loss on fresh noise" in text
 
