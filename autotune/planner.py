@@ -7,6 +7,7 @@ Where the machine is not at hand (a GPU of the catalogue), predictions take the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import optuna
 
@@ -23,7 +24,7 @@ from autotune.prediction import Prediction
 from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
-from autotune.search.study import Limits, freeze, frozen_plan, run_search, search_cost_seconds, timed
+from autotune.search.study import Limits, freeze, frozen_plan, once, run_search, search_cost_seconds, timed
 from autotune.search.winner import (
     fallbacks_of,
     measured_scores,
@@ -86,7 +87,7 @@ def make_plan(
             advice = _advice(case, around, events)
             trials = _search(case, around, advice, study, events)
             if not advice.kept(trials):  # else a record has confirmed them
-                trials = _confirmed(case, around, trials, events)
+                trials = _confirmed(case, around, trials, study, events)
             own = _plan(case, around.autotune_version, (), trials, advice).model_dump_json()
             first = freeze(study, own)
             settled = first if question.study else own
@@ -133,24 +134,28 @@ def _search(
                 events.on_trial(trial)
         over = around.tried is not None or advice.kept(trials)
         rung = None if over else unverified_rung(trials, case)
-        if rung is not None:
-            trials = (*trials, timed(tell_and_run, rung))
-            events.on_trial(trials[-1])
+        result = once(study, "rung", rung, partial(timed, tell_and_run)) if rung is not None else None
+        if result is not None:
+            trials = (*trials, result)
+            events.on_trial(result)
     for doubt in advice.doubts(trials):
         events.on_doubt(doubt)
     return trials
 
 
 def _confirmed(
-    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], events: Events
+    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], study: optuna.Study, events: Events
 ) -> tuple[TrialResult, ...]:
     question = case.question
     limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
     seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * limits.allowed_seconds(best_seconds(trials)))
 
-    def rehearse(candidate: Candidate) -> TrialResult | None:
+    def longer_trial(candidate: Candidate) -> TrialResult | None:
         events.on_start(candidate)
-        longer = around.rehearse(question.model, case.cost, candidate, seconds)
+        return around.rehearse(question.model, case.cost, candidate, seconds)
+
+    def rehearse(candidate: Candidate) -> TrialResult | None:
+        longer = once(study, "rehearsal", candidate, longer_trial)
         if longer:
             events.on_trial(longer)
         return longer

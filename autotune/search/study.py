@@ -9,7 +9,7 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState, create_trial
 
-from autotune.schema import Candidate, TrialResult
+from autotune.schema import Candidate, TrialResult, digest_of
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.sampler import (
     CANDIDATE,
@@ -155,6 +155,20 @@ def frozen_plan(study: optuna.Study) -> str | None:
     """The plan that this search ended in, None before."""
     proposals = (trial.user_attrs.get(PLAN) for trial in study.get_trials(deepcopy=False))
     return next((text for text in proposals if text is not None), None)
+
+
+def once(
+    study: optuna.Study, what: str, candidate: Candidate, measure: Callable[[Candidate], TrialResult | None]
+) -> TrialResult | None:
+    """What `measure` finds about the candidate, kept as `what`: a search that was interrupted does not ask again."""
+    key = f"{what}:{digest_of(candidate.model_dump(mode='json'))}"
+    known = study.user_attrs.get(key)
+    if known is not None:
+        return TrialResult.model_validate_json(known)
+    found = measure(candidate)
+    if found is not None:
+        study.set_user_attr(key, found.model_dump_json())
+    return found
 
 
 def freeze(study: optuna.Study, plan: str) -> str:

@@ -16,7 +16,7 @@ from autotune.plan_file import plan_text, read_plan
 from autotune.planner import Events, make_plan
 from autotune.planning.question import Question
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
-from autotune.schema import Candidate
+from autotune.schema import Candidate, TrialResult
 from autotune.search.storage import Place, safe_words
 from autotune.training.describe import Wishes
 from tests import builders
@@ -104,6 +104,28 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
     make_plan(asked, HARDWARE, Events(on_note=notes.append), interrupted_after(99, again))
     assert again == tried, "a new search of the same measures anew"
     assert len(notes) == 1
+
+
+def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Question) -> None:
+    tried: list[Candidate] = []
+    rehearsed: list[Candidate] = []
+
+    def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
+        rehearsed.append(candidate)
+        seconds = 9.0 if len(rehearsed) == 1 else 0.5  # the first winner disappoints, so another is tried for longer
+        if len(rehearsed) == 2:
+            raise KeyboardInterrupt
+        return builders.trial(candidate, seconds, 8 * builders.GIB, wall_seconds=2.5, confirms=True)
+
+    around = dataclasses.replace(interrupted_after(99, tried), rehearse=rehearse)  # type: ignore[type-var]
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(asked, HARDWARE, around=around)
+    number = len(tried)
+    plan = make_plan(asked, HARDWARE, around=around)
+    assert len(tried) == number
+    assert len(rehearsed) == 3
+    assert rehearsed[1] == rehearsed[2] != rehearsed[0]
+    assert sum(trial.confirms for trial in plan.frozen.trials) == 2
 
 
 @pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage"])
