@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ silence_libraries()
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
-from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.steps import TrialRequest
@@ -75,9 +73,7 @@ class Evidence:
 
     def scratch(self) -> Path:
         """A folder for large temporary files."""
-        folder = Path(os.environ.get("SCRATCH") or tempfile.mkdtemp())
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return Path(os.environ["SCRATCH"])
 
     def model(self, name: str) -> str:
         """The published architecture with random weights, or a tiny pipeline of the family."""
@@ -92,23 +88,17 @@ class Evidence:
         """Side in px: as asked, or a tiny one."""
         return 16 * max(2, full_px // 256) if self.small else full_px
 
-    def hardware(self) -> HardwareProfile:
-        """This machine, with rates measured in full unless this is a rehearsal."""
-        return probe(quick=True) if self.small else cached_profile()
-
 
 def begin(part: str, about: str | None, **extra: Any) -> Evidence:
-    """Read the options, open the part's rows and describe the machine."""
+    """Read the options and what `run` sets, open the part's rows and describe the machine."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--slice", default="1/1")
     parser.add_argument("--seconds", type=float, default=510.0)
     options = parser.parse_args()
     number, of = (int(text) for text in options.slice.split("/"))
-    folder = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results" / "gpu" / time.strftime("%Y-%m-%d")))
-    folder.mkdir(parents=True, exist_ok=True)
     silence_progress_bars()
-    evidence = Evidence(part, folder, options.small, (number, of), time.monotonic() + options.seconds)
+    evidence = Evidence(part, Path(os.environ["OUT"]), options.small, (number, of), time.monotonic() + options.seconds)
     evidence.row("machine", **machine(), **extra)
     return evidence
 

@@ -12,6 +12,7 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
+from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.steps import Steps, TrialRequest, load
@@ -82,7 +83,7 @@ class ProfiledSteps:
 def main() -> None:
     """Measure the part."""
     evidence: Evidence = begin("limits", __doc__)
-    hardware = evidence.hardware()
+    hardware = cached_profile()
     model = evidence.model("qwen-image")
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(1024), rank=16, batch=2)

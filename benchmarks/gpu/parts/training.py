@@ -17,6 +17,7 @@ from autotune.cost.composition import stretched_index
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
+from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
@@ -94,8 +95,8 @@ def model_flops(predictor: Predictor, chosen: Candidate) -> float:
 def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload) -> dict[str, Any]:
     """What competes, by name; None for the plain loop, and where no plan was found."""
     precision = precision_of(hardware)
-    seconds = 0.45 * evidence.left()
-    made: Any = plan(evidence, plan_command(evidence, model, RANK, BATCH, seconds, "--max-trials", "6"))
+    seconds = 0.3 * evidence.left()  # of trials; proving gradients and confirming the winner come on top
+    made: Any = plan(evidence, plan_command(evidence, model, RANK, BATCH, seconds), share_of_time=0.6)
     return {
         "bf16, all checkpointed, batch 1": candidate(workload, 1, ALL, precision=precision),
         "plain diffusers loop": None,
@@ -107,7 +108,7 @@ def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workl
 def main() -> None:
     """Measure the part."""
     evidence = begin("training", __doc__, published={"step_seconds": 1.20, "memory_gib": 41, "gpu": "H100"})
-    hardware = evidence.hardware()
+    hardware = cached_profile()
     model = evidence.model("qwen-image")
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(1024), rank=RANK, batch=BATCH)
