@@ -80,7 +80,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
             evidence.row("prediction", **about, candidate=chosen.model_dump(), **told(before))
             predictor.calibrate([first] if first else ())
             after = predictor.predict(chosen)
-            result, reserved = tried(runner, chosen)
+            result, reserved = tried(evidence, runner, chosen)
             evidence.row(
                 "trial", **about, grid=work is WORKS[0] and name == MODELS[0],
                 predicted=told(before), calibrated=told(after) if first else None,
@@ -100,12 +100,14 @@ def curve(evidence: Evidence, predictor: Predictor, workload: Workload, about: d
     evidence.row("curve", **about, points=points)
 
 
-def tried(runner: ProcessTrialRunner, chosen: Candidate, num_steps: int = 3) -> tuple[TrialResult, int | None]:
+def tried(
+    evidence: Evidence, runner: ProcessTrialRunner, chosen: Candidate, num_steps: int = 3
+) -> tuple[TrialResult, int | None]:
     """The trial's result and the bytes that the allocator reserved."""
     request = ReservingTrial(runner.model, runner.workload, chosen, runner.device, num_steps)
-    answer = runner.ask(request, tuple(getattr(chosen, knob.name) for knob in KNOBS if knob.needs_reload))
-    result, reserved = (answer, None) if isinstance(answer, Failure) else answer
-    return runner.judged(chosen, result), reserved
+    answer = evidence.ask(runner, request, tuple(getattr(chosen, knob.name) for knob in KNOBS if knob.needs_reload))
+    result = answer["result"] if answer["outcome"] == "ok" else Failure(answer["outcome"], answer["message"])
+    return runner.judged(chosen, result), answer.get("reserved_bytes")
 
 
 def closed_gate(hardware: HardwareProfile, chosen: Candidate) -> str | None:

@@ -20,7 +20,9 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.training.describe import Wishes, describe_workload
+from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.steps import TrialRequest
+from autotune.trials.worker import Failure, Request
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]
@@ -65,6 +67,13 @@ class Evidence:
             started = time.monotonic()
             yield item
             self.longest = max(self.longest, time.monotonic() - started)
+
+    def ask(self, runner: ProcessTrialRunner, request: Request, key: tuple[Any, ...] = ()) -> dict[str, Any]:
+        """What a child answers in the time that is left, with its outcome."""
+        answer = runner.ask(request, key, timeout_seconds=max(1.0, self.left()))
+        if isinstance(answer, Failure):
+            return {"outcome": answer.outcome, "message": answer.message}
+        return {"outcome": "ok", **answer}
 
     def sliced(self, items: Sequence[Any]) -> Sequence[Any]:
         """Those that are this slice's."""
@@ -148,4 +157,4 @@ class ReservingTrial(TrialRequest):
 
         result = super().perform(kept, tell)
         reserved = torch.cuda.max_memory_reserved(self.device) if self.device.startswith("cuda") else None
-        return result, reserved
+        return {"result": result, "reserved_bytes": reserved}

@@ -23,7 +23,7 @@ MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
 def tests(path: str, evidence: Evidence) -> None:
     """The tests of one file, each a row; ended where the part's time is."""
     command = [sys.executable, "-m", "pytest", path, "-o", "addopts=", "-o", "console_output_style=classic",
-               "-p", "no:cacheprovider", "-v", "-rfEs", "--tb=no", "--timeout=150"]  # fmt: skip
+               "-p", "no:cacheprovider", "-v", "-rfEs", "--tb=no", "-o", "timeout=150"]  # fmt: skip
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         alarm = Timer(max(1.0, evidence.left()), process.kill)

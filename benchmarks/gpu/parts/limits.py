@@ -16,7 +16,6 @@ from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.steps import Steps, TrialRequest, load
-from autotune.trials.worker import Failure
 
 KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
@@ -95,10 +94,9 @@ def main() -> None:
                 evidence.skip(chosen.label(), why)
                 continue
             request = ProfiledSteps(model, workload, chosen, runner.device)
-            answer = runner.ask(request, (number,))
-            row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
             predicted = told(predictor.predict(chosen))
-            evidence.row("kernels", candidate=chosen.model_dump(), predicted=predicted, **row)
+            answer = evidence.ask(runner, request, (number,))
+            evidence.row("kernels", candidate=chosen.model_dump(), predicted=predicted, **answer)
 
 
 if __name__ == "__main__":

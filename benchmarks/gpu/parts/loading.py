@@ -14,7 +14,7 @@ from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipel
 from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure, peak_host_bytes
+from autotune.trials.worker import peak_host_bytes
 from autotune.weights.loaders import LOADERS
 
 
@@ -55,9 +55,8 @@ def load(
 ) -> None:
     """One load in a fresh process, as a row."""
     with ProcessTrialRunner.on(hardware, model, workload) as runner:
-        answer = runner.ask(LoadOnce(model, workload, chosen, runner.device))
-    row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
-    evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **row)
+        answer = evidence.ask(runner, LoadOnce(model, workload, chosen, runner.device))
+    evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **answer)
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
 
@@ -78,7 +77,7 @@ class PlainLoop:
             loss.item()
             seconds.append(time.perf_counter() - started)
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
-        return {"step_seconds": seconds[1:], "peak_memory_bytes": peak, "outcome": "ok"}
+        return {"step_seconds": seconds[1:], "peak_memory_bytes": peak}
 
 
 def model_flops(predictor: Predictor, chosen: Candidate) -> float:
@@ -123,13 +122,12 @@ def main() -> None:
             chosen = found[name]
             if name == "plain diffusers loop":
                 plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device, STEPS)
-                answer = runner.ask(plain, ("plain", turn))
-                row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
+                row = evidence.ask(runner, plain, ("plain", turn))
             elif why := "no plan" if chosen is None else closed_gate(hardware, chosen):
                 evidence.skip(name, why)
                 continue
             else:
-                row = tried(runner, chosen, STEPS)[0].model_dump(mode="json")
+                row = tried(evidence, runner, chosen, STEPS)[0].model_dump(mode="json")
             evidence.row("steps", name=name, turn=turn, **row)
 
 
