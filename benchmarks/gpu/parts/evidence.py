@@ -130,8 +130,8 @@ def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
 
 
-def candidate(workload: Workload, batch: int, share: float, quantization: str = "none", attention: str = "native",
-              precision: str = "bf16") -> Candidate:  # fmt: skip
+def candidate(workload: Workload, batch: int, share: float, quantization: str = "none", attention: str = "native", *,
+              precision: str) -> Candidate:  # fmt: skip
     """Settings with this share of all blocks but the last checkpointed."""
     return Candidate(
         micro_batch_size=batch,

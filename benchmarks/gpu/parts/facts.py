@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from threading import Timer
 
@@ -18,6 +19,7 @@ from autotune.schema import HardwareProfile
 from autotune.trials.parity import proven
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
+TESTS = ("tests/gpu/test_trials.py", "tests/gpu/test_training.py", "tests/gpu/test_kernels.py")
 
 
 def tests(path: str, evidence: Evidence) -> None:
@@ -75,15 +77,17 @@ def main() -> None:
         evidence.row("gate", **gate.model_dump())
     for rate in hardware.rates:
         evidence.row("rate", **rate.model_dump(mode="json"))
-    steps: list[partial[None]] = [partial(native_kernels)]
-    steps += [partial(gradients, name, padding, hardware) for name in MODELS for padding in ("exact", "masked")]
-    steps += [partial(tests, f"tests/gpu/test_{what}.py") for what in ("trials", "training", "kernels")]
-    said = lambda step: " ".join((step.func.__name__, *filter(lambda value: isinstance(value, str), step.args)))  # noqa: E731
-    for step in evidence.each(evidence.sliced(steps), name=said):
+    steps: dict[str, Callable[[Evidence], None]] = {
+        "kernel of native attention": native_kernels,
+        **{f"gradients {name} {padding}": partial(gradients, name, padding, hardware)
+           for name in MODELS for padding in ("exact", "masked")},
+        **{path: partial(tests, path) for path in TESTS},
+    }  # fmt: skip
+    for name in evidence.each(evidence.sliced(list(steps))):
         try:
-            step(evidence)
+            steps[name](evidence)
         except Exception as error:  # the rest is still worth having
-            evidence.row("error", what=said(step), message=f"{type(error).__name__}: {error}"[:400])
+            evidence.row("error", what=name, message=f"{type(error).__name__}: {error}"[:400])
 
 
 if __name__ == "__main__":

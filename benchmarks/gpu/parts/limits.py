@@ -53,7 +53,6 @@ class ProfiledSteps:
     device: str
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
-        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         request = TrialRequest(self.model, self.workload, self.candidate, self.device, 3)
@@ -69,7 +68,7 @@ class ProfiledSteps:
         top: Counter[str] = Counter()
         launches = 0
         for event in profiler.key_averages():
-            if on_gpu and event.device_type != DeviceType.CUDA:
+            if on_gpu and event.device_type.name != "CUDA":
                 continue
             spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
             times[kind_of(event.key)] += spent

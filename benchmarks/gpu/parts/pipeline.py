@@ -41,7 +41,7 @@ class WriteTransformer:
         started = time.perf_counter()
         settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=self.precision)
         model = ResolvedModel(family, self.config, self.workload.model, None)
-        transformer, _ = load_transformer(model, settings, dtype, torch.device(self.device))
+        transformer: Any = load_transformer(model, settings, dtype, torch.device(self.device))[0]
         built = time.perf_counter()
         transformer.save_pretrained(self.folder, max_shard_size="5GB")
         return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}

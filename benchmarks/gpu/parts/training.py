@@ -70,7 +70,7 @@ class PlainLoop:
                 with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
                     velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
                 loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) / len(batches)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
