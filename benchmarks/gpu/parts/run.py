@@ -3,6 +3,7 @@ flat memory; killed without warning, stopped by a signal, and resumed both times
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def main() -> None:
     model = write_pipeline(evidence, hardware, plain, precision_of(hardware))
     images, plan_file, output = (evidence.scratch() / name for name in ("images", "plan.yaml", "trained"))
     write_images(images, evidence.size(1024))
+    shutil.rmtree(output, ignore_errors=True)  # of an earlier call with this SCRATCH
     made: Any = plan(evidence, plan_command(evidence, model, 16, 2, 90, "--data", str(images), "--max-trials", "3"),
                      share_of_time=0.5)  # fmt: skip
     if made is None:
@@ -91,12 +93,14 @@ def main() -> None:
     steps = read_metrics(output / METRICS_FILE)
     evidence.row("steps", seconds=[step.seconds for step in steps], losses=[step.loss for step in steps],
                  memory_bytes=[step.memory_bytes for step in steps])  # fmt: skip
-    if (path := output / REPORT_FILE).exists():
-        report = json.loads(path.read_text())
-        evidence.row("report", report=report)
-        promised = {phase["name"]: phase for phase in report["expected_phases"]}
-        for phase in report["phases"]:
-            evidence.row("phase", **phase, expected=promised.get(phase["name"]))
+    if not (path := output / REPORT_FILE).exists():
+        evidence.row("error", what="training", message="no report: see how the last start ended")
+        return
+    report = json.loads(path.read_text())
+    evidence.row("report", report=report)
+    promised = {phase["name"]: phase for phase in report["expected_phases"]}
+    for phase in report["phases"]:
+        evidence.row("phase", **phase, expected=promised.get(phase["name"]))
 
 
 if __name__ == "__main__":
