@@ -30,4 +30,5 @@ check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@MYPYPATH=.:benchmarks/gpu:benchmarks/gpu/parts $(BIN)/mypy benchmarks/gpu/*.py benchmarks/gpu/parts/*.py
 	@$(BIN)/lint-imports

@@ -39,6 +39,7 @@ TABLES = {
         "steps": "seconds memory_bytes losses",
         "report": "report.expected_step_seconds report.measured_step_seconds report.expected_peak_memory_bytes "
         "report.measured_peak_memory_bytes report.total_seconds report.data_seconds report.warnings",
+        "phase": "name seconds expected.seconds device_bytes expected.device_bytes host_bytes expected.host_bytes",
     },
     "limits": {"kernels": "candidate outcome step_seconds by_kind launches message"},
 }

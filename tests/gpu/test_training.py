@@ -1,11 +1,14 @@
 """A whole run on the GPU: caching, training, previews and the report; resumed it goes on as if it had never stopped."""
 
+import contextlib
 import json
+import random
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from autotune.plan_file import seal
 from autotune.schema import Candidate
 from autotune.training.events import Events
 from autotune.training.run import train
@@ -94,3 +97,37 @@ def test_the_gpu_learns_what_the_cpu_learns(data, hardware, tmp_path):
 def _as_cpu(profile):
     device = {**dict(profile.device), "kind": "cpu", "index": 0, "memory_kind": "host", "compute_capability": None}
     return type(profile).model_validate({**dict(profile), "device": type(profile.device).model_validate(device)})
+
+
+@pytest.mark.parametrize("step", random.Random(0).sample(range(1, 6), 2))
+def test_memory_that_another_takes_at_a_random_step_is_survived(data, hardware, settings, tmp_path, step):
+    def plan(name):
+        made = make_plan(*data, hardware, settings=settings, output=str(tmp_path / name))
+        safer = settings.model_copy(update={"micro_batch_size": 1, "checkpointed_blocks": 2})
+        return seal(made.job, made.frozen.model_copy(update={"fallbacks": (safer,)}))
+
+    taken = []
+
+    def take(event):
+        if event.step == step:
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1e-6)  # no new segments, and the holes of the old are filled
+            for size in (2**20, 2**14, 512):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    while True:
+                        taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+    def give_back(warning="ran out"):
+        if "ran out" not in warning:
+            return
+        taken.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+    try:
+        report = train(plan("short"), hardware, tmp_path / "cache", Events(on_step=take, on_warning=give_back))
+    finally:
+        give_back()
+    assert any(f"memory ran out at step {step + 1}" in warning for warning in report.warnings)
+    assert report.settings.micro_batch_size == 1
+    undisturbed = train(plan("ample"), hardware, tmp_path / "cache")
+    assert report.final_loss == pytest.approx(undisturbed.final_loss, rel=0.02)

@@ -42,9 +42,10 @@ def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, na
     gate = hardware.gate(f"quantization.{name}")
     if not gate.available:
         pytest.skip(gate.reason)
-    plain = runner.run(candidate(precision, checkpointed_blocks=checkpointed))
     result = runner.run(candidate(precision, quantization=name, checkpointed_blocks=checkpointed))
     assert result.outcome == "ok", result.message
+    # Second: a slower trial after a faster one may end before the step whose loss is compared.
+    plain = runner.run(candidate(precision, checkpointed_blocks=checkpointed))
     assert result.final_loss == pytest.approx(plain.final_loss, rel=LOSS_TOLERANCES[name])
 
 
@@ -65,11 +66,9 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     before = torch.cuda.memory_allocated()
     fill_random(model, device="cuda", seed=0, transform=quantize_on_arrival(family, model, name))
     held = torch.cuda.memory_allocated() - before
-    block = sum(p.numel() for p in model.transformer_blocks[0].parameters())
     bits = {"bnb-nf4": 4.2}.get(name, 8.1)
     outside = tensor_bytes(p for n, p in model.named_parameters() if not n.startswith("transformer_blocks"))
     assert held < (outside + 340_000_000 * bits / 8) * 1.05
-    assert block
 
 
 def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware, precision):

@@ -10,6 +10,8 @@ from evidence import Evidence, ReservingTrial, begin, candidate, precision_of, w
 
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
+from autotune.hardware.store import cached_profile
+from autotune.knobs.quantization import LAYERWISE
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
@@ -40,7 +42,8 @@ class Work:
 WORKS = (
     Work(1024, 16, 2, ((1, ALL), (1, SOME), (1, HALF), (1, FEW), (1, NONE), (2, ALL), (2, HALF), (2, NONE),
                        (1, ALL, "none", "_native_cudnn"), (1, NONE, "none", "_native_cudnn"),
-                       (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL, NF4), (1, NONE, NF4)),
+                       (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL, NF4), (1, NONE, NF4),
+                       (1, ALL, LAYERWISE), (1, NONE, LAYERWISE)),
          padding="masked"),
     Work(512, 64, 4, ((4, ALL), (4, NONE), (1, NONE), (4, ALL, INT8), (4, NONE, NF4))),
     Work(1328, 8, 1, ((1, ALL), (1, HALF), (1, NONE), (1, ALL, FP8))),
@@ -65,9 +68,8 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
         curve(evidence, predictor, workload, about, precision_of(hardware))
     first: TrialResult | None = None
     with ProcessTrialRunner.on(hardware, model, workload) as runner:
-        for run in evidence.each(
-            work.runs[: 3 if evidence.small else None], name=lambda run: f"{name} {work.side_px} px {run}"
-        ):
+        runs = tuple({run[2:]: run for run in work.runs}.values()) if evidence.small else work.runs
+        for run in evidence.each(runs, name=lambda run: f"{name} {work.side_px} px {run}"):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
             closed = closed_gate(hardware, chosen)
             predictor.calibrate(())
@@ -78,7 +80,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
             evidence.row("prediction", **about, candidate=chosen.model_dump(), **told(before))
             predictor.calibrate([first] if first else ())
             after = predictor.predict(chosen)
-            result, reserved = tried(runner, chosen)
+            result, reserved = tried(evidence, runner, chosen)
             evidence.row(
                 "trial", **about, grid=work is WORKS[0] and name == MODELS[0],
                 predicted=told(before), calibrated=told(after) if first else None,
@@ -98,12 +100,14 @@ def curve(evidence: Evidence, predictor: Predictor, workload: Workload, about: d
     evidence.row("curve", **about, points=points)
 
 
-def tried(runner: ProcessTrialRunner, chosen: Candidate, num_steps: int = 3) -> tuple[TrialResult, int | None]:
+def tried(
+    evidence: Evidence, runner: ProcessTrialRunner, chosen: Candidate, num_steps: int = 3
+) -> tuple[TrialResult, int | None]:
     """The trial's result and the bytes that the allocator reserved."""
     request = ReservingTrial(runner.model, runner.workload, chosen, runner.device, num_steps)
-    answer = runner.ask(request, tuple(getattr(chosen, knob.name) for knob in KNOBS if knob.needs_reload))
-    result, reserved = (answer, None) if isinstance(answer, Failure) else answer
-    return runner.judged(chosen, result), reserved
+    answer = evidence.ask(runner, request, tuple(getattr(chosen, knob.name) for knob in KNOBS if knob.needs_reload))
+    result = answer["result"] if answer["outcome"] == "ok" else Failure(answer["outcome"], answer["message"])
+    return runner.judged(chosen, result), answer.get("reserved_bytes")
 
 
 def closed_gate(hardware: HardwareProfile, chosen: Candidate) -> str | None:
@@ -128,7 +132,7 @@ def told(prediction: Prediction) -> dict[str, Any]:
 def main() -> None:
     """Measure the part."""
     evidence = begin("accuracy", __doc__)
-    hardware = evidence.hardware()
+    hardware = cached_profile()
     for name, work in evidence.sliced(
         [(name, work) for work in WORKS[: 2 if evidence.small else None] for name in MODELS]
     ):

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +18,11 @@ silence_libraries()
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
-from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.training.describe import Wishes, describe_workload
+from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.steps import TrialRequest
+from autotune.trials.worker import Failure, Request
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]
@@ -68,6 +68,13 @@ class Evidence:
             yield item
             self.longest = max(self.longest, time.monotonic() - started)
 
+    def ask(self, runner: ProcessTrialRunner, request: Request, key: tuple[Any, ...] = ()) -> dict[str, Any]:
+        """What a child answers in the time that is left, with its outcome."""
+        answer = runner.ask(request, key, timeout_seconds=max(1.0, self.left()))
+        if isinstance(answer, Failure):
+            return {"outcome": answer.outcome, "message": answer.message}
+        return {"outcome": "ok", **answer}
+
     def sliced(self, items: Sequence[Any]) -> Sequence[Any]:
         """Those that are this slice's."""
         number, of = self.slice_
@@ -75,9 +82,7 @@ class Evidence:
 
     def scratch(self) -> Path:
         """A folder for large temporary files."""
-        folder = Path(os.environ.get("SCRATCH") or tempfile.mkdtemp())
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return Path(os.environ["SCRATCH"])
 
     def model(self, name: str) -> str:
         """The published architecture with random weights, or a tiny pipeline of the family."""
@@ -92,23 +97,17 @@ class Evidence:
         """Side in px: as asked, or a tiny one."""
         return 16 * max(2, full_px // 256) if self.small else full_px
 
-    def hardware(self) -> HardwareProfile:
-        """This machine, with rates measured in full unless this is a rehearsal."""
-        return probe(quick=True) if self.small else cached_profile()
-
 
 def begin(part: str, about: str | None, **extra: Any) -> Evidence:
-    """Read the options, open the part's rows and describe the machine."""
+    """Read the options and what `run` sets, open the part's rows and describe the machine."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--slice", default="1/1")
     parser.add_argument("--seconds", type=float, default=510.0)
     options = parser.parse_args()
     number, of = (int(text) for text in options.slice.split("/"))
-    folder = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results" / "gpu" / time.strftime("%Y-%m-%d")))
-    folder.mkdir(parents=True, exist_ok=True)
     silence_progress_bars()
-    evidence = Evidence(part, folder, options.small, (number, of), time.monotonic() + options.seconds)
+    evidence = Evidence(part, Path(os.environ["OUT"]), options.small, (number, of), time.monotonic() + options.seconds)
     evidence.row("machine", **machine(), **extra)
     return evidence
 
@@ -131,8 +130,8 @@ def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
 
 
-def candidate(workload: Workload, batch: int, share: float, quantization: str = "none", attention: str = "native",
-              precision: str = "bf16") -> Candidate:  # fmt: skip
+def candidate(workload: Workload, batch: int, share: float, quantization: str = "none", attention: str = "native", *,
+              precision: str) -> Candidate:  # fmt: skip
     """Settings with this share of all blocks but the last checkpointed."""
     return Candidate(
         micro_batch_size=batch,
@@ -158,4 +157,4 @@ class ReservingTrial(TrialRequest):
 
         result = super().perform(kept, tell)
         reserved = torch.cuda.max_memory_reserved(self.device) if self.device.startswith("cuda") else None
-        return result, reserved
+        return {"result": result, "reserved_bytes": reserved}

@@ -3,11 +3,15 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
+from threading import Timer
 
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
+from autotune.hardware.store import cached_profile
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
 from autotune.knobs.quantization import QUALITY_OF
@@ -15,22 +19,26 @@ from autotune.schema import HardwareProfile
 from autotune.trials.parity import proven
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
+TESTS = ("tests/gpu/test_trials.py", "tests/gpu/test_training.py", "tests/gpu/test_kernels.py")
 
 
-def tests(evidence: Evidence) -> None:
-    """tests/gpu, each test a row."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-o", "addopts=", "-o", "console_output_style=classic",
-               "-p", "no:cacheprovider", "-v", "-rfEs", "--tb=no", "--timeout=150"]  # fmt: skip
+def tests(path: str, evidence: Evidence) -> None:
+    """The tests of one file, each a row; ended where the part's time is."""
+    command = [sys.executable, "-m", "pytest", path, "-o", "addopts=", "-o", "console_output_style=classic",
+               "-p", "no:cacheprovider", "-v", "-rfEs", "--tb=no", "-o", "timeout=150"]  # fmt: skip
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        alarm = Timer(max(1.0, evidence.left()), process.kill)
+        alarm.start()
         for last in process.stdout or ():
             if found := re.match(r"(tests/\S+) (PASSED)|(?:FAILED|ERROR|SKIPPED) .+", last):
                 outcome = (found[2] or last.split()[0]).lower()
                 evidence.row("test", outcome=outcome, test=found[1] or last.strip()[:400])
-    evidence.row("tests", status=process.returncode, summary=last.strip())
+        alarm.cancel()
+    evidence.row("tests", path=path, status=process.returncode, summary=last.strip())
 
 
-def gradients(evidence: Evidence, hardware: HardwareProfile) -> None:
+def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evidence) -> None:
     """Every backend and storage whose gate is open, against the fp32 reference on this device."""
     open_gates = {gate.name for gate in hardware.gates if gate.available}
     choices = {
@@ -38,13 +46,11 @@ def gradients(evidence: Evidence, hardware: HardwareProfile) -> None:
         "attention": [name for name in BACKENDS if f"attention.{name}" in open_gates],
         "quantization": [name for name in QUALITY_OF if f"quantization.{name}" in open_gates],
     }
-    for name in MODELS:
-        model = evidence.model(name)
-        for padding in ("exact", "masked"):
-            workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
-            setting = Setting(hardware, family_named(name), workload)
-            for gate in proven(setting, choices, model, resolve_model(model).config).gates[len(hardware.gates) :]:
-                evidence.row("gradients", model=name, padding=padding, **gate.model_dump())
+    model = evidence.model(name)
+    workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
+    setting = Setting(hardware, family_named(name), workload)
+    for gate in proven(setting, choices, resolve_model(model)).gates[len(hardware.gates) :]:
+        evidence.row("gradients", model=name, padding=padding, **gate.model_dump())
 
 
 def native_kernels(evidence: Evidence) -> None:
@@ -65,17 +71,23 @@ def native_kernels(evidence: Evidence) -> None:
 def main() -> None:
     """Measure the part."""
     evidence = begin("facts", __doc__)
-    hardware = evidence.hardware()
+    hardware = cached_profile()
     evidence.row("profile", profile=hardware.model_dump(mode="json"))
     for gate in hardware.gates:
         evidence.row("gate", **gate.model_dump())
     for rate in hardware.rates:
         evidence.row("rate", **rate.model_dump(mode="json"))
-    for step in (native_kernels, lambda e: gradients(e, hardware), tests):
+    steps: dict[str, Callable[[Evidence], None]] = {
+        "kernel of native attention": native_kernels,
+        **{f"gradients {name} {padding}": partial(gradients, name, padding, hardware)
+           for name in MODELS for padding in ("exact", "masked")},
+        **{path: partial(tests, path) for path in TESTS},
+    }  # fmt: skip
+    for name in evidence.each(evidence.sliced(list(steps))):
         try:
-            step(evidence)
+            steps[name](evidence)
         except Exception as error:  # the rest is still worth having
-            evidence.row("error", message=f"{type(error).__name__}: {error}"[:400])
+            evidence.row("error", what=name, message=f"{type(error).__name__}: {error}"[:400])
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
+from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.steps import Steps, TrialRequest, load
-from autotune.trials.worker import Failure
 
 KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
@@ -53,7 +53,6 @@ class ProfiledSteps:
     device: str
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
-        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         request = TrialRequest(self.model, self.workload, self.candidate, self.device, 3)
@@ -69,7 +68,7 @@ class ProfiledSteps:
         top: Counter[str] = Counter()
         launches = 0
         for event in profiler.key_averages():
-            if on_gpu and event.device_type != DeviceType.CUDA:
+            if on_gpu and event.device_type.name != "CUDA":
                 continue
             spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
             times[kind_of(event.key)] += spent
@@ -82,7 +81,7 @@ class ProfiledSteps:
 def main() -> None:
     """Measure the part."""
     evidence: Evidence = begin("limits", __doc__)
-    hardware = evidence.hardware()
+    hardware = cached_profile()
     model = evidence.model("qwen-image")
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(1024), rank=16, batch=2)
@@ -94,10 +93,9 @@ def main() -> None:
                 evidence.skip(chosen.label(), why)
                 continue
             request = ProfiledSteps(model, workload, chosen, runner.device)
-            answer = runner.ask(request, (number,))
-            row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
             predicted = told(predictor.predict(chosen))
-            evidence.row("kernels", candidate=chosen.model_dump(), predicted=predicted, **row)
+            answer = evidence.ask(runner, request, (number,))
+            evidence.row("kernels", candidate=chosen.model_dump(), predicted=predicted, **answer)
 
 
 if __name__ == "__main__":

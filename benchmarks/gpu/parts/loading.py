@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accuracy import closed_gate
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
+from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure, peak_host_bytes
+from autotune.trials.worker import peak_host_bytes
 from autotune.weights.loaders import LOADERS
 
 
@@ -53,15 +55,16 @@ def load(
 ) -> None:
     """One load in a fresh process, as a row."""
     with ProcessTrialRunner.on(hardware, model, workload) as runner:
-        answer = runner.ask(LoadOnce(model, workload, chosen, runner.device))
-    row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
-    evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **row)
+        answer = evidence.ask(runner, LoadOnce(model, workload, chosen, runner.device))
+    evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **answer)
 
 
 def main() -> None:
     """Measure the part."""
+    import torch
+
     evidence = begin("loading", __doc__)
-    hardware = evidence.hardware()
+    hardware = cached_profile()
     precision = precision_of(hardware)
     plain = workload_of(evidence.model(FAMILY), evidence.size(1024), rank=16, batch=1)
     folder = write_pipeline(evidence, hardware, plain, precision)
@@ -69,11 +72,15 @@ def main() -> None:
     cases = [(loader, cache, storage) for storage in ("none", "torchao-int8") for cache in ("cold", "warm")
              for loader in LOADERS]  # fmt: skip
     for loader, cache, storage in evidence.each(evidence.sliced(cases)):
-        if cache == "cold":
-            drop_from_cache(Path(folder))
         chosen = Candidate.model_validate(
             {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
         )
+        device = torch.device(hardware.device.torch_name)
+        if why := closed_gate(hardware, chosen) or LOADERS[loader].unavailable(device):
+            evidence.skip(f"{loader} {cache} {storage}", why)
+            continue
+        if cache == "cold":
+            drop_from_cache(Path(folder))
         load(evidence, hardware, folder, chosen, workload, cache=cache, bytes=size)
 
 

@@ -15,7 +15,6 @@ from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.schema import HardwareProfile, Workload
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB
 CAPTIONS = ("a red square", "a blue circle on the left")
@@ -42,7 +41,7 @@ class WriteTransformer:
         started = time.perf_counter()
         settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=self.precision)
         model = ResolvedModel(family, self.config, self.workload.model, None)
-        transformer, _ = load_transformer(model, settings, dtype, torch.device(self.device))
+        transformer: Any = load_transformer(model, settings, dtype, torch.device(self.device))[0]
         built = time.perf_counter()
         transformer.save_pretrained(self.folder, max_shard_size="5GB")
         return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}
@@ -63,9 +62,9 @@ def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Work
         full = {"num_layers": blocks, "joint_attention_dim": config["joint_attention_dim"]}
         with ProcessTrialRunner.on(hardware, FAMILY, workload) as runner:
             request = WriteTransformer(full, str(folder / "transformer"), workload, runner.device, precision)
-            answer = runner.ask(request)
-        if isinstance(answer, Failure):
-            raise RuntimeError(f"writing the pipeline: {answer.outcome}: {answer.message}")
+            answer = evidence.ask(runner, request)
+        if answer["outcome"] != "ok":
+            raise RuntimeError(f"writing the pipeline: {answer['outcome']}: {answer['message']}")
         os.sync()
         evidence.row("checkpoint", blocks=blocks, full_blocks=FULL_BLOCKS, bytes=bytes_of(folder), **answer)
     (folder / "ready").touch()

@@ -3,6 +3,7 @@ flat memory; killed without warning, stopped by a signal, and resumed both times
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from evidence import Evidence, begin, precision_of, workload_of
 from pipeline import FAMILY, write_pipeline
 from search import plan, plan_command
 
+from autotune.hardware.store import cached_profile
 from autotune.training.folder import REPORT_FILE
 from autotune.training.metrics import METRICS_FILE, read_metrics
 
@@ -68,18 +70,21 @@ def train(
 def main() -> None:
     """Measure the part."""
     evidence = begin("run", __doc__)
-    hardware = evidence.hardware()
+    hardware = cached_profile()
     plain = workload_of(evidence.model(FAMILY), evidence.size(1024), rank=16, batch=2)
     model = write_pipeline(evidence, hardware, plain, precision_of(hardware))
     images, plan_file, output = (evidence.scratch() / name for name in ("images", "plan.yaml", "trained"))
     write_images(images, evidence.size(1024))
-    made: Any = plan(evidence, plan_command(evidence, model, 16, 2, 90, "--data", str(images), "--max-trials", "3"))
+    shutil.rmtree(output, ignore_errors=True)  # of an earlier call with this SCRATCH
+    made: Any = plan(evidence, plan_command(evidence, model, 16, 2, 90, "--data", str(images), "--max-trials", "3"),
+                     share_of_time=0.5)  # fmt: skip
     if made is None:
         return
     text = re.sub(r"checkpointing_steps: \d+", f"checkpointing_steps: {CHECKPOINT_EVERY}", plan_file.read_text())
     plan_file.write_text(re.sub(r"preview_every: \d+", "preview_every: 0", text))
-    promised = made["frozen"]["expected"]["step_seconds"]
-    affordable = (evidence.left() - 150) / promised
+    expected = made["frozen"]["expected"]
+    beside = sum(phase["seconds"] for phase in expected["phases"] if phase["name"] != "training")
+    affordable = (evidence.left() - 3 * max(50.0, 25 + beside)) / expected["step_seconds"]  # of three starts
     num_steps = 30 if evidence.small else int(max(20, min(2000, affordable)))
     third = max(CHECKPOINT_EVERY + 2, num_steps // 3)
     train(evidence, plan_file, output, num_steps, after=third, how=signal.SIGKILL, resume=False)
@@ -88,8 +93,14 @@ def main() -> None:
     steps = read_metrics(output / METRICS_FILE)
     evidence.row("steps", seconds=[step.seconds for step in steps], losses=[step.loss for step in steps],
                  memory_bytes=[step.memory_bytes for step in steps])  # fmt: skip
-    if (report := output / REPORT_FILE).exists():
-        evidence.row("report", report=json.loads(report.read_text()))
+    if not (path := output / REPORT_FILE).exists():
+        evidence.row("error", what="training", message="no report: see how the last start ended")
+        return
+    report = json.loads(path.read_text())
+    evidence.row("report", report=report)
+    promised = {phase["name"]: phase for phase in report["expected_phases"]}
+    for phase in report["phases"]:
+        evidence.row("phase", **phase, expected=promised.get(phase["name"]))
 
 
 if __name__ == "__main__":

@@ -18,20 +18,22 @@ PIPES: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": 
 def plan_command(evidence: Evidence, model: str, rank: int, batch: int, seconds: float, *options: str) -> list[str]:
     """The command line of a search."""
     return [sys.executable, "-m", "autotune", "plan", "--model", model, "--resolution", str(evidence.size(1024)),
-            "--rank", str(rank), "--batch", str(batch), "--quality", "compact", "--no-profiles", "--json",
-            "--search-time", str(max(10, round(seconds))), "-o", str(evidence.scratch() / "plan.yaml"),
+            "--rank", str(rank), "--batch", str(batch), "--quality", "compact", "--no-profiles", "--fresh",
+            "--search-time", str(max(10, round(seconds))), "-o", str(evidence.scratch() / "plan.yaml"), "--json",
             *(["--max-trials", "2"] if evidence.small else []), *options]  # fmt: skip
 
 
-def plan(evidence: Evidence, command: list[str], cap_gib: int | None = None) -> dict[str, object] | None:
-    """One search as a row, with its plan; None where it failed."""
+def plan(
+    evidence: Evidence, command: list[str], cap_gib: int | None = None, share_of_time: float = 1.0
+) -> dict[str, object] | None:
+    """One search as a row, with its plan; None where it failed, or took more than that share of the time left."""
     if evidence.small and cap_gib:
         cap_gib = max(2, cap_gib // 16)
     command = [*command, *([] if cap_gib is None else ["--cap-memory", f"{cap_gib}GiB"])]
     started = time.monotonic()
     with subprocess.Popen(command, text=True, **PIPES) as process:
         try:
-            told, said = process.communicate(timeout=max(5.0, evidence.left()))
+            told, said = process.communicate(timeout=max(5.0, share_of_time * evidence.left()))
         except subprocess.TimeoutExpired:
             process.kill()
             told, said = process.communicate()
@@ -45,10 +47,13 @@ def plan(evidence: Evidence, command: list[str], cap_gib: int | None = None) -> 
     return made
 
 
-def two_at_once(evidence: Evidence, command: list[str]) -> None:
-    """Both must end well, one after the other; neither may measure the other."""
+def two_at_once(evidence: Evidence, model: str, batch: int) -> None:
+    """Searches of different questions: both must end well, taking turns; neither may measure the other."""
     started = time.monotonic()
-    running = [subprocess.Popen([*command, "--max-trials", "2"], text=True, **PIPES) for _ in range(2)]
+    running = [
+        subprocess.Popen(plan_command(evidence, model, rank, batch, 60, "--max-trials", "2"), text=True, **PIPES)
+        for rank in (8, 32)
+    ]
     for number, process in enumerate(running):
         try:
             _, said = process.communicate(timeout=max(10.0, evidence.left()))
@@ -66,7 +71,7 @@ def main() -> None:
     for cap_gib in evidence.each(evidence.sliced(CAPS_GIB), name=lambda cap: f"plan within {cap} GiB"):
         plan(evidence, plan_command(evidence, model, work.rank, work.batch, min(180, evidence.left() - 20)), cap_gib)
     for _ in evidence.each(["two searches at once"]):
-        two_at_once(evidence, plan_command(evidence, model, work.rank, work.batch, 60))
+        two_at_once(evidence, model, work.batch)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from autotune.cost.composition import stretched_index
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
+from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
 
@@ -70,14 +70,14 @@ class PlainLoop:
                 with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
                     velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
                 loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) / len(batches)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             loss.item()
             seconds.append(time.perf_counter() - started)
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
-        return {"step_seconds": seconds[1:], "peak_memory_bytes": peak, "outcome": "ok"}
+        return {"step_seconds": seconds[1:], "peak_memory_bytes": peak}
 
 
 def model_flops(predictor: Predictor, chosen: Candidate) -> float:
@@ -94,8 +94,8 @@ def model_flops(predictor: Predictor, chosen: Candidate) -> float:
 def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload) -> dict[str, Any]:
     """What competes, by name; None for the plain loop, and where no plan was found."""
     precision = precision_of(hardware)
-    seconds = 0.45 * evidence.left()
-    made: Any = plan(evidence, plan_command(evidence, model, RANK, BATCH, seconds, "--max-trials", "6"))
+    seconds = 0.3 * evidence.left()  # of trials; proving gradients and confirming the winner come on top
+    made: Any = plan(evidence, plan_command(evidence, model, RANK, BATCH, seconds), share_of_time=0.6)
     return {
         "bf16, all checkpointed, batch 1": candidate(workload, 1, ALL, precision=precision),
         "plain diffusers loop": None,
@@ -107,7 +107,7 @@ def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workl
 def main() -> None:
     """Measure the part."""
     evidence = begin("training", __doc__, published={"step_seconds": 1.20, "memory_gib": 41, "gpu": "H100"})
-    hardware = evidence.hardware()
+    hardware = cached_profile()
     model = evidence.model("qwen-image")
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(1024), rank=RANK, batch=BATCH)
@@ -122,13 +122,12 @@ def main() -> None:
             chosen = found[name]
             if name == "plain diffusers loop":
                 plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device, STEPS)
-                answer = runner.ask(plain, ("plain", turn))
-                row = {"outcome": answer.outcome, "message": answer.message} if isinstance(answer, Failure) else answer
+                row = evidence.ask(runner, plain, ("plain", turn))
             elif why := "no plan" if chosen is None else closed_gate(hardware, chosen):
                 evidence.skip(name, why)
                 continue
             else:
-                row = tried(runner, chosen, STEPS)[0].model_dump(mode="json")
+                row = tried(evidence, runner, chosen, STEPS)[0].model_dump(mode="json")
             evidence.row("steps", name=name, turn=turn, **row)
 
 
