@@ -149,7 +149,7 @@ class Candidate(Frozen):
             f"{name.replace('_', ' ')} {value}"
             for name, value in self
             if not (field := type(self).model_fields[name]).is_required() and value != field.default
-            if name not in ("quantization", "attention", "allocator", "batch_memory")
+            if name not in ("quantization", "attention", "allocator", "data_workers", "batch_memory")
         )
         return ", ".join((main, *unusual))
 

@@ -22,9 +22,10 @@ def trial_row(number: int, result: TrialResult) -> str:
 
 def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes: int | None, verdict: str) -> str:
     time = "-" if seconds is None else f"{seconds:.3f}"
+    weights = candidate.precision if candidate.quantization == "none" else candidate.quantization
     return (
         f"{number:>2} {candidate.micro_batch_size:>5} {candidate.checkpointed_blocks:>4} "
-        f"{candidate.swapped_blocks or '-':>4} {candidate.quantization:<13} {candidate.attention:<17} {time:>7} "
+        f"{candidate.swapped_blocks or '-':>4} {weights:<13} {candidate.attention:<17} {time:>7} "
         f"{memory_text(memory_bytes):>9} {verdict}"
     )
 
