@@ -1,9 +1,12 @@
-"""`autotune weights`: look into safetensors files and convert adapters between the keys that programs use."""
+"""`autotune weights`: look into safetensors files, convert adapters between programs, write models in shards."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from autotune.families.resolve import ResolvedModel
 
 app = typer.Typer(help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -28,25 +31,47 @@ def inspect(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="An adapter in any of the formats.", metavar="IN")],
-    target: Annotated[Path, typer.Argument(help="Where to write it.", metavar="OUT")],
-    to: Annotated[str, typer.Option("--format", help="diffusers, comfyui or kohya.")] = "diffusers",
-    model: Annotated[str | None, typer.Option(help="Family, for a kohya file that another program wrote.")] = None,
+    source: Annotated[
+        Path, typer.Argument(help="An adapter; or a model: its folder or index of shards.", metavar="IN")
+    ],
+    target: Annotated[Path, typer.Argument(help="File to write; for a model, a folder.", metavar="OUT")],
+    to: Annotated[str, typer.Option("--format", help="diffusers, comfyui or kohya; a model: diffusers.")] = "diffusers",
+    model: Annotated[str | None, typer.Option(help="Family of an adapter whose names do not tell it.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a model's files.", metavar="SIZE")] = "10GB",
 ) -> None:
-    """Convert an adapter to the keys that another program loads; weights and alphas stay the same."""
+    """Write an adapter under the names that another program loads, or a model in shards.
+
+    Weights and alphas stay the same.
+    """
+    from autotune.commands.machine import parse_bytes
+    from autotune.errors import InvalidInput
     from autotune.weights.adapters import AdapterFormat, read_adapter, write_adapter
+    from autotune.weights.resharding import is_whole_model, reshard
 
     formats = AdapterFormat.__args__  # type: ignore[attr-defined]
     if to not in formats:
         raise typer.BadParameter(f"{to!r} is not one of {', '.join(formats)}", param_hint="--format")
-    write_adapter(target, read_adapter(source, _module_names(model)), to)  # type: ignore[arg-type]
+    if is_whole_model(source):
+        if to != "diffusers":
+            raise InvalidInput(f"only adapters are written for {to}", hint="leave --format out, or name an adapter")
+        written = reshard(source, target, max_shard_bytes=parse_bytes(max_shard_size))
+        typer.echo(f"{len(written)} file{'s' if len(written) > 1 else ''} written to {target}")
+        return
+    named = _resolved(model)
+    names, transformer = (_module_names(named), named.family.transformer_class) if named else ((), None)
+    write_adapter(target, read_adapter(source, names), to, transformer)  # type: ignore[arg-type]
     typer.echo(f"written to {target}")
 
 
-def _module_names(model: str | None) -> tuple[str, ...]:
+def _resolved(model: str | None) -> "ResolvedModel | None":
     if model is None:
-        return ()
-    from autotune.families.resolve import build_on_meta, resolve_model
+        return None
+    from autotune.families.resolve import resolve_model
 
-    resolved = resolve_model(model)
-    return tuple(name for name, _ in build_on_meta(resolved.family, resolved.config).named_modules())
+    return resolve_model(model)
+
+
+def _module_names(model: "ResolvedModel") -> tuple[str, ...]:
+    from autotune.families.resolve import build_on_meta
+
+    return tuple(name for name, _ in build_on_meta(model.family, model.config).named_modules())

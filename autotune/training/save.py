@@ -19,6 +19,7 @@ def save_trained(
     workload = plan.frozen.workload
     info = AdapterInfo(
         model=workload.model.name,
+        transformer=model.family.transformer_class,
         plan_digest=plan.digest,
         rank=workload.rank,
         alpha=workload.lora_alpha,

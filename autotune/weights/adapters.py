@@ -23,7 +23,14 @@ from pydantic import Field, ValidationError
 from autotune.errors import InvalidInput
 from autotune.frozen import Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
-from autotune.weights.flux_layers import is_flux, is_original_flux, join_layers, original_names, split_layers
+from autotune.weights.flux_layers import (
+    FLUX_CLASS,
+    is_flux,
+    is_original_flux,
+    join_layers,
+    original_names,
+    split_layers,
+)
 from autotune.weights.layer import Layer
 from autotune.weights.loaders import read_whole
 from autotune.weights.saving import save_file
@@ -59,6 +66,8 @@ class AdapterInfo(Frozen):
 
     model: str
     """Hub id or folder name of the model that was adapted."""
+    transformer: str | None = None
+    """Class of its transformer in diffusers; None in files that were written before it was told."""
     plan_digest: str
     rank: int = PositiveInt
     alpha: float = Field(gt=0)
@@ -106,9 +115,9 @@ def read_adapter(path: Path, module_names: Iterable[str] = ()) -> Adapter:
     return parse_adapter(*read_whole(path), module_names)
 
 
-def write_adapter(path: Path, adapter: Adapter, to: AdapterFormat) -> None:
-    """Write an adapter in the format `to`, atomically."""
-    tensors, metadata = render_adapter(adapter, to)
+def write_adapter(path: Path, adapter: Adapter, to: AdapterFormat, transformer: str | None = None) -> None:
+    """Write an adapter in the format `to`, atomically; `transformer` and errors as in `render_adapter`."""
+    tensors, metadata = render_adapter(adapter, to, transformer)
     save_file(path, tensors, metadata)
 
 
@@ -204,9 +213,15 @@ def _config_alphas(metadata: Mapping[str, str], modules: Iterable[str]) -> dict[
     return alphas
 
 
-def render_adapter(adapter: Adapter, to: AdapterFormat) -> tuple[dict[str, "Tensor"], dict[str, str]]:
-    """Tensors and metadata of the file that holds `adapter` in the format `to`. Pure."""
-    original = to != "diffusers" and is_flux(adapter.layers)
+def render_adapter(
+    adapter: Adapter, to: AdapterFormat, transformer: str | None = None
+) -> tuple[dict[str, "Tensor"], dict[str, str]]:
+    """Tensors and metadata of the file that holds `adapter` in the format `to`. Pure.
+
+    `transformer` is the class of the adapted model, for an adapter that does not say it. Raises InvalidInput where the
+    names depend on it and nothing tells, or where the format has no name for a layer.
+    """
+    original = to != "diffusers" and _adapts_flux(adapter, transformer)
     layers = join_layers(adapter.layers) if original else adapter.layers
     down, up = ("lora_down", "lora_up") if to == "kohya" or original else ("lora_A", "lora_B")
     tensors: dict[str, Tensor] = {}
@@ -219,6 +234,15 @@ def render_adapter(adapter: Adapter, to: AdapterFormat) -> tuple[dict[str, "Tens
     if len(tensors) < len(layers) * (2 if to == "diffusers" else 3):
         raise InvalidInput("two modules have one name once dots are underscores", hint="choose diffusers or comfyui")
     return tensors, {**METADATA_OF[to](layers), **adapter.metadata}
+
+
+def _adapts_flux(adapter: Adapter, transformer: str | None) -> bool:
+    known = transformer or (adapter.info.transformer if adapter.info else None)
+    flux = known == FLUX_CLASS if known else is_flux(adapter.layers)
+    if flux is None:
+        message = "this adapter may be of FLUX.1, whose layers other programs call otherwise, or of another model"
+        raise InvalidInput(message, hint="name the model it belongs to: --model flux1-dev, --model qwen-image ...")
+    return flux
 
 
 def _scalar(value: float) -> "Tensor":

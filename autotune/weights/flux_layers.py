@@ -44,13 +44,27 @@ OUTSIDE: Mapping[str, str] = {
     "final_layer.linear": "proj_out",
 }
 BLOCKS = (("double_blocks", "transformer_blocks", DOUBLE), ("single_blocks", "single_transformer_blocks", SINGLE))
+FLUX_CLASS = "FluxTransformer2DModel"
+"""The model's class in diffusers."""
+NUM_DOUBLE_BLOCKS = 19
+"""In the published model, by its configuration."""
 MLP_RATIO = 4
 """Rows of `proj_mlp` for each input."""
 
 
-def is_flux(modules: Iterable[str]) -> bool:
-    """Whether names are diffusers' of FLUX.1: its single blocks, or what only its double blocks have."""
-    return any(re.match(r"single_transformer_blocks\.|transformer_blocks\.\d+\.(ff|norm1)", name) for name in modules)
+def is_flux(modules: Iterable[str]) -> bool | None:
+    """Whether names are diffusers' of FLUX.1, which its single blocks tell; None where they may be.
+
+    Stable Diffusion 3 has all names of the double blocks, Qwen-Image those of their attention, in as wide layers.
+    """
+    names = tuple(modules)
+    if any(name.startswith("single_transformer_blocks.") for name in names):
+        return True
+    in_blocks = [found for name in names if (found := re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", name))]
+    parts = {part for known in DOUBLE.values() for part in known}
+    if not in_blocks or any(int(found[1]) >= NUM_DOUBLE_BLOCKS or found[2] not in parts for found in in_blocks):
+        return False
+    return None
 
 
 def is_original_flux(modules: Iterable[str]) -> bool:

@@ -1,7 +1,8 @@
 """Fetch a pipeline from the hub: only the files that are needed, at a commit that can be written into a plan.
 
-`huggingface_hub` downloads, caches and shows progress; it resumes a file whose connection broke, but begins it anew in
-another process. Here is only the choice of files, and errors that say what to do.
+`huggingface_hub` downloads, caches and shows progress. It resumes a file whose connection broke; another process begins
+that file anew, for each download has a temporary file of its own and no option changes it (2.4, with `local_dir`, too).
+Here is only the choice of files, and errors that say what to do.
 """
 
 import re

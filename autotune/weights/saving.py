@@ -1,7 +1,7 @@
 """Save safetensors so that a reader finds the old file or the new one whole, never a half; large models in shards."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,12 +50,30 @@ def save_model(
     A save that is interrupted leaves a folder without an index or single file, which is refused, not half loaded.
     A tensor larger than `max_shard_bytes` gets a shard of its own. Returns the files written.
     """
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+
+    def read(names: list[str]) -> dict[str, "Tensor"]:
+        return {name: tensors[name] for name in names}
+
+    return save_shards(folder, sizes, read, stem=stem, max_shard_bytes=max_shard_bytes, metadata=metadata)
+
+
+def save_shards(
+    folder: Path,
+    sizes: Mapping[str, int],
+    read: Callable[[list[str]], Mapping[str, "Tensor"]],
+    *,
+    stem: str,
+    max_shard_bytes: int,
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[Path, ...]:
+    """`save_model` for tensors of `sizes` bytes that `read` gives by name, one shard at a time: no more is held."""
     index = folder / f"{stem}.safetensors.index.json"
     single = folder / f"{stem}.safetensors"
-    shards = _into_shards(tensors, max_shard_bytes)
+    shards = _into_shards(sizes, max_shard_bytes)
     stale = set(folder.glob(f"{stem}-?????-of-?????.safetensors"))
     if len(shards) == 1:
-        save_file(single, tensors, metadata)
+        save_file(single, read(shards[0]), metadata)
         index.unlink(missing_ok=True)
         _remove(stale)
         return (single,)
@@ -65,23 +83,23 @@ def save_model(
     written = []
     for number, names in enumerate(shards, start=1):
         path = folder / f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(path, {name: tensors[name] for name in names}, metadata)
+        save_file(path, read(names), metadata)
         weight_map |= dict.fromkeys(names, path.name)
         written.append(path)
-    _write_index(index, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
+    _write_index(index, weight_map, sum(sizes.values()))
     _remove(stale - set(written))
     return (*written, index)
 
 
-def _into_shards(tensors: Mapping[str, "Tensor"], max_shard_bytes: int) -> list[list[str]]:
+def _into_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += tensor.nbytes
+        filled += size
     return shards
 
 

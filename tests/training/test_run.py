@@ -28,6 +28,7 @@ from autotune.training.preview import Shot, Studio
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
+from autotune.weights.adapters import read_adapter
 from tests.training.conftest import CPU, Bench
 
 PROMPTS = ("a red circle on a white background", "something else")
@@ -75,6 +76,13 @@ def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, 
     ]
     assert Image.open(folder / "samples.png").size == (64, 64)
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_adapter_says_what_it_belongs_to(bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+    folder, report, _ = run
+    info = read_adapter(folder / ADAPTER_FILE).info
+    assert info is not None
+    assert (info.transformer, info.plan_digest) == (bench.resolved.family.transformer_class, report.plan_digest)
 
 
 def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, RunReport, list[StepEvent]]) -> None:

@@ -3,7 +3,7 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, parse_adapter, render_adapter
-from autotune.weights.flux_layers import join_layers, split_layers
+from autotune.weights.flux_layers import is_flux, join_layers, split_layers
 from autotune.weights.layer import Layer
 from tests.weights.conftest import bits
 
@@ -95,3 +95,19 @@ def test_layers_without_an_original_name_are_refused(name):
     assert "diffusers" in caught.value.hint
     with pytest.raises(InvalidInput, match="no layer of FLUX"):
         split_layers({"double_blocks.0.elsewhere": layer(1, 2, 2)})
+
+
+@pytest.mark.parametrize(
+    ("names", "answer"),
+    [
+        (["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_q"], True),
+        (["transformer_blocks.18.attn.to_q", "transformer_blocks.0.ff.net.2"], None),  # also Stable Diffusion 3's
+        (["transformer_blocks.0.attn.add_q_proj", "proj_out"], None),  # also Qwen-Image's
+        (["transformer_blocks.0.attn.to_q", "transformer_blocks.19.attn.to_q"], False),  # FLUX.1 has 19
+        (["transformer_blocks.0.attn.to_q", "transformer_blocks.0.img_mlp.net.2"], False),
+        (["blocks.0.to_q", "proj_out"], False),
+        ([], False),
+    ],
+)
+def test_names_tell_flux_another_model_or_neither(names, answer):
+    assert is_flux(names) is answer

@@ -69,6 +69,12 @@ def test_a_hub_that_fails_during_a_download_says_that_it_can_be_continued(hub: F
     with pytest.raises(HubError) as caught:
         fetch(repo, components=["vae"])
     assert "again" in caught.value.hint
+    came = [name for name in hub.downloads if name not in hub.broken]
+    hub.broken.clear()
+    hub.requests.clear()
+    fetch(repo, components=["vae"])
+    assert f"vae/{STEM}.safetensors" in hub.downloads
+    assert not set(came) & set(hub.downloads)
 
 
 @pytest.mark.parametrize(("name", "word"), [("team/gated", "licence"), ("team/absent", "spelling")])

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,15 +24,9 @@ def model():
     return nn.Sequential(*(block() for _ in range({NUM_BLOCKS})))
 """
 
-MEASURE = """
-import json, sys, threading
+PEAK = """
+import json, sys, threading, torch
 from pathlib import Path
-import torchao.quantization
-from autotune.knobs.quantization import quantize_inside
-from autotune.weights.building import build_empty
-from autotune.weights.loaders import LOADERS
-from autotune.weights.sources import open_source
-from autotune.weights.streaming import load_into
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -50,6 +45,16 @@ def peak(call):
     return most[0]
 
 torch.set_num_threads(1)
+"""
+
+LOAD = """
+import torchao.quantization
+from autotune.knobs.quantization import quantize_inside
+from autotune.weights.building import build_empty
+from autotune.weights.loaders import LOADERS
+from autotune.weights.sources import open_source
+from autotune.weights.streaming import load_into
+
 loader, source = sys.argv[1], open_source(Path(sys.argv[2]))
 small = build_empty(model, dtype=torch.bfloat16)
 quantize_inside([small], "torchao-int8")("", nn.Linear(8, 8))  # imports what it needs
@@ -63,6 +68,13 @@ def load():
     load_into(small, source, loader=loader, transform=quantize_inside([small], "torchao-int8"))
 
 print(json.dumps({"load": peak(load), "read": peak(read)}))
+"""
+
+RESHARD = """
+from autotune.weights.resharding import reshard
+
+source, target, limit = sys.argv[1:]
+print(json.dumps(peak(lambda: reshard(Path(source), Path(target), max_shard_bytes=int(limit)))))
 """
 
 
@@ -79,14 +91,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def measured(script: str, *arguments: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
 @pytest.mark.parametrize("name", LOADERS)
 def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(name: str, checkpoint: Path) -> None:
-    script = [sys.executable, "-c", MODEL + MEASURE, name, str(checkpoint)]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    peaks = json.loads(done.stdout)
+    peaks = measured(MODEL + PEAK + LOAD, name, str(checkpoint))
     held = LOADERS[name].held_bytes(NUM_BLOCKS * BLOCK_BYTES, shares_memory=False)
     final = NUM_BLOCKS * BLOCK_BYTES // 2  # int8
     assert final < peaks["load"] <= final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
     assert peaks["read"] <= held + LINEAR_BYTES + 8 * MIB
+
+
+def test_resharding_holds_one_shard_whatever_the_model(checkpoint: Path, tmp_path: Path) -> None:
+    peak = measured(PEAK + RESHARD, str(checkpoint), str(tmp_path / "out"), str(BLOCK_BYTES))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == NUM_BLOCKS
+    assert LINEAR_BYTES < peak <= BLOCK_BYTES + 8 * MIB
