@@ -1,11 +1,10 @@
 """Commands that tell about machine and models and change nothing."""
 
 import json
-from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+from autotune.commands.options import Json
 
 
 def doctor(as_json: Json = False) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autotune.commands.options import Json
+
 if TYPE_CHECKING:
     from autotune.sharing.store import Merged, Store
 
@@ -14,7 +16,6 @@ app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, ri
 Url = Annotated[str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")]
 Id = Annotated[str, typer.Argument(help="A record's name, or how it begins.", metavar="ID")]
 Where = Annotated[str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
 @app.callback()
@@ -48,7 +49,7 @@ def pull(url: Url) -> None:
 def list_records(
     why: Annotated[bool, typer.Option("--why", help="Say which count on this machine, and what differs.")] = False,
     store: Where = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """List records; with --why, whether each counts here."""
     from autotune.reporting.profiles import list_lines

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autotune.commands.options import Json
+
 if TYPE_CHECKING:
     from autotune.families.resolve import ResolvedModel
 
@@ -19,7 +21,7 @@ def group() -> None:
 @app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(help="A safetensors file.", metavar="FILE")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
     from autotune.reporting.weights import render_file

@@ -130,12 +130,14 @@ def _rates(rates: Sequence[Rate]) -> Table:
 
 
 def human_rate(rate: Rate) -> str:
-    """A rate in the unit that people use: TFLOP/s, GB/s, MiB, ms."""
+    """A rate in the unit that people use: TFLOP/s, GB/s, MiB, ms, us."""
     if rate.unit == "FLOP/s":
         return f"{rate.value / 1e12:.1f} TFLOP/s" if rate.value >= 1e12 else f"{rate.value / 1e9:.1f} GFLOP/s"
     if rate.unit == "B/s":
         return f"{rate.value / 1e9:.2f} GB/s"
-    return f"{rate.value / 2**20:.0f} MiB" if rate.unit == "B" else f"{rate.value * 1e3:.2f} ms"
+    if rate.unit == "B":
+        return f"{rate.value / 2**20:.0f} MiB"
+    return f"{rate.value * 1e3:.2f} ms" if rate.value >= 1e-3 else f"{rate.value * 1e6:.1f} us"
 
 
 def _grid() -> Table:

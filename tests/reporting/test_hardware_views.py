@@ -62,6 +62,7 @@ def test_a_catalogue_profile_says_that_nothing_was_measured():
         (2.5e10, "B/s", "25.00 GB/s"),
         (2**20, "B", "1 MiB"),
         (0.25, "s", "250.00 ms"),
+        (9.2e-6, "s", "9.2 us"),
     ],
 )
 def test_rates_are_told_in_the_units_that_people_use(value, unit, text):
