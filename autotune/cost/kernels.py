@@ -21,11 +21,16 @@ DeviceRules = Literal["cpu", "cuda"]
 Work = tuple[str, tuple[int, ...], int, int]
 """One kind of operation: class, shape, FLOPs, bytes moved.
 
-Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of `attention` and `attention_backward`.
+A class may be followed by a dot and what tells its kernel apart: `attention.backward`, `elementwise.gelu`,
+`dequantization.int8`. Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of attention.
 """
 
 CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution")
 """What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
+
+SLOW_ON_CPU = ("gelu", "gelu_backward")
+"""Elementwise kernels that a processor computes for longer than it moves their bytes: a quarter to a tenth of a copy's
+rate. The probe measures them, and conversions of stored weights, by themselves."""
 
 ATTENTION_KERNELS = {
     "native": "fused",
