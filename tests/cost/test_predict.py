@@ -95,6 +95,20 @@ def test_uncheckpointed_layers_keep_no_dequantised_weights(card, storage):
     assert small.saved_bytes <= plain.saved_bytes
 
 
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("text_padding", ["exact", "masked"])
+def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
+    known = (cpu(), workload_of(name, text_padding=text_padding), FAMILIES[name], TINY[name])
+    candidates = [
+        Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=storage, precision="fp32")
+        for size, k, storage in ((1, 0, "none"), (2, 3, "none"), (3, 0, "none"), (1, 3, "torchao-int8"))
+    ]
+    one, other = Predictor(*known), Predictor(*known)
+    forwards = [one.predict(candidate) for candidate in candidates]
+    backwards = [other.predict(candidate) for candidate in reversed(candidates)]
+    assert forwards == backwards[::-1]
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel):
     storage = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8"}.get(kernel.split(".")[1], "none")
