@@ -67,7 +67,9 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     """Within this context, functions that the device fuses are traced as the device runs them. Not thread-safe.
 
     They are replaced by name: a torch function mode would be suspended while `backward` recomputes a checkpoint.
+    Whatever backend this process last trained with, the model calls the function that is replaced.
     """
+    from diffusers.models.attention_dispatch import attention_backend
     from torch.nn import functional
 
     table: dict[str, Callable[..., Any]] = {}
@@ -79,7 +81,8 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     try:
         for name, substitute in table.items():
             setattr(functional, name, substitute)
-        yield
+        with attention_backend("native"):
+            yield
     finally:
         for name, original in originals.items():
             setattr(functional, name, original)

@@ -183,7 +183,7 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
         prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput):  # and before any trial
-        make_plan(Question(str(model), bench.images), bench.hardware)
+        make_plan(Question(str(model), said={"data": str(bench.images)}), bench.hardware)
 
 
 def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
@@ -193,7 +193,9 @@ def test_control_images_that_the_model_does_not_take_are_refused_before_any_work
     assert "--control" in caught.value.hint
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput, match="qwen-image takes none"):
-        make_plan(Question(str(bench.model_folder), bench.images, control=control), bench.hardware)
+        make_plan(
+            Question(str(bench.model_folder), said={"data": str(bench.images), "control": str(control)}), bench.hardware
+        )
 
 
 @pytest.mark.parametrize(
