@@ -36,8 +36,8 @@ def torch_build(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
     """The build of torch (>= 2.11) that this driver runs. Builds of 2.13: cu126, cu129, cu130, cu132, rocm and cpu."""
     if driver is None:
         return "cpu"
-    blackwell = any(gpu.capability is not None and gpu.capability[0] >= 10 for gpu in gpus)
-    old_card = any(gpu.capability is not None and gpu.capability < (7, 5) for gpu in gpus)
+    blackwell = any(gpu.compute_capability is not None and gpu.compute_capability[0] >= 10 for gpu in gpus)
+    old_card = any(gpu.compute_capability is not None and gpu.compute_capability < (7, 5) for gpu in gpus)
     if not older(driver, DRIVERS["13"]) and not old_card:
         return "cu130"
     return "cu129" if blackwell else "cu126"
@@ -76,8 +76,9 @@ def check_old_card(patient: Patient) -> Iterator[Finding]:
     """CUDA 13 dropped everything before 7.5."""
     cuda13 = not older(patient.versions.cuda_runtime, "13.0")
     for gpu in patient.gpus:
-        if cuda13 and gpu.capability is not None and gpu.capability < (7, 5):
-            what = f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}; CUDA 13 needs 7.5"
+        own = gpu.compute_capability
+        if cuda13 and own is not None and own < (7, 5):
+            what = f"{gpu.name} has compute capability {own[0]}.{own[1]}; CUDA 13 needs 7.5"
             fix = "install the cu126 build of torch"
             yield Finding(severity="blocks", name="card-too-old", what=what, fix=fix)
 
@@ -125,7 +126,7 @@ def check_link_and_power(patient: Patient) -> Iterator[Finding]:
     """A card that cannot do what it was sold for."""
     for gpu in patient.gpus:
         limit, usual = gpu.power_limit_watts, gpu.default_power_limit_watts
-        sheet = matching(gpu.name, gpu.total_bytes)
+        sheet = matching(gpu.name, gpu.total_memory_bytes)
         usual = usual or (sheet.power_watts if sheet else None)
         if limit is not None and usual is not None and limit < 0.95 * usual:
             what = f"GPU {gpu.index} ({gpu.name}) is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
