@@ -21,6 +21,8 @@ BUSY_BYTES = GIB
 DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
 """CUDA major to the oldest driver that runs it (minor-version compatibility, CUDA release notes)."""
 
+CUDA_13 = (7, 5)
+"""The oldest compute capability that it runs on."""
 DEFAULT_DISK_BYTES = 90 * GIB
 """Qwen-Image in bf16 (58 GB on the hub), its caches, checkpoints and room to write a shard twice."""
 
@@ -53,22 +55,23 @@ def findings(patient: Patient) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: get_args(Severity).index(finding.severity)))
 
 
-def torch_build(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
-    """The build of torch (>= 2.11) that this driver runs. Builds of 2.13: cu126, cu129, cu130, cu132, rocm and cpu."""
+def torch_for(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
+    """How to get a torch (>= 2.11) that runs here. Builds of 2.13: cu126, cu129, cu130, cu132, rocm and cpu."""
+    capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
+    outdated = driver is not None and older(driver, DRIVERS["12"])  # it runs none of them
+    first = "update the driver to 580 or newer, then " if outdated else ""
+    build = "cu129" if any(own >= (10, 0) for own in capabilities) else "cu126"
     if driver is None:
-        return "cpu"
-    blackwell = any(gpu.compute_capability is not None and gpu.compute_capability[0] >= 10 for gpu in gpus)
-    old_card = any(gpu.compute_capability is not None and gpu.compute_capability < (7, 5) for gpu in gpus)
-    if not older(driver, DRIVERS["13"]) and not old_card:
-        return "cu130"
-    return "cu129" if blackwell else "cu126"
+        build = "cpu"
+    elif (outdated or not older(driver, DRIVERS["13"])) and not any(own < CUDA_13 for own in capabilities):
+        build = "cu130"
+    return f"{first}install the {build} build of torch 2.11 or newer (pytorch.org, 'Get started', 'Compute platform')"
 
 
 def check_torch(patient: Patient) -> Iterator[Finding]:
     """Torch is there, is for NVIDIA, and the driver can run it."""
-    versions, build = patient.versions, torch_build(patient.versions.driver, patient.gpus)
-    get = f"install the {build} build of torch 2.11 or newer (pytorch.org, 'Get started', 'Compute platform')"
-    cuda = versions.cuda_runtime
+    versions, cuda = patient.versions, patient.versions.cuda_runtime
+    get = torch_for(versions.driver, patient.gpus)
     if versions.torch is None:
         yield Finding(severity="blocks", name="no-torch", what="torch is not installed", fix=get)
     elif patient.rocm is not None:
@@ -83,7 +86,7 @@ def check_torch(patient: Patient) -> Iterator[Finding]:
             what = (
                 f"driver {versions.driver} is too old for torch {versions.torch} (CUDA {cuda}): needs {least} or newer"
             )
-            fix = f"update the driver; or {get}"
+            fix = get if get.startswith("update") else f"update the driver; or {get}"
             yield Finding(severity="blocks", name="driver-too-old", what=what, fix=fix)
         elif cuda.startswith("12."):
             what = f"torch {versions.torch} is built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
@@ -98,7 +101,7 @@ def check_old_card(patient: Patient) -> Iterator[Finding]:
     cuda13 = not older(patient.versions.cuda_runtime, "13.0")
     for gpu in patient.gpus:
         own = gpu.compute_capability
-        if cuda13 and own is not None and own < (7, 5):
+        if cuda13 and own is not None and own < CUDA_13:
             what = f"{gpu.name} has compute capability {own[0]}.{own[1]}; CUDA 13 needs 7.5"
             fix = "install the cu126 build of torch"
             yield Finding(severity="blocks", name="card-too-old", what=what, fix=fix)
