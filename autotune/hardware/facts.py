@@ -2,12 +2,14 @@
 
 import platform
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.hardware.memory import budget, memory_kind
-from autotune.hardware.reader import Nonsense, Reader
-from autotune.schema import Device, Host, Link, Versions
+from autotune.hardware.reader import FLAG, FREE, SIZE, TEXT, Facts, Reader, number, whole
+from autotune.machine import Device, DeviceKind, Host, Link, MemoryKind, Versions
 
 PACKAGES: Mapping[str, str] = {
     "torch": "torch",
@@ -26,7 +28,53 @@ PACKAGES: Mapping[str, str] = {
 }
 """Field of `Versions` to name of the distribution."""
 
-LINK_PATHS = ("nvlink", "same board", "pcie switch", "pcie switches", "host bridge", "same socket", "cpu sockets")
+HOST: Facts = {
+    "memory_bytes": (SIZE, "os:memory_bytes"),
+    "available_memory_bytes": (FREE, "os:available_bytes"),
+    "container_free_bytes": (FREE, "os:container_free_bytes"),
+    "cpu": (TEXT, "os:cpu"),
+    "physical_cores": (whole(1, 4096), "os:physical_cores"),
+    "logical_cores": (whole(1, 8192), "os:logical_cores"),
+    "swap_bytes": (FREE, "os:swap_bytes"),
+    "system": (TEXT, "os:system"),
+    "wsl": (FLAG, "os:wsl"),
+    "container": (TEXT, "os:container"),
+    "compiler": (TEXT, "os:compiler"),
+    "gpu_direct_storage": (FLAG, "os:gpu_direct_storage"),
+}
+VERSIONS: Facts = {
+    **{field: (TEXT, f"packages:{package}") for field, package in PACKAGES.items()},
+    "python": (TEXT, "os:python"),
+    "cuda_runtime": (TEXT, "packages:torch_cuda", "torch:cuda"),
+    "cuda_driver": (TEXT, "nvml:cuda_driver", "driver:cuda_driver"),
+    "driver": (TEXT, "nvml:driver"),
+    "cudnn": (TEXT, "torch:cudnn"),
+}
+MEMORY_SIGNALS: Facts = {
+    "integrated": (FLAG, "driver:integrated", "torch:integrated"),
+    "host_page_tables": (FLAG, "driver:host_page_tables"),
+}
+WATTS, LANES = number(1e5), whole(1, 64)
+CUDA: Facts = {
+    "total_memory_bytes": (SIZE, "torch:total_bytes", "nvml:total_bytes"),
+    "drives_display": (FLAG, "nvml:display_active"),
+    "name": (TEXT, "torch:name", "nvml:name"),
+    "compute_capability": (
+        TypeAdapter(tuple[Annotated[int, Field(strict=True, ge=1)], Annotated[int, Field(strict=True, ge=0, lt=10)]]),
+        "torch:capability",
+        "nvml:capability",
+    ),
+    "sm_count": (whole(1, 4096), "torch:sm_count"),
+    "l2_bytes": (SIZE, "torch:l2_bytes"),
+    "pcie_generation": (whole(1, 16), "nvml:pcie_generation"),
+    "pcie_width": (LANES, "nvml:pcie_width"),
+    "pcie_max_width": (LANES, "nvml:pcie_max_width"),
+    "power_limit_watts": (WATTS, "nvml:power_limit_watts"),
+    "default_power_limit_watts": (WATTS, "nvml:default_power_limit_watts"),
+    "mig": (FLAG, "nvml:mig"),
+    "other_process_bytes": (FREE, "nvml:other_process_bytes"),
+    "links": (TypeAdapter(tuple[tuple[Annotated[int, Field(strict=True, ge=0)], str], ...]), "nvml:links"),
+}
 
 
 def read_host(reader: Reader) -> Host:
@@ -35,45 +83,25 @@ def read_host(reader: Reader) -> Host:
     Raises:
         AutotuneError: the operating system does not say how much memory there is; nothing could be planned.
     """
-    memory = reader.integer("host.memory_bytes", "os:memory_bytes")
-    available = reader.integer("host.available_memory_bytes", "os:available_bytes", least=0)
-    if memory is None or available is None:
-        reason = reader.provenance[-1 if available is None else -2].absent_because
-        raise AutotuneError(f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil")
-    limit = reader.integer("host.container_free_bytes", "os:container_free_bytes", least=0)
-    return Host(
-        cpu=reader.text("host.cpu", "os:cpu") or "unknown processor",
-        physical_cores=reader.integer("host.physical_cores", "os:physical_cores", most=4096),
-        logical_cores=reader.integer("host.logical_cores", "os:logical_cores", most=8192) or 1,
-        memory_bytes=memory,
-        available_memory_bytes=min(size for size in (available, memory, limit) if size is not None),
-        swap_bytes=reader.integer("host.swap_bytes", "os:swap_bytes", least=0),
-        system=reader.text("host.system", "os:system") or "unknown",
-        memory_model=_memory_model(reader),
-        container=reader.text("host.container", "os:container"),
-        compiler=reader.text("host.compiler", "os:compiler"),
-        gpu_direct_storage=reader.flag("host.gpu_direct_storage", "os:gpu_direct_storage"),
-    )
+    unknown = {"cpu": "unknown processor", "logical_cores": 1, "system": "unknown"}
+    known = {**unknown, **reader.facts("host", HOST)}
+    limit, wsl = known.pop("container_free_bytes", None), known.pop("wsl", False)
+    for name in ("memory_bytes", "available_memory_bytes"):
+        if name not in known:
+            reason = next(p.absent_because for p in reader.provenance if p.fact == f"host.{name}")
+            raise AutotuneError(f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil")
+    sizes = (known["available_memory_bytes"], known["memory_bytes"], limit)
+    known["available_memory_bytes"] = min(size for size in sizes if size is not None)
+    return Host(memory_model="wsl" if wsl else _memory_model(known["system"]), **known)
 
 
-def _memory_model(reader: Reader) -> Literal["linux", "wsl", "windows", "macos"]:
-    system = str(reader.quiet("os:system")).lower()
-    if reader.flag("host.wsl", "os:wsl"):
-        return "wsl"
-    return "windows" if system.startswith("windows") else "macos" if system.startswith("darwin") else "linux"
+def _memory_model(system: str) -> Literal["linux", "windows", "macos"]:
+    return "windows" if system.startswith("Windows") else "macos" if system.startswith("Darwin") else "linux"
 
 
 def read_versions(reader: Reader) -> Versions:
     """Versions of what decides how a step runs."""
-    packages = {field: reader.text(f"versions.{field}", f"packages:{package}") for field, package in PACKAGES.items()}
-    return Versions(
-        python=reader.text("versions.python", "os:python") or platform.python_version(),
-        cuda_runtime=reader.text("versions.cuda_runtime", "packages:torch_cuda", "torch:cuda"),
-        cuda_driver=reader.text("versions.cuda_driver", "nvml:cuda_driver", "driver:cuda_driver"),
-        driver=reader.text("versions.driver", "nvml:driver"),
-        cudnn=reader.text("versions.cudnn", "torch:cudnn"),
-        **packages,
-    )
+    return Versions(**({"python": platform.python_version()} | reader.facts("versions", VERSIONS)))
 
 
 def read_device(reader: Reader, host: Host) -> Device:
@@ -85,7 +113,7 @@ def read_device(reader: Reader, host: Host) -> Device:
     """
     kind = reader.quiet("torch:kind")
     kind = kind if kind in ("cuda", "mps") else "cpu"
-    count = (reader.integer("device.count", "torch:count", most=1024) or 1) if kind == "cuda" else 1
+    count = (reader.fact("device.count", whole(1, 1024), "torch:count") or 1) if kind == "cuda" else 1
     if reader.index >= count:
         raise InvalidInput(
             f"there is no {kind} device {reader.index}: {count} visible",
@@ -93,102 +121,52 @@ def read_device(reader: Reader, host: Host) -> Device:
         )
     if kind == "cuda":
         return _cuda_device(reader, count)
-    return _mps_device(reader, host) if kind == "mps" else _cpu_device(host)
+    if kind == "mps":
+        total = reader.fact("device.total_memory_bytes", SIZE, "torch:recommended_bytes")
+        name = reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU"
+        return _device_of_host("mps", name, "integrated", "Apple GPUs share the host's memory", total, host)
+    why = "the processor trains in the host's memory"
+    return _device_of_host("cpu", host.cpu, "host", why, host.memory_bytes, host)
 
 
 def _cuda_device(reader: Reader, count: int) -> Device:
-    shares = reader.flag("device.integrated", "driver:integrated", "torch:integrated")
-    pages = reader.flag("device.host_page_tables", "driver:host_page_tables")
+    signals = reader.facts("device", MEMORY_SIGNALS)
     override = reader.quiet("environment:AUTOTUNE_MEMORY_KIND")
-    kind, why = memory_kind(shares, pages, override if isinstance(override, str) else None)
+    told = override if isinstance(override, str) else None
+    kind, why = memory_kind(signals.get("integrated"), signals.get("host_page_tables"), told)
     # NVML before torch: it opens no context, so free memory is what it was before us. Where memory is shared, the
     # host's counts, and not a container's part of it: a limit there does not contain CUDA's allocations.
     questions = ("os:available_bytes",) if kind == "integrated" else ("nvml:free_bytes", "torch:free_bytes")
-    free = reader.integer("device.free_memory_bytes", *questions, least=0)
-    total = reader.integer("device.total_memory_bytes", "torch:total_bytes", "nvml:total_bytes")
-    display = reader.flag("device.drives_display", "nvml:display_active")
+    free = reader.fact("device.free_memory_bytes", FREE, *questions)
+    known = {"name": "unknown GPU"} | reader.facts("device", CUDA)
+    known["links"] = tuple(Link(peer_index=peer, path=path) for peer, path in known.get("links", ()))
+    total = known.get("total_memory_bytes")
     if total is not None and free is not None:
         free = min(free, total)
-    budget_bytes, budget_reason = budget(kind, total, free, display)
+    budget_bytes, budget_reason = budget(kind, total, free, known.get("drives_display"))
     return Device(
         kind="cuda",
         index=reader.index,
         count=count,
-        name=reader.text("device.name", "torch:name", "nvml:name") or "unknown GPU",
-        compute_capability=reader.fact(
-            "device.compute_capability", ("torch:capability", "nvml:capability"), _capability
-        ),
-        sm_count=reader.integer("device.sm_count", "torch:sm_count", most=4096),
-        l2_bytes=reader.integer("device.l2_bytes", "torch:l2_bytes", most=2**34),
         memory_kind=kind,
         memory_kind_reason=why,
-        total_memory_bytes=total,
         free_memory_bytes=free,
         budget_bytes=budget_bytes,
         budget_reason=budget_reason,
-        pcie_generation=reader.integer("device.pcie_generation", "nvml:pcie_generation", most=16),
-        pcie_width=reader.integer("device.pcie_width", "nvml:pcie_width", most=64),
-        pcie_max_width=reader.integer("device.pcie_max_width", "nvml:pcie_max_width", most=64),
-        power_limit_watts=reader.number("device.power_limit_watts", "nvml:power_limit_watts", most=1e5),
-        default_power_limit_watts=reader.number(
-            "device.default_power_limit_watts", "nvml:default_power_limit_watts", most=1e5
-        ),
-        mig=reader.flag("device.mig", "nvml:mig"),
-        drives_display=display,
-        other_process_bytes=reader.integer("device.other_process_bytes", "nvml:other_process_bytes", least=0),
-        links=reader.fact("device.links", ("nvml:links",), _links) or (),
+        **known,
     )
 
 
-def _mps_device(reader: Reader, host: Host) -> Device:
-    total = reader.integer("device.total_memory_bytes", "torch:recommended_bytes")
-    budget_bytes, why = budget("integrated", total, host.available_memory_bytes, None)
+def _device_of_host(kind: DeviceKind, name: str, memory: MemoryKind, why: str, total: int | None, host: Host) -> Device:
+    budget_bytes, budget_reason = budget(memory, total, host.available_memory_bytes, None)
     return Device(
-        kind="mps",
+        kind=kind,
+        name=name,
         index=0,
-        name=reader.text("device.name", "os:cpu") or "Apple GPU",
-        memory_kind="integrated",
-        memory_kind_reason="Apple GPUs share the host's memory",
+        memory_kind=memory,
+        memory_kind_reason=why,
         total_memory_bytes=total,
         free_memory_bytes=host.available_memory_bytes,
         budget_bytes=budget_bytes,
-        budget_reason=why,
+        budget_reason=budget_reason,
     )
-
-
-def _cpu_device(host: Host) -> Device:
-    budget_bytes, why = budget("host", host.memory_bytes, host.available_memory_bytes, None)
-    return Device(
-        kind="cpu",
-        index=0,
-        name=host.cpu,
-        memory_kind="host",
-        memory_kind_reason="the processor trains in the host's memory",
-        total_memory_bytes=host.memory_bytes,
-        free_memory_bytes=host.available_memory_bytes,
-        budget_bytes=budget_bytes,
-        budget_reason=why,
-    )
-
-
-def _capability(answer: object) -> tuple[int, int]:
-    if not isinstance(answer, list | tuple) or len(answer) != 2:
-        raise Nonsense
-    major, minor = answer
-    if not (isinstance(major, int) and isinstance(minor, int) and 1 <= major < 100 and 0 <= minor < 10):
-        raise Nonsense
-    return int(major), int(minor)
-
-
-def _links(answer: object) -> tuple[Link, ...]:
-    if not isinstance(answer, list | tuple):
-        raise Nonsense
-    links = []
-    for entry in answer:
-        if not isinstance(entry, list | tuple) or len(entry) != 2:
-            raise Nonsense
-        peer, path = entry
-        if isinstance(peer, bool) or not isinstance(peer, int) or peer < 0 or path not in LINK_PATHS:
-            raise Nonsense
-        links.append(Link(peer_index=peer, path=path))
-    return tuple(links)

@@ -12,12 +12,17 @@ import psutil
 
 from autotune.hardware.answers import RealSystem
 from autotune.hardware.rates import NOISY_ABOVE, Meter, is_noisy
-from autotune.hardware.reader import Reader
+from autotune.hardware.reader import Facts, Reader, number, whole
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
 from autotune.schema import Conditions, HardwareProfile, Rate
 
 Report = Callable[[str, str], None]
+CONDITIONS: Facts = {
+    "clock_mhz": (whole(1, 10_000), "nvml:clock_mhz"),
+    "temperature_celsius": (whole(1, 150), "nvml:temperature_celsius"),
+    "power_watts": (number(1e5), "nvml:power_watts"),
+}
 
 
 def main() -> None:
@@ -98,12 +103,7 @@ def conditions_of(profile: HardwareProfile, system: System) -> Conditions | None
     """Clock, temperature and power of a GPU now; None on other devices."""
     if profile.device.kind != "cuda":
         return None
-    reader = Reader(system, profile.device.index)
-    return Conditions(
-        clock_mhz=reader.integer("clock", "nvml:clock_mhz", most=10_000),
-        temperature_celsius=reader.integer("temperature", "nvml:temperature_celsius", most=150),
-        power_watts=reader.number("power", "nvml:power_watts", most=1e5),
-    )
+    return Conditions(**Reader(system, profile.device.index).facts("conditions", CONDITIONS))
 
 
 if __name__ == "__main__":

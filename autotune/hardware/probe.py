@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
 
 from autotune.hardware.answers import RealSystem
 from autotune.hardware.catalogue import matching
@@ -16,9 +15,8 @@ from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
-from autotune.schema import Device, Frozen, HardwareProfile, Rate, Versions
+from autotune.schema import Device, HardwareProfile, Rate, Versions
 
-T = TypeVar("T", bound=Frozen)
 Progress = Callable[[str], None]
 ABOUT_RATES = ("not measured", "measuring ended", "noisy")
 """How notes begin that belong to the rates, and are kept with them."""
@@ -128,7 +126,7 @@ def with_rates(
     profile: HardwareProfile, rates: tuple[Rate, ...], notes: tuple[str, ...], noisy: bool
 ) -> HardwareProfile:
     """The profile with these rates."""
-    return _changed(profile, {"rates": rates, "notes": notes, "noisy": noisy})
+    return HardwareProfile.model_validate({**dict(profile), "rates": rates, "notes": notes, "noisy": noisy})
 
 
 def with_reserve(profile: HardwareProfile, reserve_bytes: int) -> HardwareProfile:
@@ -160,10 +158,5 @@ def with_budget(profile: HardwareProfile, most_bytes: int, *, by_user: bool = Fa
 def _with_budget(profile: HardwareProfile, num_bytes: int, reason: str, *, by_user: bool = True) -> HardwareProfile:
     by_user = by_user or profile.device.budget_set_by_user
     changes = {"budget_bytes": num_bytes, "budget_reason": reason, "budget_set_by_user": by_user}
-    return _changed(profile, {"device": _changed(profile.device, changes)})
-
-
-def _changed(whole: T, changes: dict[str, object]) -> T:
-    """A copy with some fields changed, validated anew (`model_copy` would not)."""
-    fields: dict[str, Any] = {name: getattr(whole, name) for name in type(whole).model_fields}
-    return type(whole)(**(fields | changes))
+    device = Device.model_validate({**dict(profile.device), **changes})
+    return HardwareProfile.model_validate({**dict(profile), "device": device})

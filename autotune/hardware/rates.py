@@ -10,16 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.hardware.disk import disk_timings
 from autotune.hardware.system import Unanswered
 from autotune.hardware.timing import Timings, disagreement, timed
 from autotune.schema import Conditions, DeviceKind, HardwareProfile, Rate
 from autotune.weights.loaders import LOADERS
-
-if TYPE_CHECKING:
-    import torch
 
 NOISY_ABOVE = 0.10
 """Spread, or drift between the first and the last measurement, above which a machine is called noisy."""
@@ -29,7 +26,6 @@ HEADS, HEAD_SIZE = 24, 128
 
 ATTENTION_FLOPS = 14
 """Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's convention)."""
-
 
 KERNELS = ("elementwise.gelu", "elementwise.gelu_backward", "dequantization.int8", "dequantization.float8_e4m3fn")
 """As the cost model names them (`cost/kernels.py`, Work)."""
@@ -87,9 +83,10 @@ class Meter:
         return timed(call, limit_seconds=self.effort.limit_seconds, finish=self.finish)
 
     def rate(self, name: str, work: float, timings: Timings, unit: Any) -> Rate:
+        """So much work per second; or, in seconds, what one of so many operations takes."""
         return Rate(
             name=name,
-            value=work / timings.median,
+            value=timings.median / work if unit == "s" else work / timings.median,
             unit=unit,
             spread=timings.spread,
             num_samples=len(timings.seconds),
@@ -133,7 +130,9 @@ class Meter:
         return lambda: left @ right
 
     def attention(self, backend: str, dtype: str, tokens: int) -> Rate:
-        """Forward and backward of self-attention without a mask, through the kernel that training would call."""
+        """Forward and backward of self-attention without a mask, as the models call it."""
+        from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+
         torch = self.torch
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
         scores_bytes = 24 * self.effort.heads * tokens**2
@@ -142,7 +141,7 @@ class Meter:
         shape = (1, tokens, self.effort.heads, HEAD_SIZE)
         query, key, value = (torch.randn(shape, device=self.device).to(kind).requires_grad_() for _ in range(3))
         gradient = torch.ones(shape, device=self.device, dtype=kind)
-        attend = attention_call(backend)
+        attend = partial(dispatch_attention_fn, backend=AttentionBackendName(backend))
         work = ATTENTION_FLOPS * tokens**2 * self.effort.heads * HEAD_SIZE
         timings = self.time(lambda: torch.autograd.grad(attend(query, key, value), (query, key, value), gradient))
         return self.rate(f"attention.{backend}.{dtype}.{tokens}", work, timings, "FLOP/s")
@@ -178,14 +177,7 @@ class Meter:
         start.requires_grad_()
         timings = self.time(lambda: torch.autograd.grad(chain(start), start, gradient))
         operations = 4 * links  # a product and a GELU, each forward and backward
-        return Rate(
-            name="operation.launch",
-            value=timings.median / operations,
-            unit="s",
-            spread=timings.spread,
-            num_samples=len(timings.seconds),
-            conditions=self.conditions(),
-        )
+        return self.rate("operation.launch", operations, timings, "s")
 
     def host_to_device(self, pinned: bool) -> Rate:
         """A copy from the host's memory."""
@@ -235,35 +227,6 @@ class Meter:
             yield f"attention {name} {long}", partial(self.attention, name, dtype, long)
         last = "fp16" if self.kind == "cpu" else "int8"
         yield f"matmul {last}", partial(self.matmul, last, *first)
-
-
-def attention_call(backend: str) -> Callable[..., "torch.Tensor"]:
-    """A function of (query, key, value), each (batch, tokens, heads, head size)."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    kernels = {
-        "_native_flash": SDPBackend.FLASH_ATTENTION,
-        "_native_math": SDPBackend.MATH,
-        "_native_efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "_native_cudnn": SDPBackend.CUDNN_ATTENTION,
-    }
-
-    def plain(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-
-    def chosen(query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor") -> "torch.Tensor":
-        with sdpa_kernel([kernels[backend]]):
-            return plain(query, key, value)
-
-    if backend == "native":
-        return plain
-    if backend in kernels:
-        return chosen
-    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-
-    return lambda query, key, value: dispatch_attention_fn(query, key, value, backend=AttentionBackendName(backend))
 
 
 def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:

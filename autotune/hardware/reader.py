@@ -1,13 +1,16 @@
 """Turns raw answers into facts: asks the sources in order, refuses nonsense, remembers where each fact came from."""
 
-import math
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, StrictBool, StringConstraints, TypeAdapter, ValidationError
 
 from autotune.hardware.system import System, Unanswered
 from autotune.schema import Provenance
 
 T = TypeVar("T")
+Facts = Mapping[str, tuple[TypeAdapter[Any], *tuple[str, ...]]]
+"""Name of each fact to what it can be and where it is asked, as `source:question`, the best source first."""
 
 SOURCE_NAMES = {
     "torch": "CUDA runtime",
@@ -18,12 +21,24 @@ SOURCE_NAMES = {
     "environment": "environment",
 }
 
-MOST_BYTES = 2**50
-"""A petabyte: more memory than that is nonsense."""
+
+def whole(least: int, most: int) -> TypeAdapter[int]:
+    """A whole number within [least, most]."""
+    return TypeAdapter(Annotated[int, Field(strict=True, ge=least, le=most)])
 
 
-class Nonsense(Exception):
-    """An answer that cannot be true."""
+def number(most: float) -> TypeAdapter[float]:
+    """A finite number above 0 and at most `most`."""
+    return TypeAdapter(Annotated[float, Field(strict=True, gt=0, le=most, allow_inf_nan=False)])
+
+
+SIZE, FREE = whole(1, 2**50), whole(0, 2**50)
+"""Bytes; more than a petabyte is nonsense. What is free may be nothing."""
+TEXT: TypeAdapter[str] = TypeAdapter(
+    Annotated[str, StringConstraints(strict=True, strip_whitespace=True, pattern=r"^(?: |[^\p{C}\p{Z}])+$")]
+)
+"""Printable and not empty."""
+FLAG: TypeAdapter[Any] = TypeAdapter(Annotated[StrictBool | Literal[0, 1], AfterValidator(bool)])
 
 
 class Reader:
@@ -34,60 +49,23 @@ class Reader:
         self.index = index
         self.provenance: list[Provenance] = []
 
-    def integer(self, fact: str, *questions: str, least: int = 1, most: int = MOST_BYTES) -> int | None:
-        """A whole number within [least, most], from the first of `source:question` that gives one."""
+    def facts(self, owner: str, wanted: Facts) -> dict[str, Any]:
+        """Those of the facts of `owner` that somebody knows, by name."""
+        found = {name: self.fact(f"{owner}.{name}", kind, *asked) for name, (kind, *asked) in wanted.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
-        def check(answer: object) -> int:
-            if isinstance(answer, bool) or not isinstance(answer, int) or not least <= answer <= most:
-                raise Nonsense
-            return answer
-
-        return self.fact(fact, questions, check)
-
-    def number(self, fact: str, *questions: str, least: float = 0.0, most: float = 1e6) -> float | None:
-        """A finite number above `least` and at most `most`."""
-
-        def check(answer: object) -> float:
-            if isinstance(answer, bool) or not isinstance(answer, int | float):
-                raise Nonsense
-            if not math.isfinite(answer) or not least < answer <= most:
-                raise Nonsense
-            return float(answer)
-
-        return self.fact(fact, questions, check)
-
-    def text(self, fact: str, *questions: str) -> str | None:
-        """Printable text that is not empty."""
-
-        def check(answer: object) -> str:
-            if not isinstance(answer, str) or not answer.strip() or not answer.isprintable():
-                raise Nonsense
-            return answer.strip()
-
-        return self.fact(fact, questions, check)
-
-    def flag(self, fact: str, *questions: str) -> bool | None:
-        """True or false, also told as 0 or 1."""
-
-        def check(answer: object) -> bool:
-            if answer not in (0, 1) or not isinstance(answer, int):
-                raise Nonsense
-            return bool(answer)
-
-        return self.fact(fact, questions, check)
-
-    def fact(self, fact: str, questions: tuple[str, ...], check: Callable[[object], T]) -> T | None:
-        """The first answer that passes `check` (which raises `Nonsense`), or None with every reason kept."""
+    def fact(self, fact: str, kind: TypeAdapter[T], *questions: str) -> T | None:
+        """The first answer that can be, or None with every reason kept."""
         reasons = []
         for question in questions:
             source, _, what = question.partition(":")
             answer: object = None
             try:
                 answer = self.system.ask(source, what, self.index)
-                value = check(answer)
+                value = kind.validate_python(answer)
             except Unanswered as error:
                 reasons.append(f"{SOURCE_NAMES[source]}: {error}")
-            except Nonsense:
+            except ValidationError:
                 reasons.append(f"{SOURCE_NAMES[source]}: answered {answer!r:.60}, which cannot be")
             else:
                 self.provenance.append(Provenance(fact=fact, source=SOURCE_NAMES[source]))

@@ -1,12 +1,9 @@
 """The dataset check as text in 80 columns."""
 
-import textwrap
-from collections import Counter
 from collections.abc import Iterator
 
+from autotune.reporting.text import wrapped
 from autotune.training.data.check import MAX_CROP, MAX_ENLARGEMENT, DataReport
-
-WIDTH = 80
 
 TITLES = {
     "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",
@@ -22,7 +19,7 @@ TITLES = {
 
 def data_report_lines(report: DataReport) -> list[str]:
     """Everything that is known about a data folder: verdict first, then shapes, then each file by name."""
-    return [line for text in _texts(report) for line in _wrapped(text)]
+    return [line for text in _texts(report) for line in wrapped(text)]
 
 
 def _texts(report: DataReport) -> Iterator[str]:
@@ -54,19 +51,9 @@ def _remarks(report: DataReport) -> Iterator[str]:
 
 
 def _problems(report: DataReport) -> Iterator[str]:
-    counts = Counter(problem.kind for problem in report.problems)
     for kind, title in TITLES.items():
         of_kind = [problem for problem in report.problems if problem.kind == kind]
         if of_kind:
             yield ""
-            yield f"{counts[of_kind[0].kind]} {title}"
+            yield f"{len(of_kind)} {title}"
         yield from (f"  {problem.file}: {problem.message}" for problem in of_kind)
-
-
-def _wrapped(text: str) -> list[str]:
-    """At most `WIDTH` columns, and nothing that a file name could smuggle into a terminal."""
-    printable = "".join(character if character.isprintable() else "?" for character in text)
-    indent = len(printable) - len(printable.lstrip())
-    return textwrap.wrap(
-        printable, WIDTH, subsequent_indent=" " * (indent + 2), drop_whitespace=True, replace_whitespace=False
-    ) or [""]

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.hardware.catalogue import CatalogueGpu
-from autotune.hardware.checks import Finding
+from autotune.hardware.doctor import Finding
 from autotune.reporting.text import memory_text
 from autotune.schema import Gate, HardwareProfile, Rate
 

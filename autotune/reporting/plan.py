@@ -1,12 +1,11 @@
 """A plan and its trials as text for a terminal of 80 columns."""
 
 from collections.abc import Sequence
-from textwrap import wrap
 
 from autotune.knobs.caching import shown
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
-from autotune.reporting.text import memory_text, seconds_text
+from autotune.reporting.text import memory_text, seconds_text, wrapped
 from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
 from autotune.search.space import SearchSpace
 from autotune.sharing.query import Survey
@@ -123,14 +122,9 @@ def job_line(plan: TrainingPlan) -> str:
 
 
 def _notes(plan: TrainingPlan) -> list[str]:
-    indent = 15 * " "
     caps = [t.memory_cap_bytes for t in plan.frozen.trials if t.memory_cap_bytes is not None]
     capped = [f"tried within {memory_text(max(caps))}, as you asked: never shared as evidence"] if caps else []
-    return [
-        line
-        for text in (*plan.frozen.advice, *capped)
-        for line in wrap(f"{'note':<15}{text}", 79, subsequent_indent=indent)
-    ]
+    return [line for text in (*plan.frozen.advice, *capped) for line in wrapped(f"{'note':<15}{text}", 15)]
 
 
 def _search_line(plan: TrainingPlan) -> str:

@@ -1,15 +1,13 @@
 """Shared records as text in 80 columns: lists, one record, the difference of two. Pure."""
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autotune.reporting.text import memory_text, seconds_text
+from autotune.reporting.text import cut, memory_text, seconds_text, wrapped
 from autotune.schema import TrialResult
 from autotune.sharing.record import Record, class_of
 from autotune.sharing.summary import Summary
 
-WIDTH = 80
 VERDICTS = {
     "exact": "counts here",
     "upgraded": "counts here once verified",
@@ -19,18 +17,19 @@ VERDICTS = {
 }
 
 
-def list_lines(rows: Sequence[Summary], verdicts: Mapping[str, Mapping[str, object]]) -> list[str]:
+def list_lines(rows: Sequence[Summary], verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Two lines a record, and whether it counts here where that was asked."""
     if not rows:
         return ["no records yet: `autotune plan` makes them, `profiles pull URL` fetches them"]
     lines = []
     for row in rows:
         numbers = f"{seconds_text(row.step_seconds)}/step  {memory_text(row.peak_memory_bytes)}"
-        lines.append(_cut(f"{row.name[:12]}  {row.measured_on}  {row.device_name}"))
-        lines.append(_cut(f"    {row.family}  {row.work}  {row.num_trials} trials"))
-        lines.append(_cut(f"    {row.settings}: {numbers}"))
+        lines.append(cut(f"{row.name[:12]}  {row.measured_on}  {row.device_name}"))
+        lines.append(cut(f"    {row.family}  {row.work}  {row.num_trials} trials"))
+        lines.append(cut(f"    {row.settings}: {numbers}"))
         if verdict := verdicts.get(row.name):
-            lines += _verdict_lines(verdict)
+            told = f": {'; '.join(verdict['reasons'])}" if verdict["reasons"] else ""
+            lines += wrapped(f"    {VERDICTS[verdict['match']]}{told}", 4)
     return lines
 
 
@@ -50,7 +49,7 @@ def record_lines(name: str, record: Record) -> list[str]:
         ("promise", f"{seconds_text(expected.step_seconds)} a step, {memory_text(expected.peak_memory_bytes)}"),
         ("search", f"{len(record.trials)} trials in {seconds_text(record.search_seconds)}"),
     )
-    lines = [line for title, text in facts for line in _wrapped(f"{title:<10}{text}", " " * 10)]
+    lines = [line for title, text in facts for line in wrapped(f"{title:<10}{text}", 10)]
     return [*lines, "", *(_trial_line(trial) for trial in record.trials)]
 
 
@@ -60,7 +59,7 @@ def difference_lines(first: Record, second: Record) -> list[str]:
     lines = []
     for key in sorted({*left, *right}):
         if left.get(key) != right.get(key):
-            lines += _wrapped(f"{key}: {left.get(key, '-')} -> {right.get(key, '-')}", "    ")
+            lines += wrapped(f"{key}: {left.get(key, '-')} -> {right.get(key, '-')}", 4)
     return lines or ["the two say the same"]
 
 
@@ -80,21 +79,6 @@ def _flat(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _verdict_lines(verdict: Mapping[str, object]) -> Iterator[str]:
-    reasons = verdict["reasons"]
-    told = "; ".join(map(str, reasons)) if isinstance(reasons, list) else ""
-    text = VERDICTS[str(verdict["match"])] + (f": {told}" if told else "")
-    yield from _wrapped(f"    {text}", " " * 8)
-
-
 def _trial_line(trial: TrialResult) -> str:
     numbers = f"{seconds_text(trial.median_step_seconds):>8} {memory_text(trial.peak_memory_bytes):>9}"
-    return _cut(f"{trial.outcome:<11} {numbers}  {trial.candidate.label()}")
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, replace_whitespace=False)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
+    return cut(f"{trial.outcome:<11} {numbers}  {trial.candidate.label()}")

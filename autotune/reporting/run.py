@@ -1,27 +1,19 @@
 """A training run's report as text: what was promised, what happened, and what to think of the adapter."""
 
 from statistics import median
-from textwrap import wrap
 
-from autotune.reporting.text import memory_text, seconds_text
+from autotune.reporting.text import memory_text, seconds_text, wrapped
 from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport
-
-WIDTH = 80
 
 
 def report_lines(report: RunReport) -> list[str]:
     """Promise against reality, memory by phase, the verdict: in a few lines."""
-    lines = _lines(report)
-    table = 3 + len(report.phases)
-    return [*lines[:table], *(part for line in lines[table:] for part in wrap(line, WIDTH, subsequent_indent="  "))]
-
-
-def _lines(report: RunReport) -> list[str]:
     busy = "" if report.gpu_utilisation is None else f", GPU busy {report.gpu_utilisation:.0%}"
-    return [
+    change = report.measured_step_seconds / report.expected_step_seconds - 1
+    lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",
         f"{'step time':<14}{seconds_text(report.expected_step_seconds):>12}"
-        f"{seconds_text(report.measured_step_seconds):>12}{_change(report)}",
+        f"{seconds_text(report.measured_step_seconds):>12}  ({change:+.0%})",
         f"{'peak memory':<14}{memory_text(report.expected_peak_memory_bytes):>12}"
         f"{memory_text(report.measured_peak_memory_bytes):>12}",
         *_phase_lines(report),
@@ -31,6 +23,7 @@ def _lines(report: RunReport) -> list[str]:
         *(verdict_lines(report.verdict) if report.verdict else []),
         *(f"warning: {warning}" for warning in report.warnings),
     ]
+    return [part for line in lines for part in wrapped(line)]
 
 
 def error_lines(error: QuantizationError, storage: str) -> list[str]:
@@ -71,7 +64,3 @@ def _phase_lines(report: RunReport) -> list[str]:
 
 def _held(peak: PhasePeak) -> int | None:
     return peak.host_bytes if peak.device_bytes is None else peak.device_bytes
-
-
-def _change(report: RunReport) -> str:
-    return f"  ({report.measured_step_seconds / report.expected_step_seconds - 1:+.0%})"

@@ -1,24 +1,50 @@
-"""Numbers as people read them: short, with units."""
+"""Numbers as people read them, short and with units; and lines that fit a terminal."""
+
+import textwrap
+
+WIDTH = 80
 
 
 def memory_text(num_bytes: float | None) -> str:
-    """`1.50 GiB`, `320 MiB`, or `-` when unknown."""
+    """`1.50 GiB`, `320 MiB`, `12 KiB`, `512 B`, or `-` when unknown."""
     if num_bytes is None:
         return "-"
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.0f} MiB"
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**10:.0f} KiB" if num_bytes >= 2**10 else f"{num_bytes:.0f} B"
 
 
 def seconds_text(seconds: float | None) -> str:
-    """`0.123 s`, `45 s`, `3 min 5 s`, `2 h 10 min`, or `-` when unknown."""
+    """`45 us`, `0.123 s`, `45 s`, `3 min 05 s`, `2 h 10 min`, or `-` when unknown."""
     if seconds is None:
         return "-"
+    if 0 < seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
     if seconds < 10:
         return f"{seconds:.3f} s"
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def wrapped(text: str, hanging: int = 2) -> list[str]:
+    """`text` in lines of `WIDTH`, the later ones indented by `hanging` more than the first; one empty line of none."""
+    plain = printable(text)
+    indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
+    return textwrap.wrap(plain, WIDTH, subsequent_indent=indent) or [""]
+
+
+def cut(text: str, width: int = WIDTH) -> str:
+    """The beginning of `text`, with dots where it goes on."""
+    plain = printable(text)
+    return plain if len(plain) <= width else plain[: width - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Names come from strangers: no control character of theirs reaches the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)

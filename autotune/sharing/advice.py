@@ -9,12 +9,12 @@ a wrong record can cost trials, and nothing else: only settings that ran here ma
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from autotune import __version__
 from autotune.cost.calibration import Lesson
+from autotune.cost.predict import Predictor
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, HardwareProfile, Residual, TrialResult, Workload
+from autotune.schema import Candidate, Residual, TrialResult, Workload
 from autotune.sharing.query import Known, Survey, same_work
 from autotune.sharing.record import Record
 
@@ -36,21 +36,6 @@ ROOM = 1.1
 are that far off at most in 95 of 100 cases, and trials have a cap."""
 
 
-class CostModel(Protocol):
-    """What is asked of predictions; `autotune.cost.predict.Predictor` answers it."""
-
-    hardware: HardwareProfile
-
-    def uncalibrated(self, candidate: Candidate) -> Prediction:
-        """Of this machine, before anything was learned."""
-
-    def residual(self, trial: TrialResult) -> Residual | None:
-        """How far a trial was from it."""
-
-    def beside(self, hardware: HardwareProfile) -> "CostModel":
-        """The same work on another machine."""
-
-
 @dataclass(frozen=True)
 class Ground:
     """A record that a search stands on."""
@@ -70,7 +55,7 @@ class Advice:
     """One that is exact or from before an upgrade, else the nearest few."""
     first: tuple[Candidate, ...]
     """Tried before all others."""
-    cost: CostModel
+    cost: Predictor
 
     def lessons(self, results: Sequence[TrialResult]) -> tuple[Lesson, ...]:
         """What the records taught the cost model, less those that `results` contradict; the most alike first."""
@@ -121,7 +106,7 @@ NO_ADVICE = Advice((), (), None)  # type: ignore[arg-type]
 
 
 def advise(
-    found: Survey, candidates: Collection[Candidate], budget_bytes: int, workload: Workload, cost: CostModel
+    found: Survey, candidates: Collection[Candidate], budget_bytes: int, workload: Workload, cost: Predictor
 ) -> tuple[Survey, Advice]:
     """What of `found` a search among `candidates` stands on; and `found` without what the cost model contradicts."""
     grounds: list[Ground] = []
@@ -168,7 +153,7 @@ def _residuals(item: Known) -> Iterator[tuple[Candidate, Residual]]:
                 yield trial.candidate, residual
 
 
-def _oddities(record: Record, workload: Workload, cost: CostModel) -> Iterator[str]:
+def _oddities(record: Record, workload: Workload, cost: Predictor) -> Iterator[str]:
     """What the cost model of the record's own machine contradicts. Other work is left to local trials."""
     if not same_work(record, workload):
         return

@@ -70,18 +70,15 @@ class LocalFiles:
                     yield key, entry.stat(follow_symlinks=False).st_size
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
-        linked = {folder: self._has_link(folder) for folder in {_checked(key).rpartition("/")[0] for key in sizes}}
         for key, size in sizes.items():
             try:
-                yield key, self._content(key, size, linked[key.rpartition("/")[0]])
+                yield key, self._content(key, size)
             except OSError as error:
                 yield key, error
 
-    def _content(self, key: str, size: int, linked: bool) -> bytes:
-        if linked:
-            raise OSError(f"a folder of {key} is a link")
+    def _content(self, key: str, size: int) -> bytes:
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(f"{self.root}/{key}", flags)
+        descriptor = os.open(self._place(key), flags)
         with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(f"{key} is no regular file")
@@ -99,13 +96,10 @@ class LocalFiles:
 
     def _place(self, key: str) -> Path:
         """The path of a key: one of the layout, with no link between the root and it."""
-        if self._has_link(_checked(key).rpartition("/")[0]):
+        path = self.root / _checked(key)
+        if any(folder.is_symlink() for folder in path.parents[:DEPTH]):
             raise OSError(f"a folder of {key} is a link")
-        return self.root / key
-
-    def _has_link(self, folder: str) -> bool:
-        path = self.root / folder
-        return any(each.is_symlink() for each in (path, *path.parents[: DEPTH - 1]))
+        return path
 
 
 class RemoteFiles:
@@ -161,19 +155,6 @@ class RemoteFiles:
 
     def _place(self, key: str) -> str:
         return f"{self.root}/{_checked(key)}"
-
-
-def open_files(url: str, **options: Any) -> Files:
-    """The files at a folder or at a URL that fsspec speaks; `options` go to its file system.
-
-    Raises:
-        InvalidInput: fsspec knows no such protocol, or its package is missing.
-        Unreachable: it refuses.
-    """
-    protocol, separator, rest = url.partition("://")
-    if not separator or protocol in {"file", "local"}:
-        return LocalFiles(Path(rest if separator else url).expanduser())
-    return RemoteFiles(url, options)
 
 
 def redacted(url: str) -> str:

@@ -2,7 +2,7 @@
 
 from autotune.errors import InvalidInput
 from autotune.hardware.catalogue import matching, profile_of_gpu
-from autotune.hardware.probe import with_budget
+from autotune.hardware.probe import with_budget, with_rates
 from autotune.machine import HardwareProfile
 from autotune.sharing.record import Record
 
@@ -21,6 +21,5 @@ def profile_of_record(record: Record) -> HardwareProfile:
             hint="plan on that machine, or save its probe there and pass the file",
         )
     profile = with_budget(profile_of_gpu(gpu), machine.budget_bytes)
-    fields = {name: getattr(profile, name) for name in HardwareProfile.model_fields}
-    notes = (*profile.notes, f"rates measured on such a machine, from record {record.name[:12]}")
-    return HardwareProfile(**(fields | {"rates": machine.rates, "noisy": machine.noisy, "notes": notes}))
+    note = f"rates measured on such a machine, from record {record.name[:12]}"
+    return with_rates(profile, machine.rates, (*profile.notes, note), machine.noisy)

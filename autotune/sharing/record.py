@@ -37,6 +37,13 @@ MAX_RECORD_BYTES = 1 << 18
 """A record of 8 trials has about 4 KiB."""
 MAX_TRIALS = 512
 MAX_TEXT = 160
+OF_PROMISE = "evidence step_seconds peak_memory_bytes process_memory_bytes"
+"""What the rest of a job takes, and what its machine costs, is nobody else's business."""
+OF_TRIAL = (
+    "candidate outcome step_seconds warmup_seconds load_seconds peak_memory_bytes allocator_retries confirms"
+    " load_peak_memory_bytes host_memory_bytes wall_seconds"
+)
+"""The message may hold a path, and the loss tells about the data."""
 DIGITS, EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE]\+?\d{3}")
 """Of numbers that arithmetic might choke on: 10^21 and more as an integer, 10^100 and more as a float."""
 
@@ -102,7 +109,8 @@ class Record(Frozen):
     @property
     def folder(self) -> str:
         """Where in a store it belongs: hard keys / architecture / class of work."""
-        return f"{hard_folder(self.machine.hard_keys)}/{architecture_folder(self.workload)}/{class_of(self.workload)}"
+        machines = _short_digest(tuple(self.machine.hard_keys.items()))
+        return f"{machines}/{architecture_folder(self.workload)}/{class_of(self.workload)}"
 
 
 def canonical(data: dict[str, Any]) -> bytes:
@@ -176,6 +184,7 @@ def record_of(
     if why := why_no_evidence(plan, hardware):
         raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
     processes = frozen.hardware.num_processes
+    images = frozen.expected.images_per_second / processes
     record = Record(
         schema_version=1,
         autotune_version=frozen.autotune_version,
@@ -183,8 +192,8 @@ def record_of(
         machine=machine_of(hardware),
         workload=_without_names(frozen.workload.share(processes)),  # what its trials ran
         settings=frozen.settings,
-        expected=_promise(frozen.expected, processes),
-        trials=tuple(_bare(trial) for trial in frozen.trials),
+        expected=Expected(images_per_second=images, **_only(frozen.expected, OF_PROMISE)),
+        trials=tuple(TrialResult(**_only(trial, OF_TRIAL)) for trial in frozen.trials),
         search_seconds=frozen.search_seconds,
         calibration=calibration,
     )
@@ -205,11 +214,6 @@ def machine_of(hardware: HardwareProfile) -> Machine:
         rates=tuple(rate.model_copy(update={"conditions": None}) for rate in hardware.rates),
         noisy=hardware.noisy,
     )
-
-
-def hard_folder(hard_keys: dict[str, str | None]) -> str:
-    """Folder of all machines with these hard keys."""
-    return _short_digest(tuple(sorted(hard_keys.items())))
 
 
 def architecture_folder(workload: Workload) -> str:
@@ -249,32 +253,8 @@ def _without_names(workload: Workload) -> Workload:
     )
 
 
-def _promise(expected: Expected, num_processes: int) -> Expected:
-    """Of one process's steps: what the rest of the job takes, and what its machine costs, is nobody else's business."""
-    return Expected(
-        evidence=expected.evidence,
-        step_seconds=expected.step_seconds,
-        images_per_second=expected.images_per_second / num_processes,
-        peak_memory_bytes=expected.peak_memory_bytes,
-        process_memory_bytes=expected.process_memory_bytes,
-    )
-
-
-def _bare(trial: TrialResult) -> TrialResult:
-    """The numbers of a trial: its message may hold a path, and its loss tells about the data."""
-    return TrialResult(
-        candidate=trial.candidate,
-        outcome=trial.outcome,
-        step_seconds=trial.step_seconds,
-        warmup_seconds=trial.warmup_seconds,
-        load_seconds=trial.load_seconds,
-        peak_memory_bytes=trial.peak_memory_bytes,
-        allocator_retries=trial.allocator_retries,
-        confirms=trial.confirms,
-        load_peak_memory_bytes=trial.load_peak_memory_bytes,
-        host_memory_bytes=trial.host_memory_bytes,
-        wall_seconds=trial.wall_seconds,
-    )
+def _only(thing: Frozen, names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names.split()}
 
 
 def _public(version: str | None) -> str | None:

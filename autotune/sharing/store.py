@@ -15,7 +15,7 @@ import platformdirs
 import autotune
 from autotune.errors import InvalidInput
 from autotune.schema import HardwareProfile, Residual, TrainingPlan
-from autotune.sharing.files import Files, LocalFiles, open_files
+from autotune.sharing.files import Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, Record, parse_record, record_of
 
@@ -177,8 +177,12 @@ def open_store(url: str, **options: Any) -> Store:
 
     Raises:
         InvalidInput: fsspec knows no such protocol, or its package is missing.
+        Unreachable: it refuses.
     """
-    return Store(open_files(url, **options))
+    protocol, separator, rest = url.partition("://")
+    if not separator or protocol in {"file", "local"}:
+        return Store(LocalFiles(Path(rest if separator else url).expanduser()))
+    return Store(RemoteFiles(url, options))
 
 
 def own_store() -> Store:

@@ -9,7 +9,7 @@ from autotune.cost.estimate import estimate
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.prediction import Estimate
-from autotune.reporting.estimate import duration, render
+from autotune.reporting.estimate import render
 from autotune.schema import Candidate
 
 
@@ -55,8 +55,3 @@ def test_a_negative_price_is_refused(answer):
             config=TINY["kandinsky5-video-lite"],
             price_per_hour=-1.0,
         )
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.5 s"), (61, "1 min 01 s"), (7265, "2 h 01 min")])
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text

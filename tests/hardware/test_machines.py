@@ -186,6 +186,13 @@ def test_the_doctor_names_the_torch_for_a_driver_before_one_is_installed(driver,
     assert build in found(system)["no-torch"].fix
 
 
+def test_a_driver_that_runs_no_build_of_torch_is_updated_first():
+    for versions in ({"torch": {"absent": "not installed"}, "torch_cuda": {"absent": "not installed"}}, {}):
+        told = found(changed("rtx-4090", packages=versions, nvml={"driver": "470.256.02"}))
+        fix = told["driver-too-old" if not versions else "no-torch"].fix
+        assert fix.startswith("update the driver to 580 or newer, then install the cu130 build")
+
+
 def test_findings_come_worst_first():
     built_without = {"torch_cuda": {"absent": "built without"}}
     system = changed("wsl2-4090", packages=built_without, torch={"cuda": {"absent": "not asked"}})

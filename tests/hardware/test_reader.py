@@ -9,7 +9,7 @@ from autotune.errors import AutotuneError
 from autotune.hardware.doctor import findings
 from autotune.hardware.patient import examine
 from autotune.hardware.probe import profile_of
-from autotune.hardware.reader import Reader
+from autotune.hardware.reader import SIZE, Reader
 from autotune.hardware.system import FakeSystem
 from autotune.schema import HardwareProfile
 from tests.hardware.fleet import ANSWERS, MACHINES
@@ -83,9 +83,9 @@ def test_a_missing_source_is_survived(source):
 
 def test_the_first_source_that_makes_sense_wins_and_the_others_are_remembered():
     reader = Reader(FakeSystem({"torch": {"x": -1}, "nvml": {"x": 7}}))
-    assert reader.integer("fact", "torch:x", "nvml:x") == 7
+    assert reader.fact("fact", SIZE, "torch:x", "nvml:x") == 7
     assert reader.provenance[-1].source == "NVML"
-    assert reader.integer("other", "torch:x", "driver:x") is None
+    assert reader.fact("other", SIZE, "torch:x", "driver:x") is None
     assert reader.provenance[-1].absent_because == (
         "CUDA runtime: answered -1, which cannot be; CUDA driver API: not reported"
     )

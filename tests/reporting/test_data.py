@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.reporting.data import TITLES, WIDTH, data_report_lines
+from autotune.reporting.data import TITLES, data_report_lines
+from autotune.reporting.text import WIDTH
 from autotune.schema import Bucket
 from autotune.training.data.check import DataReport
 from autotune.training.data.dataset import Problem

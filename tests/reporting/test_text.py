@@ -1,0 +1,21 @@
+"""Numbers in the units that people use."""
+
+import pytest
+
+from autotune.reporting.text import memory_text, seconds_text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(4e-5, "40 us"), (0.0, "0.000 s"), (0.5, "0.500 s"), (45, "45 s"), (61, "1 min 01 s"), (7265, "2 h 01 min")],
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(None, "-"), (12, "12 B"), (4096, "4 KiB"), (320 << 20, "320 MiB"), (3 << 29, "1.50 GiB")],
+)
+def test_sizes_read_well(num_bytes: float | None, text: str) -> None:
+    assert memory_text(num_bytes) == text
