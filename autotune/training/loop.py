@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from autotune.training.memory import (
     held_peak_bytes,
     is_out_of_memory,
     live_tensors,
-    peak_memory_bytes,
+    with_peak_memory,
 )
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
@@ -127,14 +128,15 @@ class Loop:
         self.network = around.processes.replicate(self.model.transformer)
         watch = MemoryWatch(around.budget_bytes)
         done, single = self.first_step, around.processes.world_size == 1
-        with StopRequest(second_ends=single) as stop, _tracing(around.trace) as traced:
+        with StopRequest(second_ends=single) as stop, _tracing(around.trace) as trace:
             while done < self.num_steps:
                 try:
                     with contextlib.closing(self._steps(done, around.processes)) as events:
                         for event in events:
                             done = event.step
                             self._tell(event, around, watch)
-                            traced(done - 1 - self.first_step)
+                            if trace:
+                                trace.step()
                             stopping = around.processes.any(stop.signal_name is not None)
                             self._after(done, around, stopping=stopping)
                             if stopping:
@@ -216,8 +218,12 @@ class Loop:
     def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader, processes: Processes) -> StepEvent:
         """One step; on CPU the second also measures memory, and like the first is left out of the speed."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
-        measured = step == self.first_step + 1
-        outcome = (self._measured_step if measured else self._step)(step, batches, processes)
+        if step == self.first_step + 1:
+            live = live_tensors(self.model.transformer, self.optimizer)
+            take = partial(self._step, step, batches, processes)
+            outcome, self.peak_bytes = with_peak_memory(self.model.device, live, take)
+        else:
+            outcome = self._step(step, batches, processes)
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
         if not math.isfinite(outcome.loss):
             raise AutotuneError(
@@ -266,14 +272,6 @@ class Loop:
             average=processes.average if processes.world_size > 1 else None,
         )
 
-    def _measured_step(self, step: int, batches: Iterator[LoadedBatch], processes: Processes) -> StepOutcome:
-        outcomes: list[StepOutcome] = []
-        live = live_tensors(self.model.transformer, self.optimizer)
-        self.peak_bytes = peak_memory_bytes(
-            self.model.device, live, lambda: outcomes.append(self._step(step, batches, processes))
-        )
-        return outcomes[0]
-
     def _one_step(self, batches: Iterator[LoadedBatch]) -> Iterator[Batch]:
         for loaded in batches:
             yield self._on_device(loaded.batch)
@@ -311,28 +309,12 @@ class Loop:
         return total / EVALUATION_STEPS
 
 
-@contextlib.contextmanager
-def _tracing(path: Path | None) -> Iterator[Callable[[int], None]]:
-    """Yields what to call after each step of this start; the steps in `TRACED` are written to `path`."""
+def _tracing(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
+    """A profile whose `step` is called after each step of this start; those in `TRACED` are written to `path`."""
     if path is None:
-        yield lambda number: None
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profile = torch.profiler.profile(activities=activities, record_shapes=True)
-
-    with contextlib.ExitStack() as recording:
-
-        def finish() -> None:
-            profile.stop()
-            profile.export_chrome_trace(str(path))
-
-        def after(number: int) -> None:
-            if number == TRACED.start - 1:
-                profile.start()
-                recording.callback(finish)
-            elif number == TRACED.stop - 1:
-                recording.close()
-
-        yield after
+        return contextlib.nullcontext()
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=TRACED.start - 1, warmup=1, active=len(TRACED), repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+        record_shapes=True,
+    )

@@ -1,9 +1,8 @@
 """Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter on it."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -87,9 +86,14 @@ def _allow_graphs(number: int) -> None:
 
 def apply_settings(model: TrainingModel, settings: Candidate) -> None:
     """Apply the settings that need no reload; may be called again with others."""
+    apply_knobs(model.family, model.transformer, settings, needs_reload=False)
+
+
+def apply_knobs(family: Family, transformer: nn.Module, settings: Candidate, *, needs_reload: bool) -> None:
+    """Apply one half of the settings: those that need the model loaded anew, or those that do not."""
     for knob in KNOBS:
-        if not knob.needs_reload:
-            knob.apply(model.transformer, model.family, getattr(settings, knob.name))
+        if knob.needs_reload == needs_reload:
+            knob.apply(transformer, family, getattr(settings, knob.name))
 
 
 @contextlib.contextmanager
@@ -141,21 +145,3 @@ def load_transformer(
         )
         return transformer.eval(), meter.result()
     return transformer.eval(), None
-
-
-def synthetic_samples(
-    family: Family, config: Mapping[str, Any], workload: Workload, count: int, dtype: torch.dtype
-) -> list[dict[str, Any]]:
-    """Random samples in the largest shapes of the workload: what a trial trains on."""
-    shapes = family.sample_shapes(
-        config, workload.largest_bucket, workload.max_text_tokens, workload.num_control_images
-    )
-    generator = torch.Generator().manual_seed(0)
-    samples = [
-        {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-        for _ in range(count)
-    ]
-    if workload.text_padding == "masked":  # uneven lengths, so that batches carry the mask that training's will
-        for sample in samples[1::2]:
-            sample["prompt_embeds"] = sample["prompt_embeds"][:-1]
-    return samples

@@ -214,7 +214,9 @@ class _Run:
         adapter = output / ADAPTER_FILE
         if self.processes.is_first:
             with self.watch.phase("saving"):
-                save_trained(adapter, loop.model, loop.optimizer, self.plan, loop.num_steps)
+                save_trained(
+                    adapter, loop.model, loop.optimizer, self.plan.frozen.workload, self.plan.digest, loop.num_steps
+                )
         self.processes.wait()
         if self.processes.samples:
             self._sample(studio, adapter)

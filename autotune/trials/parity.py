@@ -22,7 +22,7 @@ from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Parity, Setting, parity_gate
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
-from autotune.trials.gradients import GradientRequest, UpdateRequest
+from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 

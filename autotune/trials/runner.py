@@ -21,13 +21,13 @@ from autotune.cost.memory import process_overhead_bytes
 from autotune.hardware.memory import LEAST_MARGIN_BYTES, shares_host_memory, usual_reserve
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
+from autotune.quiet import stderr_in
 from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, TrialResult, Workload
 from autotune.trials.lock import DeviceLock, lock_path
 from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
-from autotune.trials.phases import RehearsalRequest
-from autotune.trials.steps import TrialRequest
+from autotune.trials.requests import RehearsalRequest, Request, TrialRequest
 from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_floor_bytes
-from autotune.trials.worker import Allowance, Failure, Request, serve
+from autotune.trials.worker import Allowance, Failure, serve
 
 STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
@@ -240,7 +240,7 @@ class ProcessTrialRunner:
             context.set_forkserver_preload(["autotune.trials.preload"])
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, str(self._log), allowance), name="autotune-trial")
-            with _imports_kept_quiet(self._log):
+            with stderr_in(self._log):  # the fork server inherits it once, when it starts
                 process.start()
             theirs.close()
             self._child = _Child(process, ours, key, available)
@@ -289,17 +289,3 @@ def _private_bytes(process_id: int | None) -> int:
         return int(psutil.Process(process_id).memory_full_info().uss)
     except psutil.Error:
         return 0
-
-
-@contextlib.contextmanager
-def _imports_kept_quiet(log: Path) -> Iterator[None]:
-    """The fork server inherits file descriptor 2 once, when it starts: give it the log instead of the terminal."""
-    saved = os.dup(2)
-    handle = os.open(log, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.dup2(handle, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(handle)

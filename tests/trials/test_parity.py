@@ -18,7 +18,8 @@ from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, ModelSpec
 from autotune.search.space import search_space
 from autotune.trials import parity
-from autotune.trials.gradients import GradientRequest, UpdateRequest, relative_error
+from autotune.trials.gradients import relative_error
+from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.worker import Failure
 from tests.builders import workload
 
