@@ -22,8 +22,7 @@ from autotune.families.adapter import ADAPTER
 from autotune.families.resolve import ResolvedModel, build_on_meta
 from autotune.schema import Bucket
 from autotune.training.data.cache import Cache, entry_key
-from autotune.training.data.identity import Identity
-from autotune.training.data.recipes import prompt_of
+from autotune.training.data.recipes import Identity, prompt_of
 from autotune.training.encoders import Encoders, moved
 from autotune.training.memory import give_back_memory
 

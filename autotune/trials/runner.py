@@ -19,7 +19,7 @@ import psutil
 
 from autotune.cost.memory import process_overhead_bytes
 from autotune.hardware.memory import LEAST_MARGIN_BYTES, shares_host_memory, usual_reserve
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import reload_key
 from autotune.prediction import Prediction
 from autotune.quiet import stderr_in
 from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, TrialResult, Workload
@@ -117,8 +117,7 @@ class ProcessTrialRunner:
         """
         best = min((result for result, _ in self._ran), key=_seconds, default=None)
         request = self._request(candidate, TrialRequest, hopeless_seconds=hopeless_seconds(best))
-        key = tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)
-        return self.judged(candidate, self.ask(request, key))
+        return self.judged(candidate, self.ask(request, reload_key(candidate)))
 
     def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
         """Run a candidate that has won through every phase of a run, and until its steps are steady.

@@ -10,6 +10,7 @@ it has left, as the open step still needs. So a step mixes buckets only where on
 two epochs; its images of one bucket then form micro-batches of as even a size as possible, and each weighs by its size.
 """
 
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -57,6 +58,10 @@ class Order:
     def epoch_size(self) -> int:
         """Images per epoch, repeats included."""
         return sum(self.repeats)
+
+    def steps_of(self, epochs: int) -> int:
+        """Optimizer steps that so many epochs take."""
+        return math.ceil(epochs * self.epoch_size / self.effective_batch_size)
 
     def images(self, step: int) -> tuple[tuple[int, bool], ...]:
         """(index, caption dropped) of every image of one step, in the order seen."""

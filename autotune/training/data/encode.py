@@ -15,14 +15,13 @@ from autotune.training.data.buckets import assign_buckets
 from autotune.training.data.cache import Cache, Tensors
 from autotune.training.data.dataset import Dataset, Item, OnProgress, Problem
 from autotune.training.data.encoded import EncodedDataset
-from autotune.training.data.identity import Identity
 from autotune.training.data.pixels import open_pixels
-from autotune.training.data.recipes import Latents, Prompt, Recipe, recipe_of
-from autotune.training.encoders import TEXT_ENCODERS
-from autotune.training.memory import give_back_memory
+from autotune.training.data.recipes import Identity, Latents, Prompt, Recipe, recipe_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from autotune.training.encoders import Encoders
 
 T = TypeVar("T", Prompt, Latents)
 
@@ -31,15 +30,12 @@ MEMORY_BYTES = 512 * 1024**2
 
 
 def encode_dataset(
-    family: Family,
-    load_pipeline: Callable[[], Any],
+    encoders: "Encoders",
     dataset: Dataset,
     buckets: Sequence[Bucket],
     cache: Cache,
     *,
-    identity: Identity,
     caption_dropout: float = 0.0,
-    release: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     on_progress: OnProgress | None = None,
 ) -> EncodedDataset:
@@ -48,17 +44,13 @@ def encode_dataset(
     An item with an unreadable file is left out and named in the result's `problems`.
 
     Args:
-        family: how captions and pixels are encoded.
-        load_pipeline: called at most once, and only when something is missing. Its `text_encoder*` and `vae` sit on
-            the device that encodes.
+        encoders: loaded only when something is missing; text encoders go as soon as captions are done. Entries that
+            others made are never used.
         dataset: what to encode.
         buckets: the shapes images are brought into, as `make_buckets` gives them or as a plan fixes them. Control
             images take the shape of the image they belong to.
         cache: where entries are kept.
-        identity: what encodes; entries of another identity are never used.
         caption_dropout: above 0, the empty caption is encoded too.
-        release: drop text encoders as soon as captions are done, and the VAE at the end. Without it the caller keeps
-            the pipeline as it was loaded.
         memory_bytes: encoded tensors up to this size stay in memory.
         on_progress: called with (done, total) entries; those found in the cache count as done.
 
@@ -68,12 +60,13 @@ def encode_dataset(
     """
     cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
-    recipes, problems = _recipes(dataset, [buckets[at] for at in assigned], identity, with_empty=caption_dropout > 0)
+    in_buckets = [buckets[index] for index in assigned]
+    recipes, problems = _recipes(dataset, in_buckets, encoders.identity, with_empty=caption_dropout > 0)
     prompts = {prompt.key: prompt for recipe in recipes.values() for prompt in recipe.prompts}
     latents = {one.key: one for recipe in recipes.values() for _, one in recipe.latents}
     cache.remove_stale()
     store = _Store(cache, memory_bytes, len(prompts) + len(latents), on_progress)
-    failed = _complete(family, load_pipeline, store, prompts.values(), latents.values(), release=release)
+    failed = _complete(encoders, store, prompts.values(), latents.values())
     for index, recipe in recipes.items():
         if bad := recipe.keys & failed.keys():
             problems[index] = _broken(dataset.items[index], failed[min(bad)])
@@ -114,27 +107,17 @@ def _broken(item: Item, message: str) -> Problem:
 
 
 def _complete(
-    family: Family,
-    load_pipeline: Callable[[], Any],
-    store: "_Store",
-    prompts: Iterable[Prompt],
-    latents: Iterable[Latents],
-    *,
-    release: bool,
+    encoders: "Encoders", store: "_Store", prompts: Iterable[Prompt], latents: Iterable[Latents]
 ) -> dict[str, str]:
     """Find or make every entry; why those failed whose files are damaged, by key."""
     missing_prompts = [prompt for prompt in prompts if not store.load(prompt.key)]
     missing_latents = [one for one in latents if not store.load(one.key)]
-    failed: dict[str, str] = {}
-    if missing_prompts or missing_latents:
-        pipeline = load_pipeline()
-        failed |= _encode_each(missing_prompts, lambda one: _encode_prompt(family, pipeline, one), store)
-        if release:
-            _release(pipeline, TEXT_ENCODERS)
-        failed |= _encode_each(missing_latents, lambda one: _encode_latents(family, pipeline, one), store)
-        if release:
-            _release(pipeline, "vae")
-    return failed
+    if not missing_prompts and not missing_latents:
+        return {}
+    family, pipeline = encoders.model.family, encoders.pipeline()
+    failed = _encode_each(missing_prompts, lambda one: _encode_prompt(family, pipeline, one), store)
+    encoders.release_text()
+    return failed | _encode_each(missing_latents, lambda one: _encode_latents(family, pipeline, one), store)
 
 
 class _Unreadable(Exception):
@@ -213,10 +196,3 @@ class _Store:
         self._done += 1
         if self._on_progress:
             self._on_progress(self._done, self._num_entries)
-
-
-def _release(pipeline: Any, prefix: str) -> None:
-    """Let go of the components whose names begin with `prefix`, and give their device memory back."""
-    for name in [name for name in pipeline.components if name.startswith(prefix)]:
-        setattr(pipeline, name, None)
-    give_back_memory()

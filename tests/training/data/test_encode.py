@@ -1,9 +1,10 @@
 """Encoding a dataset: once, alone where something changed, and never trusting what was interrupted."""
 
-import gc
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ from torch import Tensor
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.base import Sample
 from autotune.families.qwen_image import QwenImage
+from autotune.families.resolve import resolve_model
+from autotune.schema import CachingSettings
 from autotune.training.data.buckets import make_buckets
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import Reading, read_dataset
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
-from autotune.training.data.identity import Identity, read_identity
 from autotune.training.data.pixels import open_pixels
+from autotune.training.data.recipes import Identity, read_identity
+from autotune.training.encoders import Encoders
 from tests.training.data.pictures import CAPTIONS, picture, write_pictures
 
 IDENTITY = Identity(text_encoder="text 1", vae="vae 1")
@@ -81,19 +85,26 @@ def data(tmp_path: Path) -> Path:
 
 
 def encode(
-    data: Path, pipeline: Any, family: CountingFamily | None = None, *, control: Path | None = None, **options: Any
+    data: Path,
+    pipeline: Any,
+    family: CountingFamily | None = None,
+    *,
+    load: Load | None = None,
+    identity: Identity = IDENTITY,
+    control: Path | None = None,
+    verify_seconds: float = 60,
+    cache: Cache | None = None,
+    **options: Any,
 ) -> EncodedDataset:
-    dataset = read_dataset(data, Reading(control=control, verify_seconds=options.pop("verify_seconds", 60)))
-    return encode_dataset(
-        family or CountingFamily(),
-        options.pop("load", lambda: pipeline),
-        dataset,
-        make_buckets(dataset, 64, 16),
-        options.pop("cache", Cache(data.parent / "cache")),
-        identity=options.pop("identity", IDENTITY),
-        release=options.pop("release", False),
-        **options,
+    dataset = read_dataset(data, Reading(control=control, verify_seconds=verify_seconds))
+    encoders: Any = SimpleNamespace(
+        model=SimpleNamespace(family=family or CountingFamily()),
+        identity=identity,
+        pipeline=load or (lambda: pipeline),
+        release_text=lambda: None,
     )
+    cache = cache or Cache(data.parent / "cache")
+    return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), cache, **options)
 
 
 def refuse() -> Any:
@@ -247,22 +258,28 @@ def test_an_entry_lost_during_the_run_is_a_clear_error(data: Path, pipeline: Any
         encoded.sample(0)
 
 
-def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(data: Path, load_pipeline: Load) -> None:
+def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
+    data: Path, pipeline_folder: Path
+) -> None:
     alive: dict[str, Any] = {}
     seen: list[bool] = []
 
     class Watching(CountingFamily):
+        def encode_captions(
+            self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
+        ) -> list[Sample]:
+            alive.update({name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")})
+            return super().encode_captions(pipeline, captions, controls)
+
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
             seen.append(alive["text_encoder"]() is not None)
             return super().encode_pixels(pipeline, pixels)
 
-    def load() -> Any:
-        pipeline = load_pipeline()
-        alive.update({name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")})
-        return pipeline
-
-    encode(data, None, Watching(), load=load, release=True)
-    gc.collect()
+    model = dataclasses.replace(resolve_model(str(pipeline_folder)), family=Watching())
+    encoders = Encoders(model, CachingSettings(), torch.float32, torch.device("cpu"))
+    dataset = read_dataset(data)
+    encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), Cache(data.parent / "cache"))
+    encoders.release()
     assert seen == [False] * 4
     assert alive["text_encoder"]() is None
     assert alive["vae"]() is None
