@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -106,9 +107,7 @@ def leak_bytes_per_step(floors: list[int]) -> float:
     rising = all(later > earlier for earlier, later in pairwise(floors))
     if len(floors) < NUM_WINDOWS or not rising or floors[-1] < floors[0] * (1 + LEAK_SHARE):
         return 0.0
-    middle, mean = (len(floors) - 1) / 2, sum(floors) / len(floors)
-    covariance = sum((index - middle) * (floor - mean) for index, floor in enumerate(floors))
-    return covariance / sum((index - middle) ** 2 for index in range(len(floors))) / WINDOW_STEPS
+    return statistics.linear_regression(range(len(floors)), floors).slope / WINDOW_STEPS
 
 
 class Utilisation:

@@ -15,9 +15,10 @@ from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.encode import encode_dataset
 from autotune.training.data.encoded import EncodedDataset
+from autotune.training.disk import telling_of_full_disk
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events
-from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key, telling_of_full_disk
+from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
@@ -53,8 +54,9 @@ def train(
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
     configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
+    go_on = "free some space, then go on from the last checkpoint: --resume"
     try:
-        with telling_of_full_disk(prepared.output):
+        with telling_of_full_disk(prepared.output, hint=go_on):
             run = _Run(plan, prepared, hardware, Cache(cache_folder), events or Events())
             return run.train(started, resume=resume, trace=trace)
     finally:

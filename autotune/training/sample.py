@@ -11,6 +11,7 @@ from autotune.knobs.precision import torch_dtype
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
+from autotune.training.describe import require_controls
 from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
@@ -34,7 +35,7 @@ def sample_run(
     """Sample `count` pictures from the adapter in a run's folder and return the files written.
 
     Raises:
-        InvalidInput: the folder holds no trained adapter, or a control image is missing.
+        InvalidInput: the folder holds no trained adapter, or a control image is missing or too many.
     """
     if not (folder / ADAPTER_FILE).is_file() or not (folder / PLAN_FILE).is_file():
         raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
@@ -43,12 +44,7 @@ def sample_run(
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
     model, dtype = fetch_model(plan.job.pinned_model), torch_dtype(plan.frozen.settings.precision)
-    if len(control_paths) > model.family.max_controls or bool(control_paths) != bool(model.family.max_controls):
-        raise InvalidInput(
-            f"{model.family.name} takes {f'1 to {model.family.max_controls}' if model.family.max_controls else 'no'} "
-            f"control images, not {len(control_paths)}",
-            hint="pass them with --control FILE",
-        )
+    require_controls(model.family, len(control_paths), "the prompt")
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     encoders = Encoders(model, frozen.caching, dtype, device, frozen.settings.loader)
     studio = Studio(encoders)
