@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotune.families.resolve import ResolvedModel
+from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_inside
-from autotune.schema import CachingSettings
+from autotune.schema import CachingSettings, Candidate
 from autotune.training.data.recipes import Identity, read_identity
 from autotune.training.memory import give_back_memory
 from autotune.weights.components import load_component
@@ -22,20 +23,15 @@ class Encoders:
     Args:
         model: with its files.
         caching: where text encoders run and how they are stored.
-        dtype: of what is not quantised.
+        settings: the precision of what is not quantised, and the loader.
         device: that trains; the VAE runs there.
-        loader: a name in `autotune.weights.loaders`.
     """
 
     def __init__(
-        self,
-        model: ResolvedModel,
-        caching: CachingSettings,
-        dtype: torch.dtype,
-        device: torch.device,
-        loader: str = "safetensors",
+        self, model: ResolvedModel, caching: CachingSettings, settings: Candidate, device: torch.device
     ) -> None:
-        self.model, self.caching, self.dtype, self.device, self.loader = model, caching, dtype, device, loader
+        self.model, self.caching, self.device, self.loader = model, caching, device, settings.loader
+        self.dtype = torch_dtype(settings.precision)
         self._loaded: Any = None
 
     @property

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from autotune.errors import InvalidInput
 from autotune.plan_file import read_plan, write_plan
 from autotune.schema import TrainingPlan, digest_of
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset
 from autotune.training.disk import require_free
 from autotune.training.save import ADAPTER_FILE
 

@@ -17,7 +17,7 @@ from autotune.knobs.registry import reload_key
 from autotune.schema import TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.data.batches import Order
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset
 from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
 from autotune.training.memory import (
@@ -34,7 +34,7 @@ from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
 from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step
-from autotune.training.stopping import StopRequest
+from autotune.training.stopping import stop_requests
 
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
@@ -117,7 +117,7 @@ class Loop:
         processes = self.around.processes
         self.network = processes.replicate(self.model.transformer)
         done, single = self.first_step, processes.world_size == 1
-        with StopRequest(second_ends=single) as stop, _tracing(self.around.trace) as trace:
+        with stop_requests(second_ends=single) as signal_name, _tracing(self.around.trace) as trace:
             while done < self.num_steps:
                 try:
                     with contextlib.closing(self._steps(done)) as events:
@@ -126,11 +126,11 @@ class Loop:
                             self._tell(event)
                             if trace:
                                 trace.step()
-                            stopping = processes.any(stop.signal_name is not None)
+                            stopping = processes.any(signal_name() is not None)
                             self._after(done, stopping=stopping)
                             if stopping:
                                 raise Preempted(
-                                    f"stopped by {stop.signal_name or 'a signal'} after step {done} of "
+                                    f"stopped by {signal_name() or 'a signal'} after step {done} of "
                                     f"{self.num_steps}; a checkpoint is written",
                                     hint="go on from there: run the same command with --resume",
                                 )

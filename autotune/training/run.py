@@ -9,12 +9,10 @@ import torch
 from autotune.atomic import write_whole
 from autotune.job import MAX_PREVIEW_PROMPTS
 from autotune.knobs.allocator import configure_allocator
-from autotune.knobs.precision import torch_dtype
 from autotune.schema import AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
-from autotune.training.data.encode import encode_dataset
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset, encode_dataset
 from autotune.training.disk import telling_of_full_disk
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events
@@ -74,9 +72,8 @@ class _Run:
         self.processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
         self.events = events if self.processes.is_first else Events()
         self.watch = PhaseWatch(self.processes.device)
-        settings = plan.frozen.settings
-        dtype = torch_dtype(settings.precision)
-        self.encoders = Encoders(prepared.model, plan.frozen.caching, dtype, self.processes.device, settings.loader)
+        frozen = plan.frozen
+        self.encoders = Encoders(prepared.model, frozen.caching, frozen.settings, self.processes.device)
         self.studio = Studio(self.encoders)
         self.shots = self._shots() if self.processes.samples else []
 

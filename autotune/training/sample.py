@@ -7,7 +7,6 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.families.resolve import fetch_model
-from autotune.knobs.precision import torch_dtype
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
@@ -43,10 +42,10 @@ def sample_run(
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
-    model, dtype = fetch_model(plan.job.pinned_model), torch_dtype(plan.frozen.settings.precision)
+    model = fetch_model(plan.job.pinned_model)
     require_controls(model.family, len(control_paths), "the prompt")
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
-    encoders = Encoders(model, frozen.caching, dtype, device, frozen.settings.loader)
+    encoders = Encoders(model, frozen.caching, frozen.settings, device)
     studio = Studio(encoders)
     steps = num_steps or plan.job.preview_steps
     shots = [
@@ -54,7 +53,7 @@ def sample_run(
     ]
     studio.learn(shots[:1], Cache(cache_folder))
     encoders.release()
-    studio.attach(load_transformer(model, frozen.settings, dtype, studio.device)[0])
+    studio.attach(load_transformer(model, frozen.settings, device)[0])
     studio.load_adapter(folder / ADAPTER_FILE)
     written = []
     for number, shot in enumerate(shots, start=1):

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.knobs.precision import torch_dtype
 from autotune.schema import TrialResult
 from autotune.training.data.cache import Cache
 from autotune.training.data.pixels import open_pixels
@@ -82,8 +81,7 @@ def _shot(request: RehearsalRequest, folder: Path) -> Shot:
 
 def _cache(request: RehearsalRequest, model: ResolvedModel, device: torch.device, shot: Shot, cache: Path) -> Studio:
     """Encode the caption and an item of the largest shape, as caching would, and what the preview needs."""
-    candidate, bucket = request.candidate, shot.bucket
-    encoders = Encoders(model, request.caching, torch_dtype(candidate.precision), device, candidate.loader)
+    bucket, encoders = shot.bucket, Encoders(model, request.caching, request.candidate, device)
     studio = Studio(encoders)
     studio.learn([shot], Cache(cache))
     pipeline = encoders.pipeline()

@@ -14,8 +14,7 @@ from autotune.schema import CachingSettings, HardwareProfile, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import read_dataset
-from autotune.training.data.encode import encode_dataset
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset, encode_dataset
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
 from autotune.training.folder import run_key
@@ -100,7 +99,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     hardware, resolved = machine(), resolve_model(str(model_folder))
     plan = make_plan(model_folder, images, hardware)
     encoded = encode_dataset(
-        Encoders(resolved, CachingSettings(), torch.float32, CPU),
+        Encoders(resolved, CachingSettings(), plan.frozen.settings, CPU),
         read_dataset(images),
         plan.frozen.workload.buckets,
         Cache(folder / "cache"),

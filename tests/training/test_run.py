@@ -30,6 +30,7 @@ from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
 from autotune.weights.adapters import read_adapter
 from tests.training.conftest import CPU, Bench
+from tests.training.small import SETTINGS
 
 PROMPTS = ("a red circle on a white background", "something else")
 
@@ -115,7 +116,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
 
 def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
-    studio, tried = Studio(Encoders(bench.resolved, CachingSettings(), torch.float32, CPU)), []
+    studio, tried = Studio(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), []
     studio.answers[PROMPTS[0], ()] = []
     vae = torch.nn.Module()
     vae.use_tiling = False

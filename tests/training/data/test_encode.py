@@ -20,12 +20,12 @@ from autotune.schema import CachingSettings
 from autotune.training.data.buckets import make_buckets
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import Reading, read_dataset
-from autotune.training.data.encode import encode_dataset
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset, encode_dataset
 from autotune.training.data.pixels import open_pixels
 from autotune.training.data.recipes import Identity, read_identity
 from autotune.training.encoders import Encoders
 from tests.training.data.pictures import CAPTIONS, picture, write_pictures
+from tests.training.small import SETTINGS
 
 IDENTITY = Identity(text_encoder="text 1", vae="vae 1")
 Load = Callable[[], Any]
@@ -115,7 +115,7 @@ def refuse() -> Any:
 def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
     encoded = encode(data, pipeline)
     family = QwenImage()
-    assert len(encoded) == 4
+    assert len(encoded.items) == 4
     for index, item in enumerate(encoded.items):
         bucket = encoded.buckets[encoded.bucket_indices[index]]
         sample = encoded.sample(index)
@@ -277,7 +277,7 @@ def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
             return super().encode_pixels(pipeline, pixels)
 
     model = dataclasses.replace(resolve_model(str(pipeline_folder)), family=Watching())
-    encoders = Encoders(model, CachingSettings(), torch.float32, torch.device("cpu"))
+    encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
     dataset = read_dataset(data)
     encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), Cache(data.parent / "cache"))
     encoders.release()
