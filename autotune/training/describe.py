@@ -30,21 +30,17 @@ class Wishes:
     objective: Objective = "throughput"
 
 
+KEPT = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size", "quality", "objective")
+"""Wishes that a workload holds as they were."""
+
+
 def wishes_of(workload: Workload, *, has_data: bool = True) -> Wishes:
     """The wishes that lead to `workload` again, on data of its class; without data its shape and length count."""
     largest, side = workload.largest_bucket, workload.resolution_px
-    return Wishes(
-        size_px=(side, side) if has_data else (largest.width_px, largest.height_px),
-        num_frames=largest.num_frames,
-        text_tokens=None if has_data else workload.max_text_tokens,
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        lora_dropout=workload.lora_dropout,
-        targets=workload.targets,
-        effective_batch_size=workload.effective_batch_size,
-        quality=workload.quality,
-        objective=workload.objective,
-    )
+    size_px = (side, side) if has_data else (largest.width_px, largest.height_px)
+    text_tokens = None if has_data else workload.max_text_tokens
+    kept = {name: getattr(workload, name) for name in KEPT}
+    return Wishes(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **kept)
 
 
 def require_even_shares(workload: Workload, num_processes: int) -> None:

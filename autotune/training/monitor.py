@@ -34,7 +34,6 @@ class PhaseWatch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what is done inside, failures included."""
         if self._entered:
             self._count(self._entered[-1], 0.0)
         self._entered.append(name)

@@ -153,7 +153,6 @@ class _Run:
         return encoded
 
     def _preview(self, step: int) -> None:
-        """Sample the job's prompts with what is trained so far."""
         for number, shot in enumerate(self.shots):
             with self.watch.phase("previews"), as_written(self.studio.pipeline.transformer):
                 frames = self.studio.sample(shot)
@@ -161,7 +160,6 @@ class _Run:
                 save_image(frames[0], self.output / "previews" / f"step-{step:06}-{number}.png")
 
     def _finish(self, loop: Loop, started: float) -> RunReport:
-        """Save the adapter, look at it, and report."""
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
         adapter_loss = loop.evaluate()
         transformer.disable_adapters()  # type: ignore[operator]
@@ -191,7 +189,6 @@ class _Run:
         save_image(grid(pairs), self.output / "samples.png")
 
     def _report(self, loop: Loop, verdict: AdapterVerdict | None, total_seconds: float) -> RunReport:
-        """What the run did, against what the plan promised."""
         metrics = loop.around.metrics
         losses, recorded = (metrics.losses, metrics.seconds) if metrics else ([], [])
         steady = sorted(loop.seconds[2:] or loop.seconds or recorded) or [0.0]

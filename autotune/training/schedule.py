@@ -34,7 +34,6 @@ class LearningRate:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def step(self, loss: float) -> None:
-        """Count one optimizer step and its loss."""
         if not self.on_plateau:
             self.schedule.step()
             return
@@ -50,7 +49,6 @@ class LearningRate:
         return {"rate": self.value, "losses": self.losses, "schedule": kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
         self.schedule.load_state_dict(state["schedule"])
         self.losses = list(state["losses"])
         for group in self.optimizer.param_groups:

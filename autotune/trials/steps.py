@@ -123,7 +123,6 @@ class Steps:
         )
 
     def step(self) -> StepOutcome:
-        """Take one optimizer step."""
         self.step_number += 1
         return optimizer_step(
             self.model.family,

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
-from autotune.errors import InvalidInput
-
 Chunk = Sequence[tuple[int, bool]]
 """Images as (index, caption dropped)."""
 
@@ -83,15 +81,9 @@ class Order:
     ) -> tuple[MicroBatch, ...]:
         """What one process computes in one step; every process gets equally many images and micro-batches.
 
-        Raises:
-            InvalidInput: the effective batch cannot be shared out evenly.
+        `world_size` divides the effective batch: `describe.require_even_shares` has seen to it.
         """
-        share, rest = divmod(self.effective_batch_size, world_size)
-        if rest:
-            raise InvalidInput(
-                f"an effective batch of {self.effective_batch_size} cannot be shared evenly by {world_size} processes",
-                hint="use a multiple of the number of processes",
-            )
+        share = self.effective_batch_size // world_size
         images = sorted(self.images(step), key=lambda image: self.groups[image[0]])
         parts = [
             _chunks(self.groups, images[start : start + share], micro_batch_size)

@@ -66,7 +66,6 @@ class Item:
 
     @property
     def num_frames(self) -> int:
-        """1 for an image."""
         return len(self.pixel_paths)
 
     @property

@@ -35,7 +35,6 @@ class EncodedDataset:
     """All that training needs of a dataset. Reading is safe from several threads."""
 
     items: tuple[Item, ...]
-    buckets: tuple[Bucket, ...]
     bucket_indices: tuple[int, ...]
     """For each item the index of its bucket."""
     problems: tuple[Problem, ...]
@@ -126,7 +125,6 @@ def encode_dataset(
     cache.evict(keep={key for index in usable for key in recipes[index].keys})
     return EncodedDataset(
         items=tuple(dataset.items[index] for index in usable),
-        buckets=tuple(buckets),
         bucket_indices=tuple(assigned[index] for index in usable),
         problems=tuple(problems[index] for index in sorted(problems)),
         recipes=tuple(recipes[index] for index in usable),
@@ -239,7 +237,6 @@ class _Store:
         self.advance()
 
     def advance(self) -> None:
-        """Count one entry as done."""
         self._done += 1
         if self._on_progress:
             self._on_progress(self._done, self._num_entries)

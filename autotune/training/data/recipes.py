@@ -91,12 +91,10 @@ class Recipe:
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """One or two."""
         return (self.prompt,) if self.dropped is None else (self.prompt, self.dropped)
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        """Of all entries."""
         return frozenset({one.key for one in self.prompts} | {one.key for _, one in self.latents})
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,18 +66,18 @@ class EditFamily(CountingFamily):
         return super().encode_captions(pipeline, captions)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only lose time to threads that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module")
+def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    QwenImage().write_small_pipeline(folder, CAPTIONS, seed=0)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def pipeline(load_pipeline: Load) -> Any:
-    return load_pipeline()
+def pipeline(pipeline_folder: Path) -> Any:
+    from diffusers import QwenImagePipeline
+
+    return QwenImagePipeline.from_pretrained(pipeline_folder, transformer=None)
 
 
 @pytest.fixture
@@ -114,10 +114,10 @@ def refuse() -> Any:
 
 def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
     encoded = encode(data, pipeline)
-    family = QwenImage()
+    family, buckets = QwenImage(), make_buckets(read_dataset(data), 64, 16)
     assert len(encoded.items) == 4
     for index, item in enumerate(encoded.items):
-        bucket = encoded.buckets[encoded.bucket_indices[index]]
+        bucket = buckets[encoded.bucket_indices[index]]
         sample = encoded.sample(index)
         with torch.no_grad():
             pixels = open_pixels([item.path], bucket.width_px, bucket.height_px)
