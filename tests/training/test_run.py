@@ -30,6 +30,7 @@ from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
 from autotune.weights.adapters import read_adapter
 from tests.training.conftest import CPU, Bench
+from tests.training.small import SETTINGS
 
 PROMPTS = ("a red circle on a white background", "something else")
 
@@ -115,7 +116,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
 
 def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
-    studio, tried = Studio(Encoders(bench.resolved, CachingSettings(), torch.float32, CPU)), []
+    studio, tried = Studio(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), []
     studio.answers[PROMPTS[0], ()] = []
     vae = torch.nn.Module()
     vae.use_tiling = False
@@ -165,8 +166,8 @@ def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, li
 def test_a_disk_nearly_full_is_said_before_any_work(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.training.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(AutotuneError, match="checkpoints and adapter need"):
+    monkeypatch.setattr("autotune.training.disk.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(AutotuneError, match="checkpoints and adapter, needs"):
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
 

@@ -1,6 +1,5 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
 
-from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, ModelSpec
 from autotune.search.space import search_space
 from autotune.trials import parity
-from autotune.trials.gradients import GradientRequest, UpdateRequest, relative_error
+from autotune.trials.gradients import relative_error
+from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.worker import Failure
 from tests.builders import workload
 
@@ -150,10 +150,6 @@ def test_what_is_wrong_cannot_be_pinned_either(here: Setting) -> None:
         search_space(Setting(hardware, here.family, here.workload), pins=[("compile", "block")])
 
 
-def ask_for(answer: "float | Failure") -> Callable[[object], "float | Failure"]:
-    return lambda request: answer
-
-
 @pytest.mark.parametrize(
     ("answer", "available", "kept", "words"),
     [
@@ -169,8 +165,7 @@ def ask_for(answer: "float | Failure") -> Callable[[object], "float | Failure"]:
 def test_verdicts(answer: "float | Failure", available: bool, kept: bool, words: str) -> None:
     rule = Attention().parity("_native_math")
     assert isinstance(rule, Parity)
-    request = request_of("qwen-image")
-    gate, lasting = parity.verdict("attention", rule, "fp32", ask_for(answer), lambda knob, candidate: request)
+    gate, lasting = parity.verdict("attention", rule, request_of("qwen-image"), answer)
     assert (gate.available, lasting) == (available, kept)
     assert words in gate.reason
 
