@@ -48,9 +48,10 @@ TOLERANCES = {
     "torchao-fp8": (0.12, "3 bits of mantissa: weights are wrong by about 3%"),
     "layerwise-fp8": (0.15, "3 bits of mantissa and no scales: weights are wrong by 3%, small ones by more"),
     "bnb-int8": (0.08, "8 bits for weights and, in the forward pass, for activations"),
-    "bnb-nf4": (0.35, "4 bits: weights are wrong by about 10%"),
+    "bnb-nf4": (0.5, "4 bits: weights are wrong by about 10%"),
 }
-"""Of gradients with random weights, relative to unquantised ones', and why."""
+"""Of gradients with random weights, relative to unquantised ones', and why. Measured on tiny models of every family:
+1 to 2% of int8, 6 to 11% and 6 to 12% of the float8s, 22 to 38% of nf4, all of it from the weights."""
 
 STRICTNESS: tuple[Quality, ...] = ("compact", "high", "exact")
 
