@@ -13,8 +13,9 @@ been seen (`benchmarks/LOG.md` tells why).
    counts (frames cut to what the VAE takes).
 4. The GPU is stated and in our catalogue.
 5. The base is bf16, or stored as one of our quantisations stores it.
-   After errors were seen: SimpleTuner's "fp8-torchao" and the "fp8 torchao (training)" of diffusers' example are not.
-   `convert_to_float8_training` multiplies in float8 and keeps casts of weights and inputs for the backward pass.
+   After errors were seen: not what multiplies in float8, as SimpleTuner's "fp8-torchao" does (torchao's
+   Float8DynamicActivationFloat8WeightConfig) and "fp8 torchao (training)" of diffusers' example
+   (`convert_to_float8_training`, which also leaves the weights in bf16).
 6. Checkpointing is `none` or full, per block.
 7. Nothing is offloaded or swapped, and nothing is compiled.
 8. The figure's kind is known: as the allocator counts (allocated, or SimpleTuner's "peak VRAM": it differs between
@@ -90,7 +91,29 @@ MARGIN = 0.1
 """Of the card: what a plan leaves free."""
 LARGE = 0.08
 """The target for the median; a larger miss is explained in `MISSES`."""
-MISSES: dict[str, str] = {}
+MISSES = {
+    "324": "runs under autocast: with its copies and captions of 1,024 tokens about 79 GiB by hand",
+    "326": "unknown; the factor for datasheet times was fitted to this row and three more, and is one for all cards",
+    "340": "seems to keep bf16 copies of weights for the backward pass (its Chroma takes 19 GiB more than in bf16): "
+    "84 GiB by hand; runs under autocast besides",
+    "342": "unknown; scales and multiplies in float8, which our storage doesn't",
+    "343": "unknown; scales and multiplies in float8, which our storage doesn't",
+    "621": "memory: float8 training keeps the weights in bf16 (23.8 GB), its command keeps encoders and VAE (9.9 GB): "
+    "about 36 GB by hand; time: 20 minutes of everything over 700 steps",
+    "F1": "time: unknown; by image and token SimpleTuner takes 1.6 times as long on this card (F6)",
+    "F4": "time: unknown; by image and token SimpleTuner takes 1.6 times as long on this card (F7)",
+    "F5": "time: likely a slip of the document, which has 1.4 seconds per step for the same elsewhere (F6)",
+    "F7": "unknown; 3 points of it are nf4's dequantisation, charged as 4 bytes per weight where it moves 2.5",
+    "F14": "memory: likely the peak of encoding captions before (T5, CLIP and VAE: 10.5 GB predicted), for the same "
+    "program's bf16 figure leaves 0.9 GB for training; time: likely bound by the host, predicted at 12 us an operation "
+    "where 33 would fit",
+    "F20": "unknown; the kernels alone, without the factor for datasheet times, are predicted to take 1.07 s",
+    "F39": "the program keeps the whole pipeline on the device and has one image stream more (read in its FLUX class): "
+    "with encoder and VAE 91 GB",
+    "F40": "memory: a card of 80 has GiB, and 24 of them are +8.8%; the rest unknown",
+    "F58": "memory: must be GiB (+3.1%), for weights, checkpoints and CUDA context alone are 44 GB; time: 1,536 text "
+    "tokens are assumed, its pictures make about 700 (+33%); the rest unknown",
+}
 """What investigations found, by the row's id."""
 
 Row = dict[str, str]
