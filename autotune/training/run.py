@@ -19,6 +19,7 @@ from autotune.training.encoders import Encoders
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key, telling_of_full_disk
 from autotune.training.loop import Loop, Surroundings
+from autotune.training.memory import telling_of_short_memory
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
@@ -48,13 +49,14 @@ def train(
         DoesNotFit: the plan was made for another machine, model or class of data.
         InvalidInput: the model or the data cannot be used, or the output folder belongs to another run.
         Preempted: a signal came; a checkpoint is written.
-        AutotuneError: the loss is no longer finite, the disk is full, or the wrong number of processes runs.
+        AutotuneError: the loss is no longer finite, disk or memory ran out, or the wrong number of processes
+            runs.
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
     configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
     try:
-        with telling_of_full_disk(prepared.output):
+        with telling_of_full_disk(prepared.output), telling_of_short_memory():
             return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
     finally:
         prepared.claim.release()
