@@ -4,11 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from autotune.frozen import Frozen, NaturalInt, PositiveInt
+from autotune.frozen import Frozen, PositiveInt
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 TimestepSampling = Literal["logit_normal", "uniform"]
+Place = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+"""A path or a name: no file system takes a NUL."""
 MAX_PREVIEW_PROMPTS = 4
 """More would take longer than they tell."""
 PREVIEW_EVERY = 250
@@ -21,13 +23,13 @@ class Job(Frozen):
     Names are those of diffusers' training scripts where they have one.
     """
 
-    model: str
+    model: Place
     """Folder in the diffusers layout, a family's name, or a hub id."""
     revision: str | None = None
     """Commit on the hub that `model` is taken at; None for a folder, or until it is first fetched."""
-    data: str | None
+    data: Place | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
-    control: str | None = None
+    control: Place | None = None
     """Folder of control images for editing, by the same stems."""
     caption: str | None = None
     """For images that have none."""
@@ -35,7 +37,7 @@ class Job(Frozen):
     """Word put in front of every caption that lacks it."""
     num_frames: int = Field(default=1, ge=1)
     """Above 1, each subfolder of the data is a clip."""
-    output: str = "output"
+    output: Place = "output"
     num_steps: int = PositiveInt
     """Optimizer steps of the effective batch."""
     num_train_epochs: int | None = Field(default=None, ge=1)
@@ -58,7 +60,8 @@ class Job(Frozen):
     """How the loss weighs images by their noise."""
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of captions that are replaced by the empty one, drawn anew each time."""
-    seed: int = NaturalInt
+    seed: int = Field(ge=0, lt=2**63)
+    """Of initial weights, order and noise; torch's generators take 63 bits."""
     checkpointing_steps: int = Field(default=250, ge=0)
     """Steps between checkpoints; 0 writes one only at the end or when the run is told to stop."""
     checkpoints_total_limit: int = Field(default=2, ge=1)

@@ -6,6 +6,7 @@ schema, or when its frozen part does not match its digest. Nothing that a plan n
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
 
 MAX_DEPTH = 32
+MAX_NODES = 100_000
+"""Of a document: far above any real plan; reading so many takes some seconds."""
 
 HEADER = """\
 # A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.
@@ -31,9 +34,9 @@ PLAN_AGAIN = "make the plan again with `autotune plan`"
 
 
 class _PlanLoader(yaml.SafeLoader):
-    """SafeLoader without the features that a plan never needs: anchors, tags, merge and repeated keys."""
+    """SafeLoader without the features that a plan never needs: anchors, tags, dates, merge and repeated keys."""
 
-    depth = 0
+    depth = nodes = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -44,15 +47,20 @@ class _PlanLoader(yaml.SafeLoader):
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise yaml.YAMLError("nested too deeply")
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise yaml.YAMLError(f"more than {MAX_NODES} values")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        keys = [key.value for key, _ in node.value]
-        repeated = {key for key in keys if keys.count(key) > 1}
+        keys = Counter(str(key.value) for key, _ in node.value)
+        repeated = sorted(key for key, count in keys.items() if count > 1)
         if repeated:
-            raise yaml.YAMLError(f"repeated keys: {', '.join(map(str, sorted(repeated)))}")
+            raise yaml.YAMLError(f"repeated keys: {', '.join(repeated)}")
+        if "<<" in keys:
+            raise yaml.YAMLError("merge keys are not allowed")
         return super().construct_mapping(node, deep)
 
 
@@ -60,6 +68,12 @@ class _PlanLoader(yaml.SafeLoader):
 _PlanLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+_PlanLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in _PlanLoader.yaml_implicit_resolvers.items()
+}
 
 
 class _PlanDumper(yaml.SafeDumper):
@@ -136,7 +150,9 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
         data = yaml.load(text, Loader=_PlanLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise InvalidPlan(f"{path} is not YAML that a plan may use: {reason}", hint=PLAN_AGAIN) from error
+        raise InvalidPlan(
+            f"{path} is not YAML that a plan may use: {reason}", hint=f"correct what is named, or {PLAN_AGAIN}"
+        ) from error
     if not isinstance(data, dict):
         raise InvalidPlan(f"{path} holds {type(data).__name__}, not a plan", hint=PLAN_AGAIN)
     return data
@@ -144,7 +160,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 def _validated(path: Path, data: dict[str, Any]) -> TrainingPlan:
     try:
-        return TrainingPlan.model_validate_json(json.dumps(data, allow_nan=False))
+        return TrainingPlan.model_validate_json(json.dumps(data))  # NaN passes here, so that the field is named
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

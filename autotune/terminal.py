@@ -1,5 +1,6 @@
 """What the commands show while they work: bars and rows on stderr, data on stdout, colour only where it is wanted."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,9 @@ from autotune.reporting.plan import TRIAL_HEADER, trial_row
 from autotune.reporting.text import memory_text, seconds_text
 from autotune.schema import Candidate, TrialResult
 from autotune.training.events import StepEvent
+
+QUIET_SECONDS = 60.0
+"""Longest silence of a training run whose output goes to a file."""
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -63,6 +67,7 @@ class TrainingDisplay:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.task: TaskID | None = None
+        self.told = time.monotonic()
 
     def phase(self, name: str) -> None:
         """Announce what is done next."""
@@ -74,7 +79,7 @@ class TrainingDisplay:
         self._update("encoding", done, total, "")
 
     def step(self, event: StepEvent) -> None:
-        """Move the bar of the training phase; off a terminal, print a line now and then."""
+        """Move the bar of the training phase; off a terminal, print a line for each tenth and each minute."""
         note = (
             f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
             f"{memory_text(event.memory_bytes)}"
@@ -83,7 +88,9 @@ class TrainingDisplay:
             note += f"  GPU {event.gpu_utilisation:.0%}"
         self._update("training", event.step, event.num_steps, note)
         every = max(1, event.num_steps // 10)
-        if self.progress.disable and (event.step % every == 0 or event.step == event.num_steps):
+        due = event.step % every == 0 or event.step == event.num_steps or time.monotonic() > self.told + QUIET_SECONDS
+        if self.progress.disable and due:
+            self.told = time.monotonic()
             left = seconds_text(event.remaining_seconds) + " left" if event.remaining_seconds else ""
             self.progress.console.print(f"step {event.step}/{event.num_steps}  {note}  {left}".rstrip())
 

@@ -34,7 +34,7 @@ def search_space(
     `also` names a knob of which the values on request are tried, too.
 
     Raises:
-        InvalidInput: there is no such knob or value.
+        InvalidInput: there is no such knob or value, or what is left of them does not go together.
         NothingFits: some knob has no admissible value here.
     """
     per_knob = {knob.name: _that_learn_the_same(knob, setting) for knob in KNOBS}
@@ -48,21 +48,27 @@ def search_space(
     for name, choices in per_knob.items():
         if not choices.admitted:
             reasons = "; ".join(f"{r.choice}: {r.reason}" for r in choices.rejected)
-            raise NothingFits(
-                f"no value of {name} can be used here ({reasons})", hint="run `autotune probe` and see why"
-            )
+            asked = any(wish == name for wish, _ in (*pins, *exclusions))
+            hint = f"leave out an --exclude or --pin of {name}" if asked else "run `autotune probe` and see why"
+            raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
     rejected = {name: [*choices.rejected, *choices.on_request] for name, choices in per_knob.items()}
     candidates = []
+    clashes: dict[str, None] = {}
     for values in itertools.product(*admitted.values()):
         candidate = Candidate.model_validate(dict(zip(admitted, values, strict=True)))
         conflicts = {knob.name: why for knob in KNOBS if (why := knob.conflict(candidate, setting))}
         if not conflicts:
             candidates.append(candidate)
+        clashes |= dict.fromkeys(conflicts.values())
         for name, why in conflicts.items():
             clash = Rejected(choice=getattr(candidate, name), reason=why)
             if clash not in rejected[name]:
                 rejected[name].append(clash)
+    if not candidates:
+        raise InvalidInput(
+            f"what is pinned does not go together: {'; '.join(clashes)}", hint="leave out a --pin or an --exclude"
+        )
     on_request = {name: tuple(one.choice for one in choices.on_request) for name, choices in per_knob.items()}
     excluded = {name: tuple(found) for name, found in rejected.items()}
     return SearchSpace(tuple(candidates), admitted, excluded, on_request)

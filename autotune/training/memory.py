@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import nn
 
+from autotune.errors import AutotuneError
 from autotune.quiet import stderr_in
 from autotune.training.step import AdapterOptimizer
 
@@ -35,6 +36,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory, of the device or the host, ran out."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in text for words in OUT_OF_MEMORY)
+
+
+@contextlib.contextmanager
+def telling_of_short_memory() -> Iterator[None]:
+    """Whatever a run does outside of steps that can be taken again: encoding, loading, saving, samples.
+
+    Raises:
+        AutotuneError: memory ran out.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, AutotuneError) or not is_out_of_memory(error):
+            raise
+        raise AutotuneError(
+            f"memory ran out: {str(error).strip().partition(chr(10))[0]}",
+            hint="close what else takes memory and run it again, or plan with more to spare: "
+            "autotune plan --from PLAN --reserve 2GiB",
+        ) from error
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:

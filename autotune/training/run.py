@@ -18,6 +18,7 @@ from autotune.training.encoders import Encoders
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
+from autotune.training.memory import telling_of_short_memory
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
@@ -47,14 +48,15 @@ def train(
         DoesNotFit: the plan was made for another machine, model or class of data.
         InvalidInput: the model or the data cannot be used, or the output folder belongs to another run.
         Preempted: a signal came; a checkpoint is written.
-        AutotuneError: the loss is no longer finite, the disk is full, or the wrong number of processes runs.
+        AutotuneError: the loss is no longer finite, disk or memory ran out, or the wrong number of processes
+            runs.
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
     configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
     go_on = "free some space, then go on from the last checkpoint: --resume"
     try:
-        with telling_of_full_disk(prepared.output, hint=go_on):
+        with telling_of_full_disk(prepared.output, hint=go_on), telling_of_short_memory():
             run = _Run(plan, prepared, hardware, Cache(cache_folder), events or Events())
             return run.train(started, resume=resume, trace=trace)
     finally:

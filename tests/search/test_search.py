@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from autotune.cost.predict import Predictor
-from autotune.errors import NothingFits
+from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
 from autotune.schema import Candidate, Outcome, Rejected, TrialResult
@@ -235,3 +235,14 @@ def test_workers_at_the_same_time_try_different_combinations(cost: Predictor, sp
 def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
     with pytest.raises(NothingFits, match="attention"):
         search_space(builders.setting(builders.hardware("precision.bf16")))
+
+
+def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidInput, match="swapped blocks have to recompute"):
+        search_space(builders.setting(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
+
+
+def test_what_the_user_ruled_out_is_the_users_to_take_back() -> None:
+    with pytest.raises(NothingFits) as refused:
+        search_space(builders.setting(), exclusions=(("precision", "bf16"),))
+    assert "--exclude" in refused.value.hint

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autotune.errors import InvalidInput
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.registry import family_named
 from autotune.plan_file import seal
 from autotune.schema import Candidate, FrozenPart
 from autotune.training.describe import check_job
 from autotune.training.events import StepEvent
 from autotune.training.loop import Loop
-from autotune.training.memory import host_memory_bytes
+from autotune.training.memory import host_memory_bytes, telling_of_short_memory
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
@@ -263,3 +263,17 @@ def test_a_plans_guidance_reaches_the_model() -> None:
     for more in ({}, {"guidance": torch.tensor([3.5])}):
         family.predict(Stub(), torch.zeros(1, 16, 1, 4, 4), torch.zeros(1), {**batch, **more})  # type: ignore[arg-type]
     assert seen == [1.0, 3.5]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError("cannot allocate")])
+def test_memory_that_runs_out_outside_of_steps_is_no_bug_of_ours(error: Exception) -> None:
+    with pytest.raises(AutotuneError, match="memory ran out") as told, telling_of_short_memory():
+        raise error
+    assert "--reserve" in told.value.hint
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), InvalidInput("out of memory?", hint="no")])
+def test_other_errors_are_not_taken_for_short_memory(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, telling_of_short_memory():
+        raise error
+    assert raised.value is error
