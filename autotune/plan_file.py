@@ -166,20 +166,21 @@ def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
     Raises:
         InvalidPlan: a value is out of range.
     """
-    given = {key: value for key, value in changes.items() if value is not None}
-    if "model" in given:
-        given = {"revision": None, **given}  # a commit of another repository
-    return plan.model_copy(update={"job": job_from({**plan.job.model_dump(), **given})})
+    said = {key: value for key, value in changes.items() if value is not None}
+    return plan.model_copy(update={"job": job_from(dict(plan.job), said)})
 
 
-def job_from(values: Mapping[str, object]) -> Job:
-    """The job with these values, which came from options.
+def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:
+    """The job with the values of `before`, but for what was `said`.
 
     Raises:
         InvalidPlan: a value is out of range.
     """
+    gone: dict[str, object] = {"revision": None} if "model" in said else {}  # a commit of another repository
+    if "num_steps" in said:
+        gone["num_train_epochs"] = None
     try:
-        return Job.model_validate(values)
+        return Job.model_validate({**before, **gone, **said})
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + str(first["loc"][0]).removeprefix("num_").removesuffix("_scale").replace("_", "-")

@@ -129,7 +129,6 @@ def _search(
             trials = run_search(search, tell_and_run, limits, events.on_trial, enough=advice.kept, study=study)
         else:
             trials = around.tried
-            search.outlooks(())  # as a search begins: what is traced first fills caches, and is traced a little larger
             for trial in trials:
                 events.on_trial(trial)
         over = around.tried is not None or advice.kept(trials)

@@ -3,9 +3,12 @@
 Call `silence_libraries()` before the first import of torch, diffusers or transformers.
 """
 
+import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 NOISY_LOGGERS = (
     "torch",
@@ -39,3 +42,16 @@ def silence_progress_bars() -> None:
 
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def stderr_in(file: str | Path) -> Iterator[None]:
+    """Append what is written to file descriptor 2 to `file`: below Python, where no library setting reaches."""
+    saved, handle = os.dup(2), os.open(file, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.dup2(handle, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(handle)

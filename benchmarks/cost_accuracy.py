@@ -30,7 +30,7 @@ from autotune.cost.predict import Predictor
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import build_on_meta
 from autotune.hardware.probe import probe
-from autotune.hardware.rates import Meter
+from autotune.hardware.rates import KERNELS, Meter
 from autotune.schema import (
     Bucket,
     Candidate,
@@ -81,8 +81,9 @@ def measured(hardware: HardwareProfile, predictor: Predictor) -> HardwareProfile
     source, target = torch.randn(1 << 22), torch.randn(1 << 22)
     rates.append(("memory.bandwidth", 2 * 4 * (1 << 22) / timed(lambda: target.copy_(source), 5), "B/s"))
     found = tuple(Rate(name=n, value=v, unit=u, spread=0.0, num_samples=3) for n, v, u in rates)
-    launch = Meter(hardware, lambda: None).launch()
-    return hardware.model_copy(update={"rates": (*found, launch)})
+    meter = Meter(hardware, lambda: None)
+    kernels = (meter.kernel(name, "fp32") for name in KERNELS)
+    return hardware.model_copy(update={"rates": (*found, meter.launch(), *kernels)})
 
 
 def candidates(num_blocks: int) -> list[Candidate]:

@@ -212,10 +212,8 @@ def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]
         wishes = Wishes(size_px=(resolution_px, resolution_px), rank=RANK, effective_batch_size=BATCH, quality="exact")
         question = Question(
             str(model),
-            images,
             wishes=wishes,
-            output=str(folder / "out"),
-            num_steps=steps,
+            said={"data": str(images), "output": str(folder / "out"), "num_steps": steps},
             pins=(("precision", "fp32"),),
             use_profiles=False,
         )

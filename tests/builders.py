@@ -1,7 +1,13 @@
 """Small objects of every kind that flows, for tests that need one and don't care which."""
 
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
 from autotune.families.registry import family_named
 from autotune.knobs.base import Setting
+from autotune.knobs.quantization import QUALITY_OF
 from autotune.schema import (
     Bucket,
     Candidate,
@@ -16,6 +22,15 @@ from autotune.schema import (
 )
 
 GIB = 2**30
+
+
+BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+def storages() -> list[Any]:
+    """Every way to quantise weights, for `parametrize`; what needs a package that is not installed is skipped."""
+    names = [name for name in QUALITY_OF if name != "none"]
+    return [pytest.param(name, marks=BITSANDBYTES) if name.startswith("bnb-") else name for name in names]
 
 
 def hardware(

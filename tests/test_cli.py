@@ -45,6 +45,7 @@ def test_wrong_usage_exits_with_2() -> None:
     assert autotune("plan").returncode == 2
     assert autotune("no-such-command").returncode == 2
     assert autotune("plan", "--model", "x", "--quality", "best").returncode == 2
+    assert autotune("plan", "--model", "x", "--steps", "7", "--epochs", "2").returncode == 2
 
 
 @pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!"])

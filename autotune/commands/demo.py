@@ -33,17 +33,17 @@ def demo(
     _announce(f"autotune plan --model {made.model} --data {made.images} {sizes} -o {plan_file}")
     plan(
         model=str(made.model),
-        data=made.images,
+        data=str(made.images),
         control=made.control,
         frames=made.num_frames,
         output=plan_file,
         resolution="64",
-        steps=60,
+        num_steps=60,
         run_output=str(result),
         search_time=600.0,  # a twentieth of such a short run would be a minute, too little on a busy machine
     )
     _announce(f"autotune train {plan_file}")
-    train(plan_file)
+    train(plan_file=plan_file)
     out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png", markup=False)
 
 

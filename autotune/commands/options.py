@@ -4,8 +4,8 @@
 class Options:
     rank: Rank = None
 
-@takes(Options)
-def command(asked: Options) -> None: ...
+@takes(Options, JobOptions)
+def command(asked: Options, job: JobOptions) -> None: ...
 """
 
 import dataclasses
@@ -13,35 +13,72 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-T = TypeVar("T")
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
+Data = Annotated[str | None, typer.Option(help="Folder of images with same-stem .txt captions.")]
 Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
 Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
-LearningRate = Annotated[float | None, typer.Option(help="Learning rate of the job.")]
-Sampling = Annotated[
-    str | None, typer.Option("--timestep-sampling", help="Noise levels: logit_normal (default) or uniform.")
-]
-Shift = Annotated[str | None, typer.Option("--timestep-shift", help="Of the noise levels: a number, or by_resolution.")]
-Guidance = Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")]
 Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")]
 Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")]
 Rank = Annotated[int | None, typer.Option(min=1, help="Rank of the adapter.")]
 Targets = Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")]
+Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of the job.")]
 Price = Annotated[float | None, typer.Option(min=0, help="Price of an hour, for the cost of the job.")]
 
 
-def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command whose options are the fields of a dataclass, each annotated with its `typer.Option`."""
-    hints = get_type_hints(options, include_extras=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """How a job trains: what a plan starts with and a run may change, by the names of `Job`. None, empty: not said."""
+
+    control: Control = None
+    caption: Caption = None
+    trigger: Trigger = None
+    caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
+    num_steps: Steps = None
+    num_train_epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs, instead of steps.")] = None
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None
+    lr_scheduler: Annotated[
+        str | None, typer.Option(help="constant (default), constant_with_warmup, linear, cosine or plateau.")
+    ] = None
+    lr_warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps over which the rate rises.")] = None
+    timestep_sampling: Annotated[str | None, typer.Option(help="Noise levels: logit_normal (default) or uniform.")] = (
+        None
+    )
+    timestep_shift: Annotated[str | None, typer.Option(help="Of the noise levels: a number, or by_resolution.")] = None
+    guidance_scale: Annotated[
+        float | None, typer.Option("--guidance", min=0, help="Of guidance-distilled models, in training.")
+    ] = None
+    preview_prompts: Annotated[
+        list[str] | None, typer.Option("--preview-prompt", help="What previews show; repeat for more, up to 4.")
+    ] = None
+    preview_every: Annotated[int | None, typer.Option(min=0, help="Steps between previews; 0: only at the end.")] = None
+    checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints.")] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Of initial weights, order and noise; default 0.")] = None
+
+    def values(self) -> dict[str, object]:
+        """What was said, as a job has it.
+
+        Raises:
+            BadParameter: both steps and epochs were given, or the shift is no shift.
+        """
+        if self.num_steps and self.num_train_epochs:
+            raise typer.BadParameter("epochs take the place of steps", param_hint="--epochs")
+        said = {name: value for name, value in vars(self).items() if value not in (None, [])}
+        paths = {name: str(value) for name, value in said.items() if isinstance(value, Path)}
+        lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
+        shift = {"timestep_shift": _shift(self.timestep_shift)} if self.timestep_shift else {}
+        return {**said, **paths, **lists, **shift}
+
+
+def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command whose options are the fields of dataclasses, each annotated with its `typer.Option`."""
+    hints = {name: hint for one in options for name, hint in get_type_hints(one, include_extras=True).items()}
     parameters = [
         inspect.Parameter(
             field.name,
@@ -49,28 +86,28 @@ def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., Non
             default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
             annotation=hints[field.name],
         )
-        for field in dataclasses.fields(options)  # type: ignore[arg-type]
+        for one in options
+        for field in dataclasses.fields(one)
     ]
+    signature = inspect.Signature(parameters)
 
-    def command_of(run: Callable[[T], None]) -> Callable[..., None]:
+    def command_of(run: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(run)
         def command(**values: Any) -> None:
-            run(options(**values))
+            given = signature.bind(**values).arguments
+            run(
+                *(one(**{f.name: given[f.name] for f in dataclasses.fields(one) if f.name in given}) for one in options)
+            )
 
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__signature__ = signature  # type: ignore[attr-defined]
         command.__annotations__ = hints
         return command
 
     return command_of
 
 
-def parse_shift(text: str | None) -> Any:
-    """A timestep shift as a job has it.
-
-    Raises:
-        BadParameter: it is neither a positive number nor `by_resolution`.
-    """
-    if text is None or text == "by_resolution":
+def _shift(text: str) -> float | str:
+    if text == "by_resolution":
         return text
     try:
         shift = float(text)

@@ -6,25 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.commands.options import (
-    Batch,
-    Caption,
-    Control,
-    Frames,
-    Guidance,
-    Json,
-    LearningRate,
-    Price,
-    Rank,
-    Resolution,
-    Sampling,
-    Shift,
-    Steps,
-    Targets,
-    Trigger,
-    parse_shift,
-    takes,
-)
+from autotune.commands.options import Batch, Data, Frames, JobOptions, Json, Price, Rank, Resolution, Targets, takes
 
 if TYPE_CHECKING:
     from autotune.planner import Events
@@ -36,15 +18,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `autotune plan` can be asked. None and empty: not said."""
+    """What `autotune plan` can be asked beside the job. None and empty: not said."""
 
     model: Annotated[str | None, typer.Option(help="A folder in the diffusers layout, a known name, or a hub id.")] = (
         None
     )
-    data: Annotated[Path | None, typer.Option(help="Folder of images with same-stem .txt captions.")] = None
-    control: Control = None
-    caption: Caption = None
-    trigger: Trigger = None
+    data: Data = None
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Ask again what this plan answered; other options go before it.")
     ] = None
@@ -57,11 +36,6 @@ class PlanOptions:
     dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="Of the adapter's inputs; default 0.")] = None
     targets: Targets = None
     batch: Batch = None
-    steps: Steps = None
-    learning_rate: LearningRate = None
-    sampling: Sampling = None
-    shift: Shift = None
-    guidance: Guidance = None
     quality: Annotated[
         str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
     ] = None
@@ -91,13 +65,12 @@ class PlanOptions:
     record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None
     replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None
     price: Price = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the job; 0 by default.")] = None
     run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None
     as_json: Json = False
 
 
-@takes(PlanOptions)
-def plan(asked: PlanOptions) -> None:
+@takes(PlanOptions, JobOptions)
+def plan(asked: PlanOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.commands.machine import machine_for
     from autotune.plan_file import write_plan
@@ -111,7 +84,7 @@ def plan(asked: PlanOptions) -> None:
     from autotune.sharing.store import remember
     from autotune.terminal import out, trial_display
 
-    question = question_asked(asked)
+    question = question_asked(asked, job)
     recording = read_recording(asked.replay) if asked.replay else None
     around = replayed(recording) if recording else Surroundings()
     limits = {"max_memory": asked.max_memory, "reserve": asked.reserve, "cap_memory": asked.cap_memory}
@@ -135,7 +108,7 @@ def plan(asked: PlanOptions) -> None:
     out.print(f"written to {asked.output}; train it with: autotune train {asked.output}", markup=False)
 
 
-def question_asked(asked: PlanOptions) -> "Question":
+def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
     """The options as a question, over that of an earlier plan where one is named.
 
     Raises:
@@ -164,16 +137,13 @@ def question_asked(asked: PlanOptions) -> "Question":
         quality=_one_of("--quality", asked.quality, ("exact", "high", "compact")),
         objective=_one_of("--objective", asked.objective, ("throughput", "memory")),
     )
-    same = ("model", "data", "control", "caption", "trigger", "learning_rate", "seed", "max_trials")
+    folders = {"data": asked.data, "output": asked.run_output}
     return _changed(  # type: ignore[no-any-return]
         base,
-        **{name: getattr(asked, name) for name in same},
+        model=asked.model,
+        max_trials=asked.max_trials,
         wishes=wishes,
-        output=asked.run_output,
-        num_steps=asked.steps,
-        timestep_sampling=_one_of("--timestep-sampling", asked.sampling, ("logit_normal", "uniform")),
-        timestep_shift=parse_shift(asked.shift),
-        guidance_scale=asked.guidance,
+        said={**job.values(), **{name: folder for name, folder in folders.items() if folder}},
         pins=_pairs("--pin", asked.pin),
         exclusions=_pairs("--exclude", asked.exclude),
         here=asked.hardware is None,
@@ -225,7 +195,7 @@ class _Heard:
 
 def _changed(thing: Any, **values: object) -> Any:
     """`thing` with all values that were given."""
-    return dataclasses.replace(thing, **{name: value for name, value in values.items() if value not in (None, ())})
+    return dataclasses.replace(thing, **{name: value for name, value in values.items() if value not in (None, (), {})})
 
 
 def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:

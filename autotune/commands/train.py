@@ -2,68 +2,39 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import (
-    Caption,
-    Control,
-    Guidance,
-    Json,
-    LearningRate,
-    PlanFile,
-    Sampling,
-    Shift,
-    Trigger,
-    parse_shift,
-)
+from autotune.commands.options import Data, JobOptions, Json, PlanFile, takes
 
 if TYPE_CHECKING:
     from autotune.schema import HardwareProfile, TrainingPlan
 
 
-def train(
-    plan_file: PlanFile,
-    model: Annotated[str | None, typer.Option(help="The same architecture from another folder.")] = None,
-    data: Annotated[str | None, typer.Option(help="Another folder of captioned images.")] = None,
-    control: Control = None,
-    caption: Caption = None,
-    trigger: Trigger = None,
-    output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs, instead of steps.")] = None,
-    learning_rate: LearningRate = None,
-    sampling: Sampling = None,
-    shift: Shift = None,
-    guidance: Guidance = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of initial weights, order and noise.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
-    ] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="Write a torch.profiler trace of a few steps.")] = False,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What `autotune train` can be told beside the job."""
+
+    plan_file: PlanFile
+    model: Annotated[str | None, typer.Option(help="The same architecture from another folder.")] = None
+    data: Data = None
+    output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False
+    trace: Annotated[bool, typer.Option("--trace", help="Write a torch.profiler trace of a few steps.")] = False
+    as_json: Json = False
+
+
+@takes(TrainOptions, JobOptions)
+def train(asked: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
     from autotune.plan_file import read_plan, with_job
 
     chosen = with_job(
-        read_plan(plan_file),
-        model=model,
-        data=data,
-        control=str(control) if control else None,
-        caption=caption,
-        trigger=trigger,
-        output=output,
-        num_steps=steps,
-        num_train_epochs=epochs,
-        learning_rate=learning_rate,
-        timestep_sampling=sampling,
-        timestep_shift=parse_shift(shift),
-        guidance_scale=guidance,
-        seed=seed,
+        read_plan(asked.plan_file), model=asked.model, data=asked.data, output=asked.output, **job.values()
     )
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
@@ -74,13 +45,13 @@ def train(
 
     silence_progress_bars()
     hardware = read_machine(quick=True)
-    chosen = _measured_here(plan_file, fetch_weights(chosen), hardware)
+    chosen = _measured_here(asked.plan_file, fetch_weights(chosen), hardware)
     number = chosen.frozen.hardware.num_processes
     with held_for_run(hardware.device, number, partial(err.print, markup=False)):
         if number > 1 and not started_by_launcher():
-            prepare(chosen, hardware, resume=resume).claim.release()  # so that what is wrong is said once
+            prepare(chosen, hardware, resume=asked.resume).claim.release()  # so that what is wrong is said once
             raise typer.Exit(launch(number, sys.argv[1:]))
-        _run(chosen, hardware, resume=resume, trace=trace, as_json=as_json)
+        _run(chosen, hardware, resume=asked.resume, trace=asked.trace, as_json=asked.as_json)
 
 
 def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, trace: bool, as_json: bool) -> None:

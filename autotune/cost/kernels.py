@@ -21,11 +21,16 @@ DeviceRules = Literal["cpu", "cuda"]
 Work = tuple[str, tuple[int, ...], int, int]
 """One kind of operation: class, shape, FLOPs, bytes moved.
 
-Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of `attention` and `attention_backward`.
+A class may be followed by a dot and what tells its kernel apart: `attention.backward`, `elementwise.gelu`,
+`dequantization.int8`. Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of attention.
 """
 
 CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution")
 """What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
+
+SLOW_ON_CPU = ("gelu", "gelu_backward")
+"""Elementwise kernels that a processor computes for longer than it moves their bytes: a quarter to a tenth of a copy's
+rate. The probe measures them, and conversions of stored weights, by themselves."""
 
 ATTENTION_KERNELS = {
     "native": "fused",
@@ -62,7 +67,9 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     """Within this context, functions that the device fuses are traced as the device runs them. Not thread-safe.
 
     They are replaced by name: a torch function mode would be suspended while `backward` recomputes a checkpoint.
+    Whatever backend this process last trained with, the model calls the function that is replaced.
     """
+    from diffusers.models.attention_dispatch import attention_backend
     from torch.nn import functional
 
     table: dict[str, Callable[..., Any]] = {}
@@ -74,7 +81,8 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     try:
         for name, substitute in table.items():
             setattr(functional, name, substitute)
-        yield
+        with attention_backend("native"):
+            yield
     finally:
         for name, original in originals.items():
             setattr(functional, name, original)

@@ -122,8 +122,23 @@ class TracedModel:
                 dtype=dtype,
                 dropout=self.workload.lora_dropout,
             )
+            self._fill_caches(transformer, dtype)
             self._models[key] = transformer.train()
         return self._models[key]
+
+    def _fill_caches(self, transformer: "nn.Module", dtype: Any) -> None:
+        """Let modules make the rotary tables that they keep, or the first trace would count them as its own."""
+        import torch
+
+        blocks = {name: getattr(transformer, name) for name in self.family.block_lists}
+        batch = meta_batch(self.family, self.config, self.workload, size=1, masked=self.masked(1), dtype=dtype)
+        noise = torch.empty_like(batch["latents"])
+        for name in blocks:
+            setattr(transformer, name, torch.nn.ModuleList())
+        with torch.no_grad():
+            self.family.predict(transformer, noise, torch.empty(1, device="meta"), batch)
+        for name, kept in blocks.items():
+            setattr(transformer, name, kept)
 
     def traced(
         self, precision: str, quantization: str, kernel: str, size: int, checkpointed: int, *, train: bool = True

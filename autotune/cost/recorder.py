@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from autotune.cost.kernels import CUDA_BLOCK_BYTES, DeviceRules, Work, workspace_bytes
+from autotune.cost.kernels import CUDA_BLOCK_BYTES, SLOW_ON_CPU, DeviceRules, Work, workspace_bytes
 from autotune.cost.shapes import called
 
 if TYPE_CHECKING:
@@ -98,8 +98,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
         kind, shape = _class_of(name, inputs)
         if kind.startswith("attention"):
-            flops = math.prod(shape) * (10 if kind == "attention_backward" else 4)  # 5 and 2 products, 2 FLOPs each
-            scratch = workspace_bytes(name, inputs[1 if kind == "attention_backward" else 0].shape)
+            backward = kind == "attention.backward"
+            flops = math.prod(shape) * (10 if backward else 4)  # 5 and 2 products, 2 FLOPs each
+            scratch = workspace_bytes(name, inputs[1 if backward else 0].shape)
             if scratch:
                 segment.events.extend([(SCRATCH, scratch), (SCRATCH, -scratch)])
         elif kind == "matmul":
@@ -141,7 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
-    """Class and shape of an operation; see `kernels.CLASSES`."""
+    """Class and shape of an operation; see `kernels.Work`."""
     if name in MATMULS:
         left, right = inputs[-2], inputs[-1]
         batch = left.shape[0] if left.ndim == 3 else 1
@@ -150,12 +151,13 @@ def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
         backward = name.endswith("backward")
         query, key = inputs[1:3] if backward else inputs[0:2]
         shape = (*query.shape[:3], key.shape[2], query.shape[3])
-        return ("attention_backward" if backward else "attention"), tuple(shape)
+        return ("attention.backward" if backward else "attention"), tuple(shape)
     if name.startswith("convolution"):
         return "convolution", ()
-    if any(tensor.dtype in STORED for tensor in inputs):
-        return "dequantization", ()
-    return "elementwise", ()
+    stored = [tensor.dtype for tensor in inputs if tensor.dtype in STORED]
+    if stored:
+        return f"dequantization.{str(stored[0]).removeprefix('torch.')}", ()
+    return (f"elementwise.{name}" if name in SLOW_ON_CPU else "elementwise"), ()
 
 
 def summarise(segments: Iterable[Segment]) -> None:

@@ -7,7 +7,8 @@ published measurements:
 - matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the SMs in whole waves;
 - attention: FlashAttention-2 reports 50 to 73% of the peak forward and backward on A100 and the FlashAttention-3 paper
   35 to 40% for it on H100, 75% for cuDNN and version 3; the memory-efficient kernel about half of flash;
-- memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided reads less).
+- memory-bound kernels .7 of the memory's bandwidth (copies reach .9; reductions, casts and strided reads less), but
+  for those that the probe measured by themselves.
 """
 
 import math
@@ -70,7 +71,7 @@ class Rates:
     def seconds(self, work: Work) -> float:
         """Device time of one operation: limited by arithmetic or by bandwidth, whichever takes longer."""
         kind, shape, flops, moved = work
-        seconds = moved / self.bandwidth
+        seconds = moved / (self.hardware.rate(f"{kind}.{self.precision}") or self.bandwidth)
         if flops:
             rate = self.attention_rate(shape[2]) if kind.startswith("attention") else self.matmul_rate(shape)
             seconds = max(seconds, flops / rate)
@@ -159,8 +160,8 @@ def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple
     """Device seconds of a segment for each of `CLASSES`, then the number of launches."""
     seconds = dict.fromkeys(CLASSES, 0.0)
     for item, count in work.items():
-        kind, shape = item[0], item[1]
+        kind, shape = item[0].partition(".")[0], item[1]
         if kind == "matmul" and min(shape) <= rank:
             kind = "adapter"
-        seconds[kind.removesuffix("_backward")] += count * rates.seconds(item)
+        seconds[kind] += count * rates.seconds(item)
     return (*seconds.values(), float(sum(work.values())))

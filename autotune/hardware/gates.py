@@ -136,7 +136,13 @@ def storage_device(m: Machine) -> str | None:
     return None if m.host.gpu_direct_storage else "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
 
 
+def bitsandbytes(m: Machine) -> str | None:
+    """Its kernels for processors are younger than those for CUDA; 0.50 is the first that was tried here."""
+    return package("bitsandbytes", "0.50" if m.device.kind == "cpu" else "0.45")(m)
+
+
 CUDA = on("cuda")
+BITSANDBYTES = (on("cuda", "cpu"), capability((7, 5)), bitsandbytes)
 FLASH_2 = (CUDA, capability((8, 0)))
 NO_BACKWARD = never("no backward: gradients vanish without an error")
 
@@ -175,8 +181,8 @@ RULES: tuple[Rule, ...] = (
     Rule("quantization.none", "weights stay as they are"),
     Rule("quantization.torchao-int8", "weight-only int8", (on("cuda", "cpu"), package("torchao", "0.14"))),
     Rule("quantization.torchao-fp8", "weight-only float8", (on("cuda", "cpu"), package("torchao", "0.14"))),
-    Rule("quantization.bnb-nf4", "4-bit NormalFloat", (CUDA, capability((7, 5)), package("bitsandbytes", "0.45"))),
-    Rule("quantization.bnb-int8", "LLM.int8", (CUDA, capability((7, 5)), package("bitsandbytes", "0.45"))),
+    Rule("quantization.bnb-nf4", "4-bit NormalFloat", BITSANDBYTES),
+    Rule("quantization.bnb-int8", "LLM.int8", BITSANDBYTES),
     Rule("quantization.layerwise-fp8", "float8 storage cast per layer", (casts_float8,)),
     Rule(
         "compile", "a compiler and what it needs are there", (on("cuda", "cpu"), compiler, triton, capability((7, 0)))

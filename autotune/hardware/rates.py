@@ -1,13 +1,15 @@
 """Measures what a device really does, in shapes that the model families use. Every measurement is limited in time.
 
 Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<tokens>` (forward and backward, FLOP/s),
-`memory.bandwidth`, `host_to_device.pinned`, `host_to_device.pageable`, `disk.<loader>` and
+`memory.bandwidth`, `elementwise.<kernel>.<dtype>` and `dequantization.<stored>.<dtype>` (bytes read and written, B/s),
+`host_to_device.pinned`, `host_to_device.pageable`, `disk.<loader>` and
 `page_cache.<loader>` (B/s), `operation.launch` (s), `process.overhead` (B).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 from autotune.hardware.disk import disk_timings
@@ -24,6 +26,9 @@ HEADS, HEAD_SIZE = 24, 128
 
 ATTENTION_FLOPS = 14
 """Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's convention)."""
+
+KERNELS = ("elementwise.gelu", "elementwise.gelu_backward", "dequantization.int8", "dequantization.float8_e4m3fn")
+"""As the cost model names them (`cost/kernels.py`, Work)."""
 
 BACKENDS = ("native", "_native_flash", "_native_cudnn", "_native_efficient", "flash", "xformers", "_native_math")
 """Those that are measured. Hub kernels would be downloaded first, and flex compiled."""
@@ -148,6 +153,20 @@ class Meter:
         timings = self.time(lambda: target.copy_(source))
         return self.rate("memory.bandwidth", 2 * self.effort.copy_bytes, timings, "B/s")
 
+    def kernel(self, name: str, dtype: str) -> Rate:
+        """A kernel that may compute for longer than it moves its bytes, or a conversion of stored weights."""
+        torch, number = self.torch, 1 << 20
+        kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+        what, variant = name.split(".")
+        x = torch.randn(number, device=self.device).to(kind)
+        stored = x.to(getattr(torch, variant)) if what == "dequantization" else x
+        call = {
+            "gelu": lambda: torch.nn.functional.gelu(x, approximate="tanh"),
+            "gelu_backward": lambda: torch.ops.aten.gelu_backward(x, x, approximate="tanh"),
+        }.get(variant, lambda: stored.to(kind))
+        moved = number * (stored.element_size() + (2 if variant == "gelu_backward" else 1) * x.element_size())
+        return self.rate(f"{name}.{dtype}", moved, self.time(call), "B/s")
+
     def launch(self) -> Rate:
         """What one operation on next to no data takes: Python, dispatch, autograd and the launch, in both passes."""
         torch = self.torch
@@ -190,6 +209,8 @@ class Meter:
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         yield "launches", self.launch
+        for name, of in product(KERNELS, dtypes if self.kind == "cpu" else (dtype,)):
+            yield f"{name} {of}", partial(self.kernel, name, of)
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)
             yield "pageable copies", partial(self.host_to_device, False)

@@ -48,9 +48,10 @@ TOLERANCES = {
     "torchao-fp8": (0.12, "3 bits of mantissa: weights are wrong by about 3%"),
     "layerwise-fp8": (0.15, "3 bits of mantissa and no scales: weights are wrong by 3%, small ones by more"),
     "bnb-int8": (0.08, "8 bits for weights and, in the forward pass, for activations"),
-    "bnb-nf4": (0.35, "4 bits: weights are wrong by about 10%"),
+    "bnb-nf4": (0.5, "4 bits: weights are wrong by about 10%"),
 }
-"""Of gradients with random weights, relative to unquantised ones', and why."""
+"""Of gradients with random weights, relative to unquantised ones', and why. Measured on tiny models of every family:
+1 to 2% of int8, 6 to 11% and 6 to 12% of the float8s, 22 to 38% of nf4, all of it from the weights."""
 
 STRICTNESS: tuple[Quality, ...] = ("compact", "high", "exact")
 
@@ -121,7 +122,9 @@ def quantize_inside(
         if not isinstance(module, nn.Linear) or id(module) not in inside:
             return None
         if choice.startswith("bnb-"):
-            return _bitsandbytes_layer(module, choice)
+            from autotune.knobs.bitsandbytes_layer import layer_of
+
+            return layer_of(module, choice, slice_bytes_of(module.weight))
         from autotune.knobs.frozen_linear import as_float8, freeze
 
         layerwise = choice == LAYERWISE
@@ -130,6 +133,11 @@ def quantize_inside(
         return None
 
     return quantize
+
+
+def slice_bytes_of(weight: "torch.Tensor") -> int:
+    """How much of `weight` is quantised at a time."""
+    return CPU_SLICE_BYTES if weight.is_cpu else SLICE_BYTES
 
 
 def quantised_in_slices(layer: "nn.Linear", config: Any) -> "nn.Parameter":
@@ -142,8 +150,7 @@ def quantised_in_slices(layer: "nn.Linear", config: Any) -> "nn.Parameter":
 
     weight = layer.weight.data
     num_rows, num_columns = weight.shape
-    slice_bytes = CPU_SLICE_BYTES if weight.is_cpu else SLICE_BYTES
-    step = max(1, slice_bytes // max(1, num_columns * weight.element_size()))
+    step = max(1, slice_bytes_of(weight) // max(1, num_columns * weight.element_size()))
     if weight.is_meta:  # nothing is held; a trace needs the shapes alone
         step = num_rows
     whole: dict[str, torch.Tensor] = {}
@@ -175,31 +182,3 @@ def _torchao_config(choice: str) -> Any:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
     return {"torchao-int8": Int8WeightOnlyConfig, "torchao-fp8": Float8WeightOnlyConfig}[choice]()
-
-
-def _bitsandbytes_layer(layer: "nn.Linear", choice: str) -> "nn.Module":
-    """The layer that takes the place of `layer`, with its weights, on its device.
-
-    Built on the meta device: its constructor would draw initial weights on the host, a minute for 20B of them.
-    """
-    import torch
-    from bitsandbytes import functional
-    from bitsandbytes import nn as bnb
-
-    weight, bias = layer.weight.data, layer.bias
-    shape = (layer.in_features, layer.out_features, bias is not None)
-    replacement: Any
-    if choice == "bnb-nf4":
-        replacement = bnb.Linear4bit(
-            *shape, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta"
-        )
-        stored = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True)
-        replacement.weight, replacement.bias = stored, bias
-        quantised: nn.Module = replacement.to(weight.device)  # the move quantises
-        return quantised
-    replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False, device="meta")
-    # Int8Params quantise by themselves only on their way from the host; these weights are on the device already.
-    rows, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
-    replacement.weight = bnb.Int8Params(rows, requires_grad=False, has_fp16_weights=False, CB=rows, SCB=scales)
-    replacement.bias = bias
-    return replacement  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.swapping import Swapping
+from autotune.schema import Candidate, Choice
 
 KNOBS: tuple[Knob, ...] = (
     MicroBatch(),
@@ -27,3 +28,8 @@ KNOBS: tuple[Knob, ...] = (
     DataWorkers(),
     BatchMemory(),
 )
+
+
+def reload_key(candidate: Candidate) -> tuple[Choice, ...]:
+    """What of a candidate needs the model loaded anew: a model loaded for one serves all with the same."""
+    return tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)

@@ -95,7 +95,8 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
         setting = Setting(hardware, model.family, workload)
         hardware = around.prove(setting, _space(question, setting, also=WHERE_NOTHING_FITS).choices, model)
     cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
-    job, left_out = job_of(question, model, dataset), dataset.left_out if dataset else ()
+    job = job_of(question, model, dataset, whole.effective_batch_size)
+    left_out = dataset.left_out if dataset else ()
     pinned = replace(question, model=job.pinned_model)
     return Case(pinned, hardware, whole, workload, space, cost, job, notes, left_out)
 
@@ -103,7 +104,7 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
 def _resolved(question: Question) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
     known = is_family(question.model)
-    if not is_on_hub(question.model) or (known and not (question.here and question.data)):
+    if not is_on_hub(question.model) or (known and not (question.here and question.path("data"))):
         return resolve_model(question.model), ()
     try:
         return fetch_model(question.model, weights=False), ()

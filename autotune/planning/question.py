@@ -1,12 +1,13 @@
 """What a user asks of a planner, and the job that comes with the answer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from autotune.families.resolve import ResolvedModel
 from autotune.plan_file import job_from
-from autotune.schema import Job, TimestepSampling, TrainingPlan
+from autotune.schema import Job, TrainingPlan
 from autotune.search.storage import Place
 from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import Wishes, check_job, wishes_of
@@ -17,18 +18,9 @@ class Question:
     """What the user asks for; None takes the family's default."""
 
     model: str
-    data: Path | None = None
-    control: Path | None = None
-    caption: str | None = None
-    trigger: str | None = None
     wishes: Wishes = field(default_factory=Wishes)
-    output: str = "output"
-    num_steps: int | None = None
-    learning_rate: float | None = None
-    timestep_sampling: TimestepSampling | None = None
-    timestep_shift: float | Literal["by_resolution"] | None = None
-    guidance_scale: float | None = None
-    seed: int = 0
+    said: Mapping[str, object] = field(default_factory=dict)
+    """Values of the job, by the names of its fields."""
     pins: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs: only this value may be chosen."""
     exclusions: tuple[tuple[str, str], ...] = ()
@@ -49,7 +41,17 @@ class Question:
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
     job: Job | None = None
-    """What an earlier plan did, where this question is asked again; its other fields go before it."""
+    """What an earlier plan did, where this question is asked again; what is said now goes before it."""
+
+    def path(self, name: str) -> Path | None:
+        """The job's folder called `name`, if it has one."""
+        value = self.text(name)
+        return Path(value) if value else None
+
+    def text(self, name: str) -> str | None:
+        """The job's field called `name`, if it has one."""
+        value = self.said.get(name, getattr(self.job, name, None))
+        return None if value is None else str(value)
 
 
 def question_of(plan: TrainingPlan) -> Question:
@@ -57,15 +59,7 @@ def question_of(plan: TrainingPlan) -> Question:
     frozen, job = plan.frozen, plan.job
     return Question(
         model=job.pinned_model,
-        data=Path(job.data) if job.data else None,
-        control=Path(job.control) if job.control else None,
-        caption=job.caption,
-        trigger=job.trigger,
         wishes=wishes_of(frozen.workload, has_data=job.data is not None),
-        output=job.output,
-        num_steps=job.num_steps,
-        learning_rate=job.learning_rate,
-        seed=job.seed,
         num_processes=frozen.hardware.num_processes,
         price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
@@ -76,50 +70,42 @@ def question_of(plan: TrainingPlan) -> Question:
 
 def data_of(question: Question, model: ResolvedModel) -> Dataset | None:
     """The question's data, if it names any."""
-    if question.data is None:
+    folder = question.path("data")
+    if folder is None:
         return None
     frames = question.wishes.num_frames or model.family.defaults.num_frames
-    reading = Reading(question.caption, question.trigger, question.control, num_frames=frames)
-    return read_dataset(question.data, reading)
+    caption, trigger = question.text("caption"), question.text("trigger")
+    return read_dataset(folder, Reading(caption, trigger, question.path("control"), num_frames=frames))
 
 
-def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None) -> Job:
+def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:
     """The job that the plan starts with: the user's words, else the earlier plan's, else the family's defaults.
 
     Raises:
         InvalidInput, InvalidPlan: a value is out of range, or asks of the model what its family does not have.
     """
     defaults = model.family.defaults
-    captions = [item.caption for item in dataset.items] if dataset else []
-    asked = {
-        "model": question.model.partition("@")[0] if model.revision else question.model,
-        "revision": model.revision,
-        "data": str(question.data) if question.data else None,
-        "control": str(question.control) if question.control else None,
-        "caption": question.caption,
-        "trigger": question.trigger,
-        "num_frames": question.wishes.num_frames or defaults.num_frames,
-        "output": question.output,
-        "seed": question.seed,
-    }
-    wishes = {
-        "num_steps": question.num_steps,
-        "learning_rate": question.learning_rate,
-        "timestep_sampling": question.timestep_sampling,
-        "timestep_shift": question.timestep_shift,
-        "guidance_scale": question.guidance_scale,
-    }
+    items = dataset.items if dataset else ()
     usual = {
-        "num_steps": defaults.num_steps(max(1, len(captions))),
+        "data": None,
+        "num_steps": defaults.num_steps(max(1, len(items))),
         "learning_rate": defaults.learning_rate,
         "weight_decay": defaults.weight_decay,
         "max_grad_norm": 1.0,
         "timestep_shift": defaults.timestep_shift,
         "guidance_scale": defaults.training_guidance,
-        "preview_prompts": tuple(captions[:1]),
+        "seed": 0,
+        "preview_prompts": tuple(item.caption for item in items[:1]),
         "preview_steps": defaults.preview_steps,
     }
-    before = dict(question.job) if question.job else usual
-    job = job_from({**before, **asked, **{name: value for name, value in wishes.items() if value is not None}})
+    resolved = {
+        "model": question.model.partition("@")[0] if model.revision else question.model,
+        "revision": model.revision,
+        "num_frames": question.wishes.num_frames or defaults.num_frames,
+    }
+    job = job_from(dict(question.job) if question.job else usual, {**question.said, **resolved})
+    if job.num_train_epochs is not None and items:
+        num_steps = -(-job.num_train_epochs * sum(item.repeats for item in items) // effective_batch_size)
+        job = job.model_copy(update={"num_steps": num_steps})
     check_job(job, model.family)
     return job

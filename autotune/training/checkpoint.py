@@ -64,7 +64,7 @@ class Checkpoints:
         """
         self.finish()
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        self._pending = self._thread.submit(self._write, Checkpoint(step, copies, state))
+        self._pending = self._thread.submit(self._write, step, copies, state)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk.
@@ -76,15 +76,10 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
-    def _write(self, checkpoint: Checkpoint) -> None:
-        metadata = {
-            "run": self.run_key,
-            "step": str(checkpoint.step),
-            "state": json.dumps(checkpoint.state),
-            "digest": tensors_digest(dict(checkpoint.tensors)),
-        }
+    def _write(self, step: int, tensors: "Mapping[str, Tensor]", state: Mapping[str, Any]) -> None:
+        metadata = {"run": self.run_key, "state": json.dumps(state), "digest": tensors_digest(tensors)}
         try:
-            save_file(self.folder / NAME.format(checkpoint.step), checkpoint.tensors, metadata)
+            save_file(self.folder / NAME.format(step), tensors, metadata)
         except Exception as error:  # safetensors has errors of its own
             raise AutotuneError(
                 f"cannot write a checkpoint in {self.folder}: {error}",

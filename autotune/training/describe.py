@@ -30,21 +30,17 @@ class Wishes:
     objective: Objective = "throughput"
 
 
+KEPT = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size", "quality", "objective")
+"""Wishes that a workload holds as they were."""
+
+
 def wishes_of(workload: Workload, *, has_data: bool = True) -> Wishes:
     """The wishes that lead to `workload` again, on data of its class; without data its shape and length count."""
     largest, side = workload.largest_bucket, workload.resolution_px
-    return Wishes(
-        size_px=(side, side) if has_data else (largest.width_px, largest.height_px),
-        num_frames=largest.num_frames,
-        text_tokens=None if has_data else workload.max_text_tokens,
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        lora_dropout=workload.lora_dropout,
-        targets=workload.targets,
-        effective_batch_size=workload.effective_batch_size,
-        quality=workload.quality,
-        objective=workload.objective,
-    )
+    size_px = (side, side) if has_data else (largest.width_px, largest.height_px)
+    text_tokens = None if has_data else workload.max_text_tokens
+    kept = {name: getattr(workload, name) for name in KEPT}
+    return Wishes(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **kept)
 
 
 def require_even_shares(workload: Workload, num_processes: int) -> None:
@@ -109,24 +105,26 @@ def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wis
     )
 
 
+def require_controls(family: Family, number: int, of: str) -> None:
+    """Raise InvalidInput where that many control images `of` something are not what the family takes."""
+    most = family.max_controls
+    if not min(1, most) <= number <= most:
+        takes, hint = "none", "leave --control out, or use a model for editing"
+        if most:
+            takes, hint = f"1 to {most}", "give the images that belong to each with --control"
+        raise InvalidInput(f"{of} has {number} control image(s); {family.name} takes {takes}", hint=hint)
+
+
 def given(value: int | None, default: int) -> int:
     """`value`, unless there is none: 0 is a value, and a wrong one."""
     return default if value is None else value
 
 
 def _num_controls(family: Family, dataset: Dataset | None) -> int:
-    fewest, most = min(1, family.max_controls), family.max_controls
     if dataset is None:
-        return fewest
+        return min(1, family.max_controls)
     for item in dataset.items:
-        number = len(item.control_paths)
-        if not fewest <= number <= most:
-            takes, hint = "none", "leave --control out, or use a model for editing"
-            if most:
-                takes, hint = f"{fewest} to {most}", "give --control FOLDER with the images that belong to each"
-            raise InvalidInput(
-                f"{item.path.name} has {number} control image(s); {family.name} takes {takes}", hint=hint
-            )
+        require_controls(family, len(item.control_paths), item.path.name)
     return max(len(item.control_paths) for item in dataset.items)
 
 

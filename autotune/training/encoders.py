@@ -5,17 +5,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autotune.families.resolve import ResolvedModel
+from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_inside
-from autotune.schema import CachingSettings
-from autotune.training.data.identity import Identity, read_identity
+from autotune.schema import CachingSettings, Candidate
+from autotune.training.data.recipes import Identity, read_identity
 from autotune.training.memory import give_back_memory
 from autotune.weights.components import load_component
 from autotune.weights.streaming import Transform
-
-TEXT_ENCODERS = "text_encoder"
-"""Components whose names begin so only serve `encode_prompt`."""
 
 
 class Encoders:
@@ -24,20 +23,15 @@ class Encoders:
     Args:
         model: with its files.
         caching: where text encoders run and how they are stored.
-        dtype: of what is not quantised.
+        settings: the precision of what is not quantised, and the loader.
         device: that trains; the VAE runs there.
-        loader: a name in `autotune.weights.loaders`.
     """
 
     def __init__(
-        self,
-        model: ResolvedModel,
-        caching: CachingSettings,
-        dtype: torch.dtype,
-        device: torch.device,
-        loader: str = "safetensors",
+        self, model: ResolvedModel, caching: CachingSettings, settings: Candidate, device: torch.device
     ) -> None:
-        self.model, self.caching, self.dtype, self.device, self.loader = model, caching, dtype, device, loader
+        self.model, self.caching, self.device, self.loader = model, caching, device, settings.loader
+        self.dtype = torch_dtype(settings.precision)
         self._loaded: Any = None
 
     @property
@@ -60,8 +54,8 @@ class Encoders:
 
     @property
     def names(self) -> list[str]:
-        """The text encoders' names in the pipeline."""
-        return [name for name in self.model.family.components if name.startswith(TEXT_ENCODERS)]
+        """The text encoders' names in the pipeline; they only serve `encode_prompt`."""
+        return [name for name in self.model.family.components if name.startswith("text_encoder")]
 
     def pipeline(self) -> Any:
         """The stock pipeline without a transformer; its `encode_prompt` runs where the encoders are."""
@@ -106,6 +100,13 @@ class Encoders:
             self._loaded = None
             give_back_memory()
 
+    def release_text(self) -> None:
+        """Let go of the text encoders alone, unless the plan keeps them: pixels are encoded without."""
+        if self.caching.residency == "release":
+            for name in self.names:
+                setattr(self._loaded, name, None)
+            give_back_memory()
+
 
 def running_on(there: torch.device, here: torch.device, encode: Callable[..., Any]) -> Callable[..., Any]:
     """`encode_prompt` of a pipeline whose encoders are on `there`, with its answers on `here`."""
@@ -118,10 +119,8 @@ def running_on(there: torch.device, here: torch.device, encode: Callable[..., An
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`, inside tuples and lists too."""
-    if isinstance(value, tuple | list):
-        return type(value)(moved(one, device) for one in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    """`value` with its tensors on `device`, inside tuples, lists and dictionaries too."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _repeated(model: nn.Module) -> Iterable[nn.Module]:

@@ -5,20 +5,15 @@ checkpoints/    to go on from with --resume             previews/               
 pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
 """
 
-import contextlib
-import errno
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import InvalidInput
 from autotune.plan_file import read_plan, write_plan
 from autotune.schema import TrainingPlan, digest_of
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset
+from autotune.training.disk import require_free
 from autotune.training.save import ADAPTER_FILE
 
 PLAN_FILE = "run-plan.yaml"
@@ -83,32 +78,9 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
         raise InvalidInput(
             f"cannot write to the output folder {folder}: {error.strerror}", hint="choose another with --output"
         ) from error
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise AutotuneError(
-            f"checkpoints and adapter need {needed_bytes / 2**20:,.1f} MiB in {folder}, where {free / 2**20:,.1f} MiB "
-            "are free",
-            hint="free some space, choose another folder with --output, or keep fewer checkpoints",
-        )
+    hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
+    require_free(folder, needed_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
     return claim
-
-
-@contextlib.contextmanager
-def telling_of_full_disk(folder: Path) -> Iterator[None]:
-    """Whatever is written to a run's folder inside: a disk that becomes full is an error that says how to go on.
-
-    Raises:
-        AutotuneError: the disk is full.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        number = getattr(error, "errno", None)
-        if number not in (errno.ENOSPC, errno.EDQUOT) and os.strerror(errno.ENOSPC) not in str(error):
-            raise
-        raise AutotuneError(
-            f"the disk of {folder} became full", hint="free some space, then go on from the last checkpoint: --resume"
-        ) from error
 
 
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:

@@ -5,18 +5,19 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from autotune.errors import AutotuneError, Preempted
 from autotune.families.base import Batch
-from autotune.knobs.registry import KNOBS
-from autotune.schema import Candidate, TrainingPlan
+from autotune.knobs.registry import reload_key
+from autotune.schema import TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.data.batches import Order
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset
 from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
 from autotune.training.memory import (
@@ -25,7 +26,7 @@ from autotune.training.memory import (
     held_peak_bytes,
     is_out_of_memory,
     live_tensors,
-    peak_memory_bytes,
+    with_peak_memory,
 )
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
@@ -33,36 +34,13 @@ from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
 from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step
-from autotune.training.stopping import StopRequest
+from autotune.training.stopping import stop_requests
 
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
 
 TRACED = range(3, 6)
 """Steps of this start that a trace shows: the first ones allocate and warm up."""
-
-
-def order_of(plan: TrainingPlan, encoded: EncodedDataset) -> Order:
-    """The order in which a job sees its data."""
-    return Order(
-        groups=encoded.groups,
-        repeats=tuple(item.repeats for item in encoded.items),
-        effective_batch_size=plan.frozen.workload.effective_batch_size,
-        seed=plan.job.seed,
-        caption_dropout=plan.job.caption_dropout,
-    )
-
-
-def steps_of(plan: TrainingPlan, order: Order) -> int:
-    """Optimizer steps of a job: as said, or as many as its epochs take."""
-    if plan.job.num_train_epochs is None:
-        return plan.job.num_steps
-    return math.ceil(plan.job.num_train_epochs * order.epoch_size / order.effective_batch_size)
-
-
-def _same_load(one: Candidate, other: Candidate) -> bool:
-    """Whether a model loaded for one serves the other."""
-    return all(getattr(one, knob.name) == getattr(other, knob.name) for knob in KNOBS if knob.needs_reload)
 
 
 @dataclass(frozen=True)
@@ -84,24 +62,35 @@ class Loop:
     """The steps of one run: the same order and noise whatever the micro-batch size, processes and interruptions."""
 
     def __init__(
-        self, plan: TrainingPlan, model: TrainingModel, encoded: EncodedDataset, checkpoint: Checkpoint | None
+        self,
+        plan: TrainingPlan,
+        model: TrainingModel,
+        encoded: EncodedDataset,
+        checkpoint: Checkpoint | None,
+        around: Surroundings,
     ) -> None:
-        self.plan, self.model, self.encoded = plan, model, encoded
+        self.plan, self.model, self.encoded, self.around = plan, model, encoded, around
         self.settings = plan.frozen.settings
         """The plan's, or the fallback that memory has made necessary."""
         job = self.job = plan.job
-        self.order = order_of(plan, encoded)
-        self.num_steps = steps_of(plan, self.order)
+        order = self.order = Order(
+            groups=encoded.groups,
+            repeats=tuple(item.repeats for item in encoded.items),
+            effective_batch_size=plan.frozen.workload.effective_batch_size,
+            seed=job.seed,
+            caption_dropout=job.caption_dropout,
+        )
+        self.num_steps = job.num_steps if job.num_train_epochs is None else order.steps_of(job.num_train_epochs)
         self.optimizer = AdapterOptimizer(
             model.adapter,
             learning_rate=job.learning_rate,
             weight_decay=job.weight_decay,
             max_grad_norm=job.max_grad_norm,
         )
-        epoch_steps = math.ceil(self.order.epoch_size / self.order.effective_batch_size)
-        self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, epoch_steps)
-        self.first_step = checkpoint.step if checkpoint else 0
+        self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.steps_of(1))
+        self.first_step = 0
         if checkpoint:
+            self.first_step = checkpoint.step
             self.optimizer.load_state(checkpoint.tensors)
             self.rate.load_state(checkpoint.state["rate"])
             self.optimizer.scaler.load_state_dict(checkpoint.state["scaler"])
@@ -109,6 +98,7 @@ class Loop:
         shift = job.timestep_shift
         by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
         self.levels = NoiseLevels(by_tokens, job.timestep_sampling)
+        self.watch = MemoryWatch(around.budget_bytes)
         self.peak_bytes = 0
         self.seconds: list[float] = []
         self.data_seconds: list[float] = []
@@ -116,7 +106,7 @@ class Loop:
         self.warnings: list[str] = []
         self.paced_from: tuple[float, int] | None = None
 
-    def run(self, around: Surroundings) -> None:
+    def run(self) -> None:
         """Take every step that is left; where memory runs out, go on with the plan's next safer settings.
 
         Raises:
@@ -124,22 +114,23 @@ class Loop:
             AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing safer that needs no
                 reload, or a checkpoint cannot be written.
         """
-        self.network = around.processes.replicate(self.model.transformer)
-        watch = MemoryWatch(around.budget_bytes)
-        done, single = self.first_step, around.processes.world_size == 1
-        with StopRequest(second_ends=single) as stop, _tracing(around.trace) as traced:
+        processes = self.around.processes
+        self.network = processes.replicate(self.model.transformer)
+        done, single = self.first_step, processes.world_size == 1
+        with stop_requests(second_ends=single) as signal_name, _tracing(self.around.trace) as trace:
             while done < self.num_steps:
                 try:
-                    with contextlib.closing(self._steps(done, around.processes)) as events:
+                    with contextlib.closing(self._steps(done)) as events:
                         for event in events:
                             done = event.step
-                            self._tell(event, around, watch)
-                            traced(done - 1 - self.first_step)
-                            stopping = around.processes.any(stop.signal_name is not None)
-                            self._after(done, around, stopping=stopping)
+                            self._tell(event)
+                            if trace:
+                                trace.step()
+                            stopping = processes.any(signal_name() is not None)
+                            self._after(done, stopping=stopping)
                             if stopping:
                                 raise Preempted(
-                                    f"stopped by {stop.signal_name or 'a signal'} after step {done} of "
+                                    f"stopped by {signal_name() or 'a signal'} after step {done} of "
                                     f"{self.num_steps}; a checkpoint is written",
                                     hint="go on from there: run the same command with --resume",
                                 )
@@ -147,33 +138,47 @@ class Loop:
                 except Exception as error:
                     if not single or not is_out_of_memory(error):
                         raise
-                self._step_down(done, around)  # outside of the handler: the error holds what the step had saved
+                self._step_down(done)  # outside of the handler: the error holds what the step had saved
 
-    def _steps(self, first_step: int, processes: Processes) -> Generator[StepEvent]:
+    def _steps(self, first_step: int) -> Generator[StepEvent]:
         """Every step from `first_step` on, as it is taken."""
-        loader = self._loader(first_step, processes)
+        loader = self._loader(first_step)
         batches = cast("Generator[LoadedBatch]", iter(loader))
         with contextlib.closing(batches):
             for step in range(first_step, self.num_steps):
-                yield self._timed_step(step, batches, loader, processes)
+                yield self._timed_step(step, batches, loader)
 
-    def _tell(self, event: StepEvent, around: Surroundings, watch: MemoryWatch) -> None:
-        if around.metrics:
-            around.metrics.add(event)
-        around.events.on_step(event)
+    def _loader(self, first_step: int) -> Loader:
+        return Loader(
+            self.model.family,
+            self.encoded,
+            self.order,
+            self.settings.micro_batch_size,
+            self.num_steps,
+            first_step=first_step,
+            rank=self.around.processes.rank,
+            world_size=self.around.processes.world_size,
+            num_workers=self.settings.data_workers,
+            pin_memory=self.settings.batch_memory == "pinned",
+        )
+
+    def _tell(self, event: StepEvent) -> None:
+        if self.around.metrics:
+            self.around.metrics.add(event)
+        self.around.events.on_step(event)
         peak = max(event.memory_bytes, held_peak_bytes(self.model.device))
-        if warning := watch.look(event.memory_bytes, peak):
-            self._warn(warning, around)
+        if warning := self.watch.look(event.memory_bytes, peak):
+            self._warn(warning)
 
-    def _warn(self, warning: str, around: Surroundings) -> None:
+    def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
-        around.events.on_warning(warning)
+        self.around.events.on_warning(warning)
 
-    def _step_down(self, done: int, around: Surroundings) -> None:
+    def _step_down(self, done: int) -> None:
         """Turn to the next fallback; the step that ran out is taken again, with the same images and noise."""
         rungs = self.plan.frozen.fallbacks
         later = rungs[rungs.index(self.settings) + 1 :] if self.settings in rungs else rungs
-        safer = next((rung for rung in later if _same_load(rung, self.settings)), None)
+        safer = next((rung for rung in later if reload_key(rung) == reload_key(self.settings)), None)
         if safer is None:
             raise AutotuneError(
                 f"memory ran out at step {done + 1}, and the plan names no safer settings that need no reload",
@@ -183,41 +188,29 @@ class Loop:
         give_back_memory()
         self.settings = safer
         apply_settings(self.model, safer)
-        self._warn(f"memory ran out at step {done + 1}; from there on with {safer.label()}", around)
+        self._warn(f"memory ran out at step {done + 1}; from there on with {safer.label()}")
 
-    def _after(self, done: int, around: Surroundings, *, stopping: bool) -> None:
-        job, last = self.job, done == self.num_steps
+    def _after(self, done: int, *, stopping: bool) -> None:
+        job, around, last = self.job, self.around, done == self.num_steps
         due = last or stopping or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
         if due and around.processes.is_first:
-            around.checkpoints.save(done, self.optimizer.state(), self._state())
+            state = {"rate": self.rate.state(), "scaler": self.optimizer.scaler.state_dict()}
+            around.checkpoints.save(done, self.optimizer.state(), state)
         if stopping or last:
             around.checkpoints.finish()
             around.processes.wait()
         elif job.preview_every and done % job.preview_every == 0 and around.processes.samples:
             around.preview(done)
 
-    def _state(self) -> dict[str, Any]:
-        return {"rate": self.rate.state(), "scaler": self.optimizer.scaler.state_dict()}
-
-    def _loader(self, first_step: int, processes: Processes) -> Loader:
-        return Loader(
-            self.model.family,
-            self.encoded,
-            self.order,
-            self.settings.micro_batch_size,
-            self.num_steps,
-            first_step=first_step,
-            rank=processes.rank,
-            world_size=processes.world_size,
-            num_workers=self.settings.data_workers,
-            pin_memory=self.settings.batch_memory == "pinned",
-        )
-
-    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader, processes: Processes) -> StepEvent:
+    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader) -> StepEvent:
         """One step; on CPU the second also measures memory, and like the first is left out of the speed."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
-        measured = step == self.first_step + 1
-        outcome = (self._measured_step if measured else self._step)(step, batches, processes)
+        if step == self.first_step + 1:
+            live = live_tensors(self.model.transformer, self.optimizer)
+            take = partial(self._step, step, batches)
+            outcome, self.peak_bytes = with_peak_memory(self.model.device, live, take)
+        else:
+            outcome = self._step(step, batches)
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
         if not math.isfinite(outcome.loss):
             raise AutotuneError(
@@ -250,7 +243,8 @@ class Loop:
         started, first = self.paced_from
         return (now - started) / (done - first) * (self.num_steps - done)
 
-    def _step(self, step: int, batches: Iterator[LoadedBatch], processes: Processes) -> StepOutcome:
+    def _step(self, step: int, batches: Iterator[LoadedBatch]) -> StepOutcome:
+        processes = self.around.processes
         share = self.order.effective_batch_size // processes.world_size
         return optimizer_step(
             self.model.family,
@@ -263,16 +257,8 @@ class Loop:
             step=step,
             weighting=self.job.weighting_scheme,
             first_position=processes.rank * share,
-            average=processes.average if processes.world_size > 1 else None,
+            average=processes.average,
         )
-
-    def _measured_step(self, step: int, batches: Iterator[LoadedBatch], processes: Processes) -> StepOutcome:
-        outcomes: list[StepOutcome] = []
-        live = live_tensors(self.model.transformer, self.optimizer)
-        self.peak_bytes = peak_memory_bytes(
-            self.model.device, live, lambda: outcomes.append(self._step(step, batches, processes))
-        )
-        return outcomes[0]
 
     def _one_step(self, batches: Iterator[LoadedBatch]) -> Iterator[Batch]:
         for loaded in batches:
@@ -293,46 +279,24 @@ class Loop:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the images and noise of the next steps, which training has not seen; the same every time."""
-        total = 0.0
+        family, transformer, total = self.model.family, self.model.transformer, 0.0
         for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
             position = 0
             for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
-                batch = self.model.family.collate([self.encoded.sample(index) for index in planned.indices])
-                loss = drawn_loss(
-                    self.model.family,
-                    self.model.transformer,
-                    self._on_device(batch),
-                    (self.job.seed, step, position),
-                    self.levels,
-                    self.job.weighting_scheme,
-                )
+                batch = self._on_device(family.collate([self.encoded.sample(index) for index in planned.indices]))
+                place = (self.job.seed, step, position)
+                loss = drawn_loss(family, transformer, batch, place, self.levels, self.job.weighting_scheme)
                 position += len(planned.indices)
                 total += float(loss) * planned.weight
         return total / EVALUATION_STEPS
 
 
-@contextlib.contextmanager
-def _tracing(path: Path | None) -> Iterator[Callable[[int], None]]:
-    """Yields what to call after each step of this start; the steps in `TRACED` are written to `path`."""
+def _tracing(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
+    """A profile whose `step` is called after each step of this start; those in `TRACED` are written to `path`."""
     if path is None:
-        yield lambda number: None
-        return
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profile = torch.profiler.profile(activities=activities, record_shapes=True)
-
-    with contextlib.ExitStack() as recording:
-
-        def finish() -> None:
-            profile.stop()
-            profile.export_chrome_trace(str(path))
-
-        def after(number: int) -> None:
-            if number == TRACED.start - 1:
-                profile.start()
-                recording.callback(finish)
-            elif number == TRACED.stop - 1:
-                recording.close()
-
-        yield after
+        return contextlib.nullcontext()
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=TRACED.start - 1, warmup=1, active=len(TRACED), repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+        record_shapes=True,
+    )

@@ -4,14 +4,20 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import resource
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
 from torch import nn
 
+from autotune.quiet import stderr_in
 from autotune.training.step import AdapterOptimizer
+
+T = TypeVar("T")
 
 
 def make_current(device: torch.device) -> None:
@@ -47,44 +53,31 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(seen.values())
 
 
-def peak_memory_bytes(device: torch.device, live: Iterable[torch.Tensor], work: Callable[[], Any]) -> int:
-    """Run `work` and return the peak of allocated bytes on `device`, with `live` counted in.
+def with_peak_memory(device: torch.device, live: Iterable[torch.Tensor], work: Callable[[], T]) -> tuple[T, int]:
+    """What `work` gives, and the peak of allocated bytes on `device` meanwhile, with `live` counted in.
 
     On CUDA the caching allocator keeps count by itself. On CPU the profiler's allocation events are added up on top of
     what is live already; that slows the work down, so don't time it.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        work()
+        result = work()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
+        return result, torch.cuda.max_memory_allocated(device)
     base = tensor_bytes(live)
     if device.type != "cpu":
-        work()
-        return max(base, torch.mps.current_allocated_memory())
+        result = work()
+        return result, max(base, torch.mps.current_allocated_memory())
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with _stderr_to_null(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        work()
+    # Kineto writes to the terminal whatever one sets.
+    with stderr_in(os.devnull), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = work()
     current = peak = 0
     events = profile.profiler.kineto_results.events() if profile.profiler else []
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         current += event.nbytes()
         peak = max(peak, current)
-    return base + peak
-
-
-@contextlib.contextmanager
-def _stderr_to_null() -> Iterator[None]:
-    """Kineto writes to file descriptor 2 whatever one sets; keep it off the user's terminal."""
-    saved = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
+    return result, base + peak
 
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[torch.Tensor]:
@@ -102,19 +95,26 @@ def give_back_memory() -> None:
 
 def host_memory_bytes() -> int:
     """Resident memory of this process now."""
-    statm = _statm(os.getpid())
-    if statm is None:
-        return int(psutil.Process().memory_info().rss)
-    return int(os.pread(statm, 128, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(_process(os.getpid()).memory_info().rss)
 
 
-@functools.cache
-def _statm(pid: int) -> int | None:
-    """A file that Linux answers anew at each reading, kept open: psutil takes .2 ms, which a short step feels."""
-    try:
-        return os.open(f"/proc/{pid}/statm", os.O_RDONLY)
-    except OSError:
-        return None
+_process = functools.cache(psutil.Process)
+"""By its id, as a forked child has another; kept, because making one takes longer than a short step should wait."""
+
+
+def host_peak_bytes() -> int:
+    """Largest resident memory of this process so far, or since `forget_host_peak`. A fork starts with its parent's."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def forget_host_peak() -> None:
+    """Count the largest resident memory anew, where the system can: Linux after a 5 is written here, proc(5)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def held_peak_bytes(device: torch.device) -> int:

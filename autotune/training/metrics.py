@@ -35,12 +35,10 @@ class Metrics:
         self._log, self._finish = _tracker(report_to, folder, resumed_at)
 
     def close(self) -> None:
-        """End the record."""
         self._file.close()
         self._finish()
 
     def add(self, event: StepEvent) -> None:
-        """Record one step."""
         self.losses.append(event.loss)
         self.seconds.append(event.seconds)
         self._file.write(_line(event))

@@ -1,9 +1,8 @@
 """Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter on it."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +57,7 @@ def load_model(
         QualityMissed: quantised, the weights are further off than the workload's quality floor allows.
     """
     dtype = torch_dtype(settings.precision)
-    transformer, error = load_transformer(model, settings, dtype, device, shards=shards)
+    transformer, error = load_transformer(model, settings, device, shards=shards)
     require_quality(error, workload.quality, settings.quantization)
     adapter = add_adapter(
         model.family,
@@ -73,23 +72,24 @@ def load_model(
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, error)
     if settings.compile != "off":
-        _allow_graphs(GRAPHS_PER_BUCKET * len(workload.buckets))
+        import torch._dynamo.config as dynamo
+
+        # Beyond its limit of eight graphs torch runs code as written, and says so in a log alone.
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * len(workload.buckets))
     apply_settings(loaded, settings)
     return loaded
 
 
-def _allow_graphs(number: int) -> None:
-    """Beyond its limit of eight graphs torch runs code as written, and says so in a log alone."""
-    import torch._dynamo.config as dynamo
-
-    dynamo.recompile_limit = max(dynamo.recompile_limit, number)
-
-
 def apply_settings(model: TrainingModel, settings: Candidate) -> None:
     """Apply the settings that need no reload; may be called again with others."""
+    apply_knobs(model.family, model.transformer, settings, needs_reload=False)
+
+
+def apply_knobs(family: Family, transformer: nn.Module, settings: Candidate, *, needs_reload: bool) -> None:
+    """Apply one half of the settings: those that need the model loaded anew, or those that do not."""
     for knob in KNOBS:
-        if not knob.needs_reload:
-            knob.apply(model.transformer, model.family, getattr(settings, knob.name))
+        if knob.needs_reload == needs_reload:
+            knob.apply(transformer, family, getattr(settings, knob.name))
 
 
 @contextlib.contextmanager
@@ -108,14 +108,14 @@ def as_written(transformer: nn.Module) -> Iterator[None]:
 
 
 def load_transformer(
-    model: ResolvedModel, settings: Candidate, dtype: torch.dtype, device: torch.device, *, shards: int = 1
+    model: ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
 ) -> tuple[nn.Module, QuantizationError | None]:
     """Stream the weights in and quantise each layer as it arrives, so that loading never needs much more than the end.
 
     Without files the architecture gets random weights: enough for a trial, which measures memory and time. With them,
     the error that quantising leaves is measured and returned.
     """
-    family = model.family
+    family, dtype = model.family, torch_dtype(settings.precision)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32: trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
@@ -128,34 +128,10 @@ def load_transformer(
         transform = waits_on_host(family, transformer, settings.swapped_blocks, transform)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
-    else:
-        source = open_source(weights_in(model.folder / "transformer"))
-        meter = ErrorMeter(family.blocks(transformer))
-        load_into(
-            transformer,
-            source,
-            loader=settings.loader,
-            device=str(device),
-            dtype_policy=policy,
-            transform=meter.around(transform) if transform and settings.quantization != "none" else transform,
-        )
-        return transformer.eval(), meter.result()
-    return transformer.eval(), None
-
-
-def synthetic_samples(
-    family: Family, config: Mapping[str, Any], workload: Workload, count: int, dtype: torch.dtype
-) -> list[dict[str, Any]]:
-    """Random samples in the largest shapes of the workload: what a trial trains on."""
-    shapes = family.sample_shapes(
-        config, workload.largest_bucket, workload.max_text_tokens, workload.num_control_images
-    )
-    generator = torch.Generator().manual_seed(0)
-    samples = [
-        {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-        for _ in range(count)
-    ]
-    if workload.text_padding == "masked":  # uneven lengths, so that batches carry the mask that training's will
-        for sample in samples[1::2]:
-            sample["prompt_embeds"] = sample["prompt_embeds"][:-1]
-    return samples
+        return transformer.eval(), None
+    meter = ErrorMeter(family.blocks(transformer))
+    if transform and settings.quantization != "none":
+        transform = meter.around(transform)
+    source = open_source(weights_in(model.folder / "transformer"))
+    load_into(transformer, source, loader=settings.loader, device=str(device), dtype_policy=policy, transform=transform)
+    return transformer.eval(), meter.result()

@@ -2,15 +2,15 @@
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from autotune.schema import PhasePeak
-from autotune.training.memory import host_memory_bytes
+from autotune.training.memory import forget_host_peak, host_peak_bytes
 
 ALARM_SHARE = 0.85
 """Of the budget: beyond it a run is one fragmented allocation away from its end."""
@@ -34,7 +34,6 @@ class PhaseWatch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what is done inside, failures included."""
         if self._entered:
             self._count(self._entered[-1], 0.0)
         self._entered.append(name)
@@ -49,9 +48,7 @@ class PhaseWatch:
     def _reset(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        # Linux counts the largest resident memory (VmHWM) anew after a 5 is written here: proc(5).
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+        forget_host_peak()
 
     def _count(self, name: str, seconds: float) -> None:
         before = self.peaks.get(name)
@@ -59,7 +56,7 @@ class PhaseWatch:
             name=name,
             seconds=seconds + (before.seconds if before else 0.0),
             device_bytes=_larger(self._device_peak(), before.device_bytes if before else None),
-            host_bytes=_larger(_host_peak(), before.host_bytes if before else None),
+            host_bytes=_larger(host_peak_bytes(), before.host_bytes if before else None),
         )
 
     def _device_peak(self) -> int | None:
@@ -71,14 +68,6 @@ class PhaseWatch:
 def _larger(one: int | None, other: int | None) -> int | None:
     known = [value for value in (one, other) if value is not None]
     return max(known, default=None)
-
-
-def _host_peak() -> int | None:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return host_memory_bytes()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 class MemoryWatch:
@@ -117,9 +106,7 @@ def leak_bytes_per_step(floors: list[int]) -> float:
     rising = all(later > earlier for earlier, later in pairwise(floors))
     if len(floors) < NUM_WINDOWS or not rising or floors[-1] < floors[0] * (1 + LEAK_SHARE):
         return 0.0
-    middle, mean = (len(floors) - 1) / 2, sum(floors) / len(floors)
-    covariance = sum((index - middle) * (floor - mean) for index, floor in enumerate(floors))
-    return covariance / sum((index - middle) ** 2 for index in range(len(floors))) / WINDOW_STEPS
+    return statistics.linear_regression(range(len(floors)), floors).slope / WINDOW_STEPS
 
 
 class Utilisation:

@@ -2,33 +2,30 @@
 
 Prompts are encoded once, before the transformer is loaded: the pipeline runs with its text encoder up to the first
 call of a transformer that has a shape but no weights, and what its `encode_prompt` returned is kept, in the cache of
-encoded data too: the next start loads no encoder. Later the same
-pipeline runs without any text encoder and gets these answers back. No family needs code of its own for this.
+encoded data too. Later the same pipeline runs without any text encoder and gets these answers back. No family needs
+code of its own for this.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotune.atomic import replacing
 from autotune.errors import AutotuneError
 from autotune.families.adapter import ADAPTER
-from autotune.families.resolve import ResolvedModel, build_on_meta
+from autotune.families.resolve import build_on_meta
 from autotune.schema import Bucket
 from autotune.training.data.cache import Cache, entry_key
-from autotune.training.data.identity import Identity
-from autotune.training.data.recipes import prompt_of
+from autotune.training.data.recipes import Identity, prompt_of
 from autotune.training.encoders import Encoders, moved
 from autotune.training.memory import give_back_memory
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Studio:
             **dict.fromkeys(self.encoders.names),
         )
 
-    def sample(self, shot: Shot) -> "list[Image]":
+    def sample(self, shot: Shot) -> list[Image.Image]:
         """The frames of one shot. Where memory is short the VAE works in tiles, then the picture is halved."""
         while True:
             try:
@@ -126,25 +123,24 @@ class Studio:
                 "memory is too short for a preview", hint="train without: set preview_prompts to [] in the plan's job"
             )
 
-    def _sample(self, shot: Shot) -> "list[Image]":
+    def _sample(self, shot: Shot) -> list[Image.Image]:
         answers: Iterator[Any] = iter(self.answers[shot.prompt, shot.control_paths])
         self.pipeline.encode_prompt = lambda *values, **named: moved(next(answers), self.device)
         self.pipeline.vae.to(self.device)
         try:
-            return self._run(self.pipeline, replace(shot, bucket=_scaled(self.model, shot.bucket, self.scale)))
+            bucket = _scaled(shot.bucket, self.scale, self.model.family.size_multiple_px)
+            return self._run(self.pipeline, replace(shot, bucket=bucket))
         finally:
             if self.encoders.caching.residency == "release":
                 self.pipeline.vae.to("cpu")
 
-    def _run(self, pipeline: Any, shot: Shot) -> "list[Image]":
-        from PIL import Image
-
+    def _run(self, pipeline: Any, shot: Shot) -> list[Image.Image]:
         controls = [Image.open(path).convert("RGB") for path in shot.control_paths]
         return self.model.family.sample(
             pipeline, shot.prompt, shot.bucket, num_steps=shot.num_steps, seed=shot.seed, controls=controls
         )
 
-    def with_and_without(self, adapter: Path, shots: Sequence[Shot]) -> "list[tuple[Image, Image]]":
+    def with_and_without(self, adapter: Path, shots: Sequence[Shot]) -> list[tuple[Image.Image, Image.Image]]:
         """First frames (without, with) of each shot; takes the trained adapter off and loads the file in its place.
 
         Raises:
@@ -191,16 +187,15 @@ def _stop(module: nn.Module, inputs: object) -> None:
     raise _TransformerReached
 
 
-def _scaled(model: ResolvedModel, bucket: Bucket, divisor: int) -> Bucket:
-    multiple = model.family.size_multiple_px
-    side: Callable[[int], int] = lambda px: max(multiple, px // divisor // multiple * multiple)  # noqa: E731
-    return bucket.model_copy(update={"width_px": side(bucket.width_px), "height_px": side(bucket.height_px)})
+def _scaled(bucket: Bucket, divisor: int, multiple: int) -> Bucket:
+    sides = {"width_px": bucket.width_px, "height_px": bucket.height_px}
+    return bucket.model_copy(
+        update={name: max(multiple, px // divisor // multiple * multiple) for name, px in sides.items()}
+    )
 
 
-def grid(pairs: "Sequence[tuple[Image, Image]]") -> "Image":
+def grid(pairs: Sequence[tuple[Image.Image, Image.Image]]) -> Image.Image:
     """One picture: a row per prompt, without the adapter on the left and with it on the right."""
-    from PIL import Image
-
     width, height = (max(side) for side in zip(*(image.size for pair in pairs for image in pair), strict=True))
     sheet = Image.new("RGB", (2 * width, height * len(pairs)))
     for row, pair in enumerate(pairs):
@@ -209,7 +204,7 @@ def grid(pairs: "Sequence[tuple[Image, Image]]") -> "Image":
     return sheet
 
 
-def save_image(image: "Image", path: Path) -> None:
+def save_image(image: Image.Image, path: Path) -> None:
     """Write a PNG, whole or not at all."""
     with replacing(path) as part:
         image.save(part, format="PNG")

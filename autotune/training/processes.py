@@ -62,7 +62,6 @@ class Processes:
         return bool(shared.item() > 0)
 
     def wait(self) -> None:
-        """Until all processes are here."""
         self.any(False)
 
     def replicate(self, transformer: nn.Module) -> nn.Module:

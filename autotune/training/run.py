@@ -1,6 +1,6 @@
 """`autotune train`: runs exactly what a plan says, and reports what happened against what was promised."""
 
-import dataclasses
+import contextlib
 import time
 from pathlib import Path
 
@@ -9,22 +9,21 @@ import torch
 from autotune.atomic import write_whole
 from autotune.job import MAX_PREVIEW_PROMPTS
 from autotune.knobs.allocator import configure_allocator
-from autotune.knobs.precision import torch_dtype
-from autotune.schema import HardwareProfile, RunReport, TrainingPlan
+from autotune.schema import AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
-from autotune.training.data.encode import encode_dataset
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset, encode_dataset
+from autotune.training.disk import telling_of_full_disk
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events
-from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key, telling_of_full_disk
+from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
 from autotune.training.preview import Shot, Studio, grid, save_image
-from autotune.training.processes import Processes, join
+from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.verdict import judge
 
@@ -53,191 +52,144 @@ def train(
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
     configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
+    go_on = "free some space, then go on from the last checkpoint: --resume"
     try:
-        with telling_of_full_disk(prepared.output):
-            return _train(plan, prepared, hardware, cache_folder, events, resume=resume, trace=trace, started=started)
+        with telling_of_full_disk(prepared.output, hint=go_on):
+            run = _Run(plan, prepared, hardware, Cache(cache_folder), events or Events())
+            return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.claim.release()
 
 
-def _train(
-    plan: TrainingPlan,
-    prepared: Prepared,
-    hardware: HardwareProfile,
-    cache_folder: Path,
-    events: Events | None,
-    *,
-    resume: bool,
-    trace: bool,
-    started: float,
-) -> RunReport:
-    processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
-    events = (events or Events()) if processes.is_first else Events()
-    run = _Run(plan, prepared, processes, events, PhaseWatch(processes.device))
-    with run.watch.phase("caching"):
-        encoders = run.encoders()
-        studio = run.studio(cache_folder, encoders)
-        encoded = run.encode(cache_folder, encoders)
-        encoders.release()
-    with run.watch.phase("loading"):
-        events.on_phase("loading the transformer")
-        trained = load_model(
-            prepared.model,
-            prepared.workload,
-            plan.frozen.settings,
-            processes.device,
-            plan.job.seed,
-            shards=processes.world_size if processes.strategy == "fsdp2" else 1,
-        )
-        if run.shots and processes.samples:
-            studio.attach(trained.transformer)
-    key = run_key(plan, encoded)
-    job, output = plan.job, prepared.output
-    keep_every = job.checkpoints_keep_every * job.checkpointing_steps
-    with Checkpoints(
-        output / CHECKPOINTS, key, keep_last=job.checkpoints_total_limit, keep_every=keep_every
-    ) as checkpoints:
-        checkpoint = checkpoints.newest(events.on_warning) if resume else None
-        loop = Loop(plan, trained, encoded, checkpoint)
-        events.on_phase(f"training from step {loop.first_step}" if checkpoint else "training")
-        metrics = run.metrics(loop.first_step)
-        around = Surroundings(
-            processes=processes,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            events=events,
-            preview=lambda step: run.preview(studio, step),
-            budget_bytes=hardware.device.budget_bytes,
-            trace=output / TRACE_FILE if trace and processes.is_first else None,
-        )
-        try:
-            with run.watch.phase("training"):
-                loop.run(around)
-        finally:
-            if metrics:
-                metrics.close()
-    with as_written(loop.model.transformer):
-        report = run.finish(loop, studio, metrics, started)
-    processes.wait()
-    return report
-
-
-@dataclasses.dataclass
 class _Run:
     """The phases of one run around its loop."""
 
-    plan: TrainingPlan
-    prepared: Prepared
-    processes: Processes
-    events: Events
-    watch: PhaseWatch
+    def __init__(
+        self, plan: TrainingPlan, prepared: Prepared, hardware: HardwareProfile, cache: Cache, events: Events
+    ) -> None:
+        self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
+        self.budget_bytes = hardware.device.budget_bytes
+        self.processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
+        self.events = events if self.processes.is_first else Events()
+        self.watch = PhaseWatch(self.processes.device)
+        frozen = plan.frozen
+        self.encoders = Encoders(prepared.model, frozen.caching, frozen.settings, self.processes.device)
+        self.studio = Studio(self.encoders)
+        self.shots = self._shots() if self.processes.samples else []
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch_dtype(self.plan.frozen.settings.precision)
+    def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
+        """All of it; `started` is when, in monotonic seconds."""
+        plan, job, processes, events = self.plan, self.plan.job, self.processes, self.events
+        with self.watch.phase("caching"):
+            encoded = self._encode()
+        with self.watch.phase("loading"):
+            events.on_phase("loading the transformer")
+            shards = processes.world_size if processes.strategy == "fsdp2" else 1
+            model, workload = self.prepared.model, self.prepared.workload
+            trained = load_model(model, workload, plan.frozen.settings, processes.device, job.seed, shards=shards)
+            if self.shots:
+                self.studio.attach(trained.transformer)
+        with Checkpoints(
+            self.output / CHECKPOINTS,
+            run_key(plan, encoded),
+            keep_last=job.checkpoints_total_limit,
+            keep_every=job.checkpoints_keep_every * job.checkpointing_steps,
+        ) as checkpoints:
+            checkpoint = checkpoints.newest(events.on_warning) if resume else None
+            first_step = checkpoint.step if checkpoint else 0
+            events.on_phase(f"training from step {first_step}" if checkpoint else "training")
+            metrics = None
+            if processes.is_first:
+                metrics = Metrics(self.output, resumed_at=first_step, report_to=job.report_to)
+            around = Surroundings(
+                processes=processes,
+                checkpoints=checkpoints,
+                metrics=metrics,
+                events=events,
+                preview=self._preview,
+                budget_bytes=self.budget_bytes,
+                trace=self.output / TRACE_FILE if trace and processes.is_first else None,
+            )
+            with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):
+                loop = Loop(plan, trained, encoded, checkpoint, around)
+                loop.run()
+        with as_written(trained.transformer):
+            report = self._finish(loop, started)
+        processes.wait()
+        return report
 
-    def encoders(self) -> Encoders:
-        """As the plan's caching settings say."""
-        frozen = self.plan.frozen
-        return Encoders(self.prepared.model, frozen.caching, self.dtype, self.processes.device, frozen.settings.loader)
+    def _shots(self) -> list[Shot]:
+        """What previews show; the controls are those of the image whose caption is the prompt, or of the first."""
+        job, items, bucket = self.plan.job, self.prepared.dataset.items, self.prepared.workload.largest_bucket
+        by_caption = {item.caption: item for item in reversed(items)}
+        return [
+            Shot(prompt, bucket, job.preview_steps, job.seed + number, by_caption.get(prompt, items[0]).control_paths)
+            for number, prompt in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
+        ]
 
-    def encode(self, cache_folder: Path, encoders: Encoders) -> EncodedDataset:
+    def _encode(self) -> EncodedDataset:
         """Encode on the first process while the others wait; then they find all of it in the cache."""
+        if self.shots:
+            self.events.on_phase("encoding the prompts of previews")
+            self.studio.learn(self.shots, self.cache)
         if not self.processes.is_first:
             self.processes.wait()
-        model = self.prepared.model
         for line in self.prepared.dataset.left_out:
             self.events.on_warning(line)
         self.events.on_phase("encoding captions and images")
         encoded = encode_dataset(
-            model.family,
-            encoders.pipeline,
+            self.encoders,
             self.prepared.dataset,
             self.prepared.workload.buckets,
-            Cache(cache_folder),
-            identity=encoders.identity,
+            self.cache,
             caption_dropout=self.plan.job.caption_dropout,
-            release=encoders.caching.residency == "release",
             on_progress=self.events.on_encoded,
         )
         for problem in encoded.problems:
             self.events.on_warning(f"left out: {problem.file}: {problem.message}")
         if self.processes.is_first:
             self.processes.wait()
+        self.encoders.release()
         return encoded
 
-    @property
-    def shots(self) -> list[Shot]:
-        """What previews show; the controls are those of the image whose caption is the prompt, or of the first."""
-        job, items = self.plan.job, self.prepared.dataset.items
-        by_caption = {item.caption: item for item in reversed(items)}
-        return [
-            Shot(
-                prompt,
-                self.prepared.workload.largest_bucket,
-                job.preview_steps,
-                job.seed + number,
-                by_caption.get(prompt, items[0]).control_paths,
-            )
-            for number, prompt in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
-        ]
-
-    def studio(self, cache_folder: Path, encoders: Encoders) -> Studio:
-        """Ready to sample the job's prompts."""
-        studio = Studio(encoders)
-        if self.shots and self.processes.samples:
-            self.events.on_phase("encoding the prompts of previews")
-            studio.learn(self.shots, Cache(cache_folder))
-        return studio
-
-    def metrics(self, first_step: int) -> Metrics | None:
-        """On the first process."""
-        if not self.processes.is_first:
-            return None
-        return Metrics(self.prepared.output, resumed_at=first_step, report_to=self.plan.job.report_to)
-
-    def preview(self, studio: Studio, step: int) -> None:
-        """Sample the job's prompts with what is trained so far."""
+    def _preview(self, step: int) -> None:
         for number, shot in enumerate(self.shots):
-            with self.watch.phase("previews"), as_written(studio.pipeline.transformer):
-                frames = studio.sample(shot)
+            with self.watch.phase("previews"), as_written(self.studio.pipeline.transformer):
+                frames = self.studio.sample(shot)
             if self.processes.is_first:
-                save_image(frames[0], self.prepared.output / "previews" / f"step-{step:06}-{number}.png")
+                save_image(frames[0], self.output / "previews" / f"step-{step:06}-{number}.png")
 
-    def finish(self, loop: Loop, studio: Studio, metrics: Metrics | None, started: float) -> RunReport:
-        """Save the adapter, look at it, and report."""
-        output, transformer = self.prepared.output, loop.model.transformer
+    def _finish(self, loop: Loop, started: float) -> RunReport:
+        transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
         adapter_loss = loop.evaluate()
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = loop.evaluate()
         transformer.enable_adapters()  # type: ignore[operator]
-        adapter = output / ADAPTER_FILE
         if self.processes.is_first:
             with self.watch.phase("saving"):
-                save_trained(adapter, loop.model, loop.optimizer, self.plan, loop.num_steps)
+                workload = self.plan.frozen.workload
+                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps)
         self.processes.wait()
-        if self.processes.samples:
-            self._sample(studio, adapter)
+        if self.shots:
+            self._sample(adapter)
         verdict = judge(adapter, base_loss=base_loss, adapter_loss=adapter_loss) if self.processes.is_first else None
-        report = self._report(loop, metrics, time.monotonic() - started).model_copy(update={"verdict": verdict})
+        report = self._report(loop, verdict, time.monotonic() - started)
         if self.processes.is_first:
-            write_whole(output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
+            write_whole(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
         return report
 
-    def _sample(self, studio: Studio, adapter: Path) -> None:
-        if not self.shots:
-            return
+    def _sample(self, adapter: Path) -> None:
         self.events.on_phase("sampling with and without the adapter")
         with self.watch.phase("previews"):
-            pairs = studio.with_and_without(adapter, self.shots)
+            pairs = self.studio.with_and_without(adapter, self.shots)
         if not self.processes.is_first:
             return
         for name, image in zip(("without", "with"), pairs[0], strict=True):
-            save_image(image, adapter.parent / f"sample_{name}_adapter.png")
-        save_image(grid(pairs), adapter.parent / "samples.png")
+            save_image(image, self.output / f"sample_{name}_adapter.png")
+        save_image(grid(pairs), self.output / "samples.png")
 
-    def _report(self, loop: Loop, metrics: Metrics | None, total_seconds: float) -> RunReport:
-        """What the run did, against what the plan promised."""
+    def _report(self, loop: Loop, verdict: AdapterVerdict | None, total_seconds: float) -> RunReport:
+        metrics = loop.around.metrics
         losses, recorded = (metrics.losses, metrics.seconds) if metrics else ([], [])
         steady = sorted(loop.seconds[2:] or loop.seconds or recorded) or [0.0]
         step_seconds = steady[len(steady) // 2]
@@ -265,4 +217,5 @@ class _Run:
             settings=loop.settings,
             quantization_error=loop.model.quantization_error,
             adapter=ADAPTER_FILE,
+            verdict=verdict,
         )

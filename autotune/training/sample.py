@@ -7,10 +7,10 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.families.resolve import fetch_model
-from autotune.knobs.precision import torch_dtype
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
+from autotune.training.describe import require_controls
 from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
@@ -34,7 +34,7 @@ def sample_run(
     """Sample `count` pictures from the adapter in a run's folder and return the files written.
 
     Raises:
-        InvalidInput: the folder holds no trained adapter, or a control image is missing.
+        InvalidInput: the folder holds no trained adapter, or a control image is missing or too many.
     """
     if not (folder / ADAPTER_FILE).is_file() or not (folder / PLAN_FILE).is_file():
         raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
@@ -42,15 +42,10 @@ def sample_run(
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
-    model, dtype = fetch_model(plan.job.pinned_model), torch_dtype(plan.frozen.settings.precision)
-    if len(control_paths) > model.family.max_controls or bool(control_paths) != bool(model.family.max_controls):
-        raise InvalidInput(
-            f"{model.family.name} takes {f'1 to {model.family.max_controls}' if model.family.max_controls else 'no'} "
-            f"control images, not {len(control_paths)}",
-            hint="pass them with --control FILE",
-        )
+    model = fetch_model(plan.job.pinned_model)
+    require_controls(model.family, len(control_paths), "the prompt")
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
-    encoders = Encoders(model, frozen.caching, dtype, device, frozen.settings.loader)
+    encoders = Encoders(model, frozen.caching, frozen.settings, device)
     studio = Studio(encoders)
     steps = num_steps or plan.job.preview_steps
     shots = [
@@ -58,7 +53,7 @@ def sample_run(
     ]
     studio.learn(shots[:1], Cache(cache_folder))
     encoders.release()
-    studio.attach(load_transformer(model, frozen.settings, dtype, studio.device)[0])
+    studio.attach(load_transformer(model, frozen.settings, device)[0])
     studio.load_adapter(folder / ADAPTER_FILE)
     written = []
     for number, shot in enumerate(shots, start=1):

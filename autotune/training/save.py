@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from autotune.families.adapter import ADAPTER
-from autotune.schema import TrainingPlan
+from autotune.schema import Workload
 from autotune.training.model import TrainingModel
 from autotune.training.step import AdapterOptimizer
 from autotune.weights.adapters import AdapterInfo, save_adapter
@@ -13,26 +13,24 @@ ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 
 
 def save_trained(
-    path: Path, model: TrainingModel, optimizer: AdapterOptimizer, plan: TrainingPlan, training_steps: int
+    path: Path,
+    model: TrainingModel,
+    optimizer: AdapterOptimizer,
+    workload: Workload,
+    plan_digest: str,
+    training_steps: int,
 ) -> None:
-    """Write what `plan` trained; see `save_masters`."""
-    workload = plan.frozen.workload
-    info = AdapterInfo(
-        model=workload.model.name,
-        transformer=model.family.transformer_class,
-        plan_digest=plan.digest,
-        rank=workload.rank,
-        alpha=workload.lora_alpha,
-        training_steps=training_steps,
-    )
-    save_masters(path, model, optimizer, info)
-
-
-def save_masters(path: Path, model: TrainingModel, optimizer: AdapterOptimizer, info: AdapterInfo) -> None:
     """Write the fp32 master weights of the adapter under the keys that diffusers loads, whole or not at all."""
     from peft.utils import get_peft_model_state_dict
 
     masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
     named = {name: masters[id(p)].detach() for name, p in model.transformer.named_parameters() if id(p) in masters}
-    state = get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER)
-    save_adapter(path, state, info)
+    info = AdapterInfo(
+        model=workload.model.name,
+        transformer=model.family.transformer_class,
+        plan_digest=plan_digest,
+        rank=workload.rank,
+        alpha=workload.lora_alpha,
+        training_steps=training_steps,
+    )
+    save_adapter(path, get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER), info)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from diffusers.optimization import get_scheduler
 
 from autotune.schema import Job
 
@@ -19,11 +20,13 @@ class LearningRate:
         self.epoch_steps = epoch_steps
         self.losses: list[float] = []
         self.on_plateau = job.lr_scheduler == "plateau"
-        self.schedule: Any = (
-            torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=PLATEAU_FACTOR, patience=PLATEAU_PATIENCE)
-            if self.on_plateau
-            else _diffusers_schedule(optimizer, job, num_steps)
-        )
+        self.schedule: Any
+        if self.on_plateau:
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+            self.schedule = plateau(optimizer, factor=PLATEAU_FACTOR, patience=PLATEAU_PATIENCE)
+        else:
+            steps = {"num_warmup_steps": job.lr_warmup_steps, "num_training_steps": num_steps}
+            self.schedule = get_scheduler(job.lr_scheduler, optimizer, **steps)
 
     @property
     def value(self) -> float:
@@ -31,7 +34,6 @@ class LearningRate:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def step(self, loss: float) -> None:
-        """Count one optimizer step and its loss."""
         if not self.on_plateau:
             self.schedule.step()
             return
@@ -47,16 +49,7 @@ class LearningRate:
         return {"rate": self.value, "losses": self.losses, "schedule": kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
         self.schedule.load_state_dict(state["schedule"])
         self.losses = list(state["losses"])
         for group in self.optimizer.param_groups:
             group["lr"] = state["rate"]
-
-
-def _diffusers_schedule(optimizer: torch.optim.Optimizer, job: Job, num_steps: int) -> Any:
-    from diffusers.optimization import get_scheduler
-
-    return get_scheduler(
-        job.lr_scheduler, optimizer, num_warmup_steps=job.lr_warmup_steps, num_training_steps=num_steps
-    )

@@ -7,17 +7,24 @@ All variants share weights, adapter and inputs, rounded to bf16 beforehand, so t
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from autotune.schema import Candidate, Workload
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from autotune.families.base import Family
+from autotune.families.adapter import add_adapter
+from autotune.families.loss import flow_matching_loss
+from autotune.families.precision import cast_as_loaded
+from autotune.families.registry import family_named
+from autotune.knobs.precision import torch_dtype
+from autotune.schema import Candidate
+from autotune.training.model import apply_knobs
+from autotune.training.step import AdapterOptimizer
+from autotune.trials.requests import GradientRequest, UpdateRequest
+from autotune.trials.steps import synthetic_samples
+from autotune.weights.building import build_empty
+from autotune.weights.streaming import fill_random
 
 UPDATES = 3
 UPDATED = ((4, 64), (96, 4), (7,))
@@ -26,76 +33,47 @@ RANK = 4
 """Of the tiny adapter: how it is multiplied does not depend on it."""
 
 
-@dataclass(frozen=True)
-class GradientRequest:
-    """One candidate to hold against the reference. The answer is the root mean square of its tensors' errors."""
-
-    family: str
-    config: Mapping[str, Any]
-    """Constructor arguments of the tiny transformer."""
-    workload: Workload
-    """Shapes to run, small ones."""
-    candidate: Candidate
-    device: str
-
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> float:
-        """Relative error against fp32 with native attention, nothing quantised, nothing recomputed."""
-        import torch
-
-        torch.set_float32_matmul_precision("highest")
-        if "plain" not in kept:
-            kept["plain"] = _plain_transformer(self)
-        key = f"reference {self.workload.text_padding}"
-        if key not in kept:
-            kept[key] = _gradients(self, kept["plain"], _reference(self.candidate))
-        torch.set_float32_matmul_precision("high")  # as training
-        return relative_error(_gradients(self, kept["plain"], self.candidate), kept[key])
+def gradient_error(request: GradientRequest, kept: dict[str, Any]) -> float:
+    """Relative error against fp32 with native attention, nothing quantised, nothing recomputed."""
+    torch.set_float32_matmul_precision("highest")
+    if "plain" not in kept:
+        kept["plain"] = _plain_transformer(request)
+    key = f"reference {request.workload.text_padding}"
+    if key not in kept:
+        size = request.candidate.micro_batch_size
+        reference = Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32")
+        kept[key] = _gradients(request, kept["plain"], reference)
+    torch.set_float32_matmul_precision("high")  # as training
+    return relative_error(_gradients(request, kept["plain"], request.candidate), kept[key])
 
 
-@dataclass(frozen=True)
-class UpdateRequest:
-    """An optimizer to hold against the reference. The answer is the root mean square of its tensors' errors."""
-
-    candidate: Candidate
-    device: str
-
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> float:
-        """Relative error of how far an adapter moves in some steps, against plain AdamW in fp64."""
-        import torch
-        from torch import nn
-
-        from autotune.knobs.precision import torch_dtype
-        from autotune.training.step import AdapterOptimizer
-
-        generator, dtype = torch.Generator().manual_seed(0), torch_dtype(self.candidate.precision)
-        start = [torch.randn(shape, generator=generator).to(dtype) for shape in UPDATED]
-        wishes = {"learning_rate": 1e-3, "weight_decay": 1e-2, "max_grad_norm": 1.0}
-        own = AdapterOptimizer([nn.Parameter(tensor.to(self.device, copy=True)) for tensor in start], **wishes)
-        plain = [nn.Parameter(tensor.double()) for tensor in start]
-        adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
-        for _ in range(UPDATES):
-            for parameter, wanted in zip(own.parameters, plain, strict=True):
-                gradient = torch.randn(wanted.shape, generator=generator).to(dtype)
-                parameter.grad, wanted.grad = gradient.to(self.device), gradient.double()
-            own.step()
-            nn.utils.clip_grad_norm_(plain, 1.0)
-            adamw.step()
-        moves = (
+def update_error(request: UpdateRequest) -> float:
+    """Relative error of how far an adapter moves in some steps, against plain AdamW in fp64."""
+    generator, dtype = torch.Generator().manual_seed(0), torch_dtype(request.candidate.precision)
+    start = [torch.randn(shape, generator=generator).to(dtype) for shape in UPDATED]
+    parameters = [nn.Parameter(tensor.to(request.device, copy=True)) for tensor in start]
+    own = AdapterOptimizer(parameters, learning_rate=1e-3, weight_decay=1e-2, max_grad_norm=1.0)
+    plain = [nn.Parameter(tensor.double()) for tensor in start]
+    adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
+    for _ in range(UPDATES):
+        for parameter, wanted in zip(own.parameters, plain, strict=True):
+            gradient = torch.randn(wanted.shape, generator=generator).to(dtype)
+            parameter.grad, wanted.grad = gradient.to(request.device), gradient.double()
+        own.step()
+        nn.utils.clip_grad_norm_(plain, 1.0)
+        adamw.step()
+    return relative_error(
+        *(
             [
                 parameter.detach().double().cpu() - before.double()
                 for parameter, before in zip(moved, start, strict=True)
             ]
             for moved in (own.masters, plain)
         )
-        return relative_error(*moves)
+    )
 
 
-def _reference(candidate: Candidate) -> Candidate:
-    """The same batch with every other knob at what changes nothing."""
-    return Candidate(micro_batch_size=candidate.micro_batch_size, checkpointed_blocks=0, precision="fp32")
-
-
-def relative_error(gradients: "Sequence[torch.Tensor | None]", reference: "Sequence[torch.Tensor | None]") -> float:
+def relative_error(gradients: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
     """Root mean square of the tensors' relative errors; a gradient that is missing is wrong by all of itself."""
     errors = []
     for found, wanted in zip(gradients, reference, strict=True):
@@ -106,13 +84,7 @@ def relative_error(gradients: "Sequence[torch.Tensor | None]", reference: "Seque
     return math.sqrt(math.fsum(error**2 for error in errors) / len(errors)) if errors else math.inf
 
 
-def _plain_transformer(request: GradientRequest) -> "nn.Module":
-    import torch
-
-    from autotune.families.registry import family_named
-    from autotune.weights.building import build_empty
-    from autotune.weights.streaming import fill_random
-
+def _plain_transformer(request: GradientRequest) -> nn.Module:
     family = family_named(request.family)
     transformer = build_empty(lambda: family.build_transformer(request.config), dtype=torch.float32)
     fill_random(transformer, device=request.device, seed=0)
@@ -121,35 +93,23 @@ def _plain_transformer(request: GradientRequest) -> "nn.Module":
     return transformer.eval()
 
 
-def _gradients(request: GradientRequest, plain: "nn.Module", candidate: Candidate) -> "list[torch.Tensor | None]":
-    import torch
-
-    from autotune.families.adapter import add_adapter
-    from autotune.families.loss import flow_matching_loss
-    from autotune.families.precision import cast_as_loaded
-    from autotune.families.registry import family_named
-    from autotune.knobs.precision import torch_dtype
-    from autotune.knobs.registry import KNOBS
-
-    family, dtype = family_named(request.family), torch_dtype(candidate.precision)
+def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate) -> list[Tensor | None]:
+    family, dtype, work = family_named(request.family), torch_dtype(candidate.precision), request.workload
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
-    for knob in KNOBS:
-        if knob.needs_reload:
-            knob.apply(transformer, family, getattr(candidate, knob.name))
-    adapter = add_adapter(
-        family, transformer, rank=RANK, lora_alpha=RANK, targets=request.workload.targets, dtype=dtype
-    )
-    for knob in KNOBS:
-        if not knob.needs_reload:
-            knob.apply(transformer, family, getattr(candidate, knob.name))
+    apply_knobs(family, transformer, candidate, needs_reload=True)
+    adapter = add_adapter(family, transformer, rank=RANK, lora_alpha=RANK, targets=work.targets, dtype=dtype)
+    apply_knobs(family, transformer, candidate, needs_reload=False)
     generator = torch.Generator().manual_seed(1)
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
+    size = request.candidate.micro_batch_size
     batch = {
         name: tensor.to(request.device, dtype if tensor.is_floating_point() else None)
-        for name, tensor in _batch(request, family).items()
+        for name, tensor in family.collate(
+            synthetic_samples(family, request.config, work, size, torch.bfloat16)
+        ).items()
     }
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)
@@ -157,14 +117,3 @@ def _gradients(request: GradientRequest, plain: "nn.Module", candidate: Candidat
     sigmas = torch.linspace(0.25, 0.5, len(clean), device=clean.device)
     flow_matching_loss(family, transformer, batch, noise, sigmas, "none").backward()  # type: ignore[no-untyped-call]
     return [None if p.grad is None else p.grad.double().cpu() for p in adapter]
-
-
-def _batch(request: GradientRequest, family: "Family") -> "dict[str, torch.Tensor]":
-    import torch
-
-    from autotune.training.model import synthetic_samples
-
-    samples = synthetic_samples(
-        family, request.config, request.workload, request.candidate.micro_batch_size, torch.bfloat16
-    )
-    return family.collate(samples)

@@ -92,7 +92,9 @@ class DeviceLock:
         holder = f"{'a' if self.trains else 'another'} {named} runs trials on this device"
         self.on_wait(f"{holder}: waiting for {'its end' if self.trains else 'a turn'}")
         started = time.monotonic()
-        with contextlib.nullcontext() if self.trains else _shared(self._waiting):
+        with _opened(self._waiting) as turns:
+            if not self.trains:
+                _locked(turns, fcntl.LOCK_SH)
             while not self._locked(handle):
                 if time.monotonic() - started > self.longest_wait_seconds:
                     raise AutotuneError(
@@ -103,11 +105,8 @@ class DeviceLock:
 
     def is_wanted(self) -> bool:
         """Whether another process waits for the lock."""
-        handle = _open(self._waiting)
-        try:
-            return not _locked(handle, fcntl.LOCK_EX)
-        finally:
-            os.close(handle)
+        with _opened(self._waiting) as turns:
+            return not _locked(turns, fcntl.LOCK_EX)
 
     def give_back(self) -> None:
         """Let others have the device; whoever waits gets it before this process can take it again."""
@@ -150,11 +149,10 @@ def _user() -> str:
 
 
 @contextlib.contextmanager
-def _shared(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[int]:
     handle = _open(path)
     try:
-        _locked(handle, fcntl.LOCK_SH)
-        yield
+        yield handle
     finally:
         os.close(handle)
 

@@ -9,20 +9,20 @@ instance of the family's real class, on this device. Verdicts become gates of th
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import platformdirs
-from pydantic import ValidationError
 
 from autotune import __version__
 from autotune.atomic import write_whole
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Parity, Setting, parity_gate
+from autotune.knobs.precision import Precision
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
-from autotune.trials.gradients import GradientRequest, UpdateRequest
+from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 
@@ -33,9 +33,6 @@ PASSING = ("timeout", "oom")
 """Outcomes that say more about the moment than about the choice: not kept."""
 
 ParityRequest = GradientRequest | UpdateRequest
-Ask = Callable[[ParityRequest], "float | Failure"]
-Make = Callable[[str, Candidate], ParityRequest]
-"""Of a knob and the candidate that has its value."""
 
 
 def proven(
@@ -48,78 +45,63 @@ def proven(
     Raises:
         AutotuneError: another search has the device and does not end.
     """
-    hardware, family = setting.hardware, setting.family
-    to_prove = _to_prove(choices)
-    tiny = {**model.config, **family.tiny_config}
+    hardware, to_prove = setting.hardware, _to_prove(choices)
+    tiny = {**model.config, **setting.family.tiny_config}
     precision = str(choices["precision"][0])
     path = _path(setting, tiny, precision)
     known = _kept(path)
-    missing = [(name, parity) for name, parity in to_prove if parity_gate(name, parity.runs) not in known]
+    missing = [name for name in to_prove if name not in known]
     if missing:
         with ProcessTrialRunner.on(hardware, model.spec.name, setting.workload) as runner:
-
-            def ask(request: ParityRequest) -> "float | Failure":
-                answer: float | Failure = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
-                return answer
-
-            make = _requests(setting, tiny, runner)
-            for name, parity in missing:
-                gate, lasting = verdict(name, parity, precision, ask, make)
-                known[gate.name] = gate
+            for name in missing:
+                request = _request(setting, tiny, runner.device, precision, *to_prove[name])
+                answer = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
+                known[name], lasting = verdict(*to_prove[name], request, answer)
                 if lasting:
-                    _keep(path, gate)
-    gates = tuple(known[parity_gate(name, parity.runs)] for name, parity in to_prove)
-    return HardwareProfile.model_validate({**dict(hardware), "gates": (*hardware.gates, *gates)})
+                    _keep(path, known[name])
+    gates = (*hardware.gates, *(known[name] for name in to_prove))
+    return HardwareProfile.model_validate({**dict(hardware), "gates": gates})
 
 
-def verdict(knob: str, parity: Parity, precision: str, ask: Ask, make: Make) -> tuple[Gate, bool]:
+def verdict(knob: str, parity: Parity, request: ParityRequest, answer: float | Failure) -> tuple[Gate, bool]:
     """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
-    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.runs}
-    candidate = Candidate.model_validate({**fields, **dict(parity.needs)})
-    request = make(knob, candidate)
-    dtype = next(k for k in KNOBS if k.name == "precision").parity(candidate.precision)
-    rounds = isinstance(request, GradientRequest) and knob != "precision"  # updates are in fp32 whatever the precision
-    allowed = parity.tolerance + (dtype.tolerance if dtype and rounds else 0.0)
-    answer = ask(request)
     name = parity_gate(knob, parity.runs)
     if isinstance(answer, Failure):
         why = f"what it computes could not be checked on this machine ({answer.outcome}: {answer.message})"
         return Gate(name=name, available=False, reason=why), answer.outcome not in PASSING
-    what = "adapter gradients" if isinstance(request, GradientRequest) else "updates of the adapter"
+    what, allowed = "updates of the adapter", parity.tolerance  # which are in fp32 whatever the precision
+    if isinstance(request, GradientRequest):
+        what = "adapter gradients"
+        if knob != "precision" and (dtype := Precision().parity(request.candidate.precision)):
+            allowed += dtype.tolerance
     error = f"{what} differ by {answer:.2g} from the reference's, {allowed:.2g} may be ({parity.because})"
     if not math.isfinite(answer):
         error = f"{what} are not finite, or there are none"
     return Gate(name=name, available=answer <= allowed, reason=error), True
 
 
-def _to_prove(choices: Mapping[str, Sequence[Choice]]) -> list[tuple[str, Parity]]:
-    """(knob, parity) of every kind of computation among the choices, precisions first: all others run in one."""
+def _to_prove(choices: Mapping[str, Sequence[Choice]]) -> dict[str, tuple[str, Parity]]:
+    """Knob and parity of every kind of computation among the choices, by gate; precisions first: others run in one."""
     found: dict[str, tuple[str, Parity]] = {}
     for knob in sorted(KNOBS, key=lambda knob: knob.name != "precision"):
         for choice in choices.get(knob.name, ()):
             if parity := knob.parity(choice):
                 found.setdefault(parity_gate(knob.name, parity.runs), (knob.name, parity))
-    return list(found.values())
+    return found
 
 
-def _requests(setting: Setting, tiny: Mapping[str, object], runner: ProcessTrialRunner) -> Make:
+def _request(
+    setting: Setting, tiny: Mapping[str, object], device: str, precision: str, knob: str, parity: Parity
+) -> ParityRequest:
+    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.runs}
+    candidate = Candidate.model_validate({**fields, **dict(parity.needs)})
+    if knob == "optimizer":
+        return UpdateRequest(candidate, device)
     work = small_work(setting.family, setting.workload)
-
-    def make(knob: str, candidate: Candidate) -> ParityRequest:
-        if knob == "optimizer":
-            return UpdateRequest(candidate, runner.device)
-        asked = Setting(setting.hardware, setting.family, work)
-        refuses = any(knob.conflict(candidate, asked) for knob in KNOBS)  # masks, where captions differ in length
-        fields = {**dict(work), "text_padding": "exact"} if refuses else dict(work)
-        return GradientRequest(
-            family=setting.family.name,
-            config=tiny,
-            workload=Workload.model_validate(fields),
-            candidate=candidate,
-            device=runner.device,
-        )
-
-    return make
+    asked = Setting(setting.hardware, setting.family, work)
+    if any(one.conflict(candidate, asked) for one in KNOBS):  # masks, where captions differ in length
+        work = Workload.model_validate({**dict(work), "text_padding": "exact"})
+    return GradientRequest(setting.family.name, tiny, work, candidate, device)
 
 
 def small_work(family: Family, workload: Workload) -> Workload:
@@ -158,7 +140,7 @@ def _kept(path: Path) -> dict[str, Gate]:
     """Verdicts by name; none where the file is absent or damaged: they are found again."""
     try:
         gates = [Gate.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError, ValidationError):
+    except (OSError, ValueError):
         return {}
     return {gate.name: gate for gate in gates}
 

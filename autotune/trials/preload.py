@@ -23,7 +23,7 @@ with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import transformers  # noqa: F401
     from diffusers import DiffusionPipeline  # noqa: F401
 
-    import autotune.training.model  # noqa: F401
+    import autotune.trials.steps  # noqa: F401
 del sys.modules["bitsandbytes"]
 for answer in vars(torch.utils._triton).values():
     getattr(answer, "cache_clear", lambda: None)()  # answers that were found while the GPU was hidden

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import multiprocessing
 import os
 import signal
@@ -19,15 +18,15 @@ import psutil
 
 from autotune.cost.memory import process_overhead_bytes
 from autotune.hardware.memory import LEAST_MARGIN_BYTES, shares_host_memory, usual_reserve
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import reload_key
 from autotune.prediction import Prediction
+from autotune.quiet import stderr_in
 from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, TrialResult, Workload
 from autotune.trials.lock import DeviceLock, lock_path
 from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
-from autotune.trials.phases import RehearsalRequest
-from autotune.trials.steps import TrialRequest
+from autotune.trials.requests import RehearsalRequest, Request, TrialRequest
 from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_floor_bytes
-from autotune.trials.worker import Allowance, Failure, Request, serve
+from autotune.trials.worker import Allowance, Failure, serve
 
 STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
@@ -52,11 +51,12 @@ class ProcessTrialRunner:
         memory_cap_bytes: what a trial may take.
         timeout_seconds: limit of one trial, loading included.
         predict: what is expected of a candidate; without it no spill is told by its step time.
-        watchdog: ends a child before the host suffers.
+        watchdog: ends a child before the host suffers; the default is for trials on the CPU, like that of
+            `shares_memory`.
         lock: held from the first trial to the end, or until another search wants a turn between two trials.
         reserve_bytes: left of what a card has free when a child starts.
         mark_cap: whether results say that the user, not the device, decided the cap.
-        shares_memory: whether what the device takes is the host's; None for what the device's name suggests.
+        shares_memory: whether what the device takes is the host's.
     """
 
     model: str
@@ -66,11 +66,11 @@ class ProcessTrialRunner:
     timeout_seconds: float = 600.0
     num_steps: int = STEADY_STEPS
     predict: Callable[[Candidate], Prediction] | None = None
-    watchdog: Watchdog | None = None
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(usual_floor_bytes("cpu")))
     lock: DeviceLock | None = None
     reserve_bytes: int = LEAST_MARGIN_BYTES
     mark_cap: bool = False
-    shares_memory: bool | None = None
+    shares_memory: bool = True
     _child: _Child | None = field(default=None, init=False)
     _ran: list[tuple[TrialResult, Timed]] = field(default_factory=list, init=False)
     _log: Path = field(init=False)
@@ -79,10 +79,6 @@ class ProcessTrialRunner:
         handle, name = tempfile.mkstemp(prefix="autotune-trial-", suffix=".log")
         os.close(handle)
         self._log = Path(name)
-        if self.watchdog is None:
-            self.watchdog = Watchdog(usual_floor_bytes(self.device))
-        if self.shares_memory is None:
-            self.shares_memory = not self.device.startswith("cuda")
 
     @classmethod
     def on(
@@ -102,6 +98,7 @@ class ProcessTrialRunner:
             device=device.torch_name,
             memory_cap_bytes=device.budget_bytes - overhead,
             predict=predict,
+            watchdog=Watchdog(usual_floor_bytes(device.kind)),
             lock=DeviceLock(lock_path(device)),
             reserve_bytes=LEAST_MARGIN_BYTES
             + usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display),
@@ -115,10 +112,10 @@ class ProcessTrialRunner:
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        best = min((result for result, _ in self._ran), key=_seconds, default=None)
-        request = self._request(candidate, TrialRequest, hopeless_seconds=hopeless_seconds(best))
-        key = tuple(getattr(candidate, knob.name) for knob in KNOBS if knob.needs_reload)
-        return self.judged(candidate, self.ask(request, key))
+        best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
+        limit = hopeless_seconds(best)
+        request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
+        return self.judged(candidate, self.ask(request, reload_key(candidate)))
 
     def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
         """Run a candidate that has won through every phase of a run, and until its steps are steady.
@@ -129,22 +126,20 @@ class ProcessTrialRunner:
             AutotuneError: another search has the device and does not end.
         """
         self.close_child()  # phases are measured from an empty device on
-        request = self._request(candidate, RehearsalRequest, caching=caching, most_seconds=most_seconds)
+        request = RehearsalRequest(
+            self.model,
+            self.workload,
+            candidate,
+            self.device,
+            self.num_steps,
+            caching=caching,
+            most_seconds=most_seconds,
+        )
         answer = self.ask(request)
         if isinstance(answer, Failure) and answer.outcome == "timeout" and answer.so_far is not None:
             known = ", ".join(phase.name for phase in answer.so_far.phases)
             answer = _changed(answer.so_far, message=f"confirmed as far as {known}: {answer.message}")
         return _changed(self.judged(candidate, answer), confirms=True)
-
-    def _request(self, candidate: Candidate, kind: type[TrialRequest], **more: Any) -> TrialRequest:
-        return kind(
-            model=self.model,
-            workload=self.workload,
-            candidate=candidate,
-            device=self.device,
-            num_steps=self.num_steps,
-            **more,
-        )
 
     def judged(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
         """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""
@@ -162,7 +157,7 @@ class ProcessTrialRunner:
         seconds = result.median_step_seconds
         if result.outcome != "ok" or seconds is None:
             return result
-        now = Timed(seconds, self.predict(candidate).step_seconds) if self.predict else Timed(seconds, seconds)
+        now = Timed(seconds, self.predict(candidate).step_seconds if self.predict else seconds)
         why = spilled(result, now, [timed for _, timed in self._ran], self.memory_cap_bytes)
         if why:
             self.close_child()
@@ -198,7 +193,6 @@ class ProcessTrialRunner:
 
     def _answers(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
         """(is final, answer) as they come, while the host lives and time is left."""
-        assert self.watchdog is not None
         deadline = time.monotonic() + limit_seconds
         while True:
             if child.requests.poll(WATCH_SECONDS):
@@ -222,7 +216,6 @@ class ProcessTrialRunner:
 
     def _cap_bytes(self) -> int:
         """What a trial may take now: on shared memory never what the watchdog would end it for."""
-        assert self.watchdog is not None
         if not self.shares_memory:  # the child asks the card itself
             return self.memory_cap_bytes
         return max(0, min(self.memory_cap_bytes, self.watchdog.available() - self.watchdog.floor_bytes))
@@ -233,14 +226,13 @@ class ProcessTrialRunner:
         if self._child is None:
             if self.lock:
                 self.lock.take()
-            assert self.watchdog is not None
             available = self.watchdog.available()
             allowance = Allowance(self.device, self._cap_bytes(), self.reserve_bytes)
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["autotune.trials.preload"])
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, str(self._log), allowance), name="autotune-trial")
-            with _imports_kept_quiet(self._log):
+            with stderr_in(self._log):  # the fork server inherits it once, when it starts
                 process.start()
             theirs.close()
             self._child = _Child(process, ours, key, available)
@@ -251,7 +243,6 @@ class ProcessTrialRunner:
         child, self._child = self._child, None
         if child is None:
             return
-        assert self.watchdog is not None
         wanted = child.available_before
         if self.device == "cpu":  # exactly known, however much others take meanwhile
             wanted = self.watchdog.available() + _private_bytes(child.process.pid)
@@ -275,10 +266,6 @@ class ProcessTrialRunner:
         self._log.unlink(missing_ok=True)
 
 
-def _seconds(result: TrialResult) -> float:
-    return result.median_step_seconds or math.inf
-
-
 def _changed(result: TrialResult, **changes: object) -> TrialResult:
     return TrialResult.model_validate({**dict(result), **changes})
 
@@ -289,17 +276,3 @@ def _private_bytes(process_id: int | None) -> int:
         return int(psutil.Process(process_id).memory_full_info().uss)
     except psutil.Error:
         return 0
-
-
-@contextlib.contextmanager
-def _imports_kept_quiet(log: Path) -> Iterator[None]:
-    """The fork server inherits file descriptor 2 once, when it starts: give it the log instead of the terminal."""
-    saved = os.dup(2)
-    handle = os.open(log, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.dup2(handle, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(handle)

@@ -1,91 +1,50 @@
 """A trial in the child: load what the candidate needs, take real steps, tell how long and how large they were."""
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from autotune.families.base import Batch, Family, Sample
+from autotune.families.resolve import resolve_model
 from autotune.schema import Candidate, TrialResult, Workload
-from autotune.trials.worker import peak_host_bytes
+from autotune.training.memory import give_back_memory, host_peak_bytes, live_tensors, with_peak_memory
+from autotune.training.model import TrainingModel, apply_settings, load_model
+from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step
+from autotune.trials.requests import TrialRequest
 
-if TYPE_CHECKING:
-    import torch
-
-    from autotune.families.base import Batch
-    from autotune.training.model import TrainingModel
-    from autotune.training.step import StepOutcome
-
-SETTLED_SPREAD = 0.1
-"""Of the median: steps whose middle half differs by more are repeated, as on a machine that others use."""
-MOST_REPEATS = 4
 COMPARED_STEP = 3
 """Of the steady ones: its loss is kept, so that losses of trials compare however many steps each took."""
-EXTRA_SECONDS = 5.0
-"""No further steps once the timed ones have taken this long."""
-
-
-@dataclass(frozen=True)
-class TrialRequest:
-    """One candidate to run for a few steps."""
-
-    model: str
-    """What the user calls the model."""
-    workload: Workload
-    candidate: Candidate
-    device: str
-    num_steps: int
-    """Steady optimizer steps to time."""
-    hopeless_seconds: float | None = None
-    """A first steady step slower than this ends the trial: others are clearly faster."""
-
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> TrialResult:
-        """Run the candidate on the model in `kept`, which is loaded where it is not."""
-        if "loaded" not in kept:
-            kept["loaded"] = load(self)
-        loaded: Loaded = kept["loaded"]
-        steps = Steps(loaded, self.workload, self.candidate)
-        try:
-            return steps.result(self.goes_on)
-        finally:
-            del steps
-            _release(loaded.model.device)
-
-    def goes_on(self, times: list[float]) -> bool:
-        """Whether another step is worth its time after steady ones of `times` seconds."""
-        if times and self.hopeless_seconds is not None and min(times) > self.hopeless_seconds:
-            return False
-        return len(times) < self.num_steps or _unsettled(times, self.num_steps)
-
-
-def _unsettled(times: list[float], num_steps: int) -> bool:
-    """Whether the steps disagree so much that a few more are worth their time."""
-    middle = sorted(times)[len(times) // 4 : -(len(times) // 4) or None]
-    disagree = max(middle) - min(middle) > SETTLED_SPREAD * middle[len(middle) // 2]
-    return disagree and len(times) < MOST_REPEATS * num_steps and sum(times) < EXTRA_SECONDS
 
 
 @dataclass
 class Loaded:
     """A model in memory, shared by candidates that differ only in settings that need no reload."""
 
-    model: "TrainingModel"
-    samples: "list[dict[str, torch.Tensor]]"
-    initial: "list[torch.Tensor]"
+    model: TrainingModel
+    samples: list[Sample]
+    initial: list[torch.Tensor]
     """Values of the adapter that every candidate begins with."""
     seconds: float
     peak_bytes: int | None
     """Device memory while loading; None on CPU, where the process's memory tells."""
 
 
+def run_trial(request: TrialRequest, kept: dict[str, Any]) -> TrialResult:
+    """Run the candidate on the model in `kept`, which is loaded where it is not."""
+    if "loaded" not in kept:
+        kept["loaded"] = load(request)
+    try:
+        return Steps(kept["loaded"], request.workload, request.candidate).result(request.goes_on)
+    finally:
+        give_back_memory()  # the next candidate must not find the allocator full of this one's blocks
+
+
 def load(request: TrialRequest) -> Loaded:
     """Load the transformer as the candidate wants it, with an adapter and random samples."""
-    import torch
-
-    from autotune.families.resolve import resolve_model
-    from autotune.training.model import load_model, synthetic_samples
-
     device, workload = torch.device(request.device), request.workload
     started = time.perf_counter()
     resolved = resolve_model(request.model)
@@ -98,13 +57,28 @@ def load(request: TrialRequest) -> Loaded:
     return Loaded(model, samples, initial, seconds, peak)
 
 
+def synthetic_samples(
+    family: Family, config: Mapping[str, Any], workload: Workload, count: int, dtype: torch.dtype
+) -> list[Sample]:
+    """Random samples in the largest shapes of the workload."""
+    shapes = family.sample_shapes(
+        config, workload.largest_bucket, workload.max_text_tokens, workload.num_control_images
+    )
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        for _ in range(count)
+    ]
+    if workload.text_padding == "masked":  # uneven lengths, so that batches carry the mask that training's will
+        for sample in samples[1::2]:
+            sample["prompt_embeds"] = sample["prompt_embeds"][:-1]
+    return samples
+
+
 class Steps:
     """One candidate's steps, on training's own step function."""
 
     def __init__(self, loaded: Loaded, workload: Workload, candidate: Candidate) -> None:
-        from autotune.training.model import apply_settings
-        from autotune.training.step import AdapterOptimizer
-
         model = self.model = loaded.model
         self.loaded, self.workload, self.candidate = loaded, workload, candidate
         self.retries_before = _allocator_retries(model.device)
@@ -142,16 +116,13 @@ class Steps:
             load_peak_memory_bytes=self.loaded.peak_bytes,
             peak_memory_bytes=peak,
             allocator_retries=_allocator_retries(self.model.device) - self.retries_before,
-            host_memory_bytes=peak_host_bytes(),
+            host_memory_bytes=host_peak_bytes(),
             quantization_error=self.model.quantization_error,
             final_loss=final_loss if math.isfinite(final_loss) else None,
             message=reason or "",
         )
 
-    def step(self) -> "StepOutcome":
-        """Take one optimizer step."""
-        from autotune.training.step import optimizer_step
-
+    def step(self) -> StepOutcome:
         self.step_number += 1
         return optimizer_step(
             self.model.family,
@@ -163,13 +134,12 @@ class Steps:
             step=self.step_number,
         )
 
-    def on_device(self) -> "Iterator[Batch]":
+    def on_device(self) -> Iterator[Batch]:
         """The step's micro-batches, each copied when its turn comes, as in training."""
-        device = self.model.device
         for batch in self.batches:
-            yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            yield {name: tensor.to(self.model.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def timed(self) -> "tuple[StepOutcome, float]":
+    def timed(self) -> tuple[StepOutcome, float]:
         """Take one and tell its seconds. The loss is read back inside, so the device has finished when it returns."""
         started = time.perf_counter()
         outcome = self.step()
@@ -177,15 +147,13 @@ class Steps:
 
     def measured(self) -> tuple[int, float]:
         """Take one and tell its peak of memory in bytes, and its seconds."""
-        from autotune.training.memory import live_tensors, peak_memory_bytes
-
         batches = [tensor for batch in self.batches for tensor in batch.values()]
         live = [*live_tensors(self.model.transformer, self.optimizer), *batches]
         started = time.perf_counter()
-        peak = peak_memory_bytes(self.model.device, live, self.step)
+        _, peak = with_peak_memory(self.model.device, live, self.step)
         return peak, time.perf_counter() - started
 
-    def broken(self, outcome: "StepOutcome") -> str | None:
+    def broken(self, outcome: StepOutcome) -> str | None:
         """Why what was computed cannot be training: a non-finite loss, or layers that never moved."""
         if not math.isfinite(outcome.loss):
             return "the loss is not finite"
@@ -195,16 +163,5 @@ class Steps:
         return None
 
 
-def _release(device: "torch.device") -> None:
-    """Give back what the candidate held: the next one must not find the allocator full of its blocks."""
-    import torch
-
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _allocator_retries(device: "torch.device") -> int:
-    import torch
-
+def _allocator_retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from autotune.knobs.allocator import configure_allocator
 from autotune.schema import Outcome
+from autotune.trials.requests import Request
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,6 @@ class Allowance:
     """Left of what a card has free when the child starts."""
 
 
-class Request(Protocol):
-    """Something to do in the child. Plain data: it crosses a process boundary."""
-
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> Any:
-        """The answer. `kept` lives as long as the child; `tell` gives what is known so far, should the end not come."""
-
-
 def serve(requests: Connection, log: str, allowance: Allowance) -> None:
     """Answer requests until the parent closes the pipe: (True, answer), and before it any number of (False, so far)."""
     os.setpgid(0, 0)
@@ -68,6 +61,7 @@ def serve(requests: Connection, log: str, allowance: Allowance) -> None:
 
 
 def _answer(request: Request, kept: dict[str, Any], tell: Callable[[Any], None], allowance: Allowance) -> Any:
+    from autotune.training.memory import host_peak_bytes
     from autotune.trials.outcomes import classify, one_line
 
     try:
@@ -79,7 +73,7 @@ def _answer(request: Request, kept: dict[str, Any], tell: Callable[[Any], None],
         return request.perform(kept, tell)
     except BaseException as error:
         traceback.print_exc()
-        return Failure(classify(error), f"{type(error).__name__}: {one_line(error)}", peak_host_bytes())
+        return Failure(classify(error), f"{type(error).__name__}: {one_line(error)}", host_peak_bytes())
 
 
 def _redirect_output(log: str) -> None:
@@ -120,11 +114,3 @@ def cap_memory(allowance: Allowance) -> None:
     elif sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
-
-
-def peak_host_bytes() -> int:
-    """Largest resident memory of this process so far. A forked child starts with its parent's pages."""
-    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

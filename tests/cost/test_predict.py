@@ -3,14 +3,16 @@
 import time
 
 import pytest
+from diffusers.models.attention_dispatch import attention_backend
 from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
+from autotune.hardware.rates import KERNELS
 from autotune.knobs.quantization import QUALITY_OF, SLICE_BYTES
 from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, TrialResult
+from autotune.schema import Bucket, Candidate, Rate, TrialResult
 
 STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution", "optimizer", "overhead")
 
@@ -92,6 +94,41 @@ def test_uncheckpointed_layers_keep_no_dequantised_weights(card, storage):
         for q in ("none", storage)
     )
     assert small.saved_bytes <= plain.saved_bytes
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("text_padding", ["exact", "masked"])
+def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
+    known = (cpu(), workload_of(name, text_padding=text_padding), FAMILIES[name], TINY[name])
+    candidates = [
+        Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=storage, precision="fp32")
+        for size, k, storage in ((1, 0, "none"), (2, 3, "none"), (3, 0, "none"), (1, 3, "torchao-int8"))
+    ]
+    one, other = Predictor(*known), Predictor(*known)
+    forwards = [one.predict(candidate) for candidate in candidates]
+    backwards = [other.predict(candidate) for candidate in reversed(candidates)]
+    assert forwards == backwards[::-1]
+
+
+def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
+    known = (cpu(), workload_of("kandinsky5-image-lite", text_padding="masked"))
+    own = Predictor(*known, FAMILIES["kandinsky5-image-lite"], TINY["kandinsky5-image-lite"])
+    candidate = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
+    with attention_backend("_native_flash"):  # takes no mask
+        assert own.predict(candidate).step_seconds > 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel):
+    storage = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8"}.get(kernel.split(".")[1], "none")
+    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=storage)
+    own = predictor("flux1-dev")
+    slow = Rate(name=f"{kernel}.fp32", value=1e3, unit="B/s", spread=0.0, num_samples=1)
+    slower = own.beside(own.hardware.model_copy(update={"rates": (*own.hardware.rates, slow)}))
+    before, after = (one.predict(candidate).step_time for one in (own, slower))
+    part = f"{kernel.split('.')[0]}_seconds"
+    assert getattr(after, part) > 10 * getattr(before, part)
+    assert after.matmul_seconds == before.matmul_seconds
 
 
 def test_a_thousand_candidates_take_well_under_two_seconds(card):

@@ -128,6 +128,9 @@ def test_memory_kind_can_be_overridden_and_says_so():
         ("rtx-4090", "attention.flash", True, ""),
         ("gb10", "quantization.bnb-nf4", False, "not installed"),
         ("no-gpu", "quantization.torchao-int8", True, ""),
+        ("no-gpu", "quantization.bnb-nf4", False, "not installed"),
+        ("cpu-only-torch", "quantization.bnb-nf4", False, "needs bitsandbytes 0.50, this is 0.49.0"),
+        ("apple-m3-max", "quantization.bnb-int8", False, "needs cuda or cpu"),
         ("no-gpu", "attention._native_flash", True, ""),
         ("no-gpu", "precision.fp16", False, "processor"),
         ("orin", "compile", False, "triton"),
@@ -140,6 +143,12 @@ def test_gates_are_true_and_say_why(name, gate, available, because):
     told = profile_of(machine(name)).gate(gate)
     assert told.available == available
     assert because in told.reason
+
+
+@pytest.mark.parametrize("storage", ["bnb-nf4", "bnb-int8"])
+def test_bitsandbytes_runs_on_a_processor_from_the_version_that_was_tried(storage):
+    newer = profile_of(changed("cpu-only-torch", packages={"bitsandbytes": "0.50.2"}))
+    assert newer.gate(f"quantization.{storage}").available
 
 
 @pytest.mark.parametrize(

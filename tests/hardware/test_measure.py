@@ -20,6 +20,8 @@ UNITS = {
     "memory": "B/s",
     "disk": "B/s",
     "page_cache": "B/s",
+    "elementwise": "B/s",
+    "dequantization": "B/s",
     "operation": "s",
     "process": "B",
 }
@@ -56,6 +58,7 @@ def test_a_processor_is_measured_whole(small_effort):
         "process.overhead",
         "memory.bandwidth",
         "operation.launch",
+        *(f"{kernel}.{dtype}" for kernel in rates.KERNELS for dtype in ("bf16", "fp32")),
         "matmul.bf16.8x64x64",
         "matmul.fp32.8x64x64",
         "matmul.fp16.8x64x64",
@@ -75,7 +78,7 @@ def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
     monkeypatch.setattr(rates.Meter, "bandwidth", broken)
     reports = reports_of()
     assert ("note", "not measured: memory: CUDA error: no kernel image is available") in reports
-    assert sum(kind == "rate" for kind, _ in reports) == 18
+    assert sum(kind == "rate" for kind, _ in reports) == 26
 
 
 def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
@@ -83,7 +86,7 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     monkeypatch.setitem(rates.EFFORTS, "cpu", none_left)
     reports = reports_of()
     assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
-    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 18
+    assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 26
 
 
 def child(code, **options):

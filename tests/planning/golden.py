@@ -47,7 +47,9 @@ def plain(
         (name, str(value)) for name, value in dict(defaults).items()
         if name not in ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
     )  # fmt: skip
-    return Question(model=family, wishes=wishes, pins=pins, exclusions=exclusions, max_trials=8, num_steps=2000)
+    return Question(
+        model=family, wishes=wishes, pins=pins, exclusions=exclusions, max_trials=8, said={"num_steps": 2000}
+    )
 
 
 SIZE = Wishes(size_px=(256, 256), effective_batch_size=2)

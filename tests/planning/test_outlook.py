@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from autotune.errors import NothingFits
 from autotune.planner import make_plan
@@ -42,10 +44,20 @@ def test_a_larger_batch_is_mentioned_with_its_price() -> None:
 
 
 def test_the_same_question_can_be_asked_again() -> None:
-    asked = question(exclusions=(("attention", "_native_cudnn"),), num_steps=77, seed=5)
+    asked = question(exclusions=(("attention", "_native_cudnn"),), said={"num_steps": 77, "seed": 5})
     plan = make_plan(asked, HARDWARE, around=surroundings())
     again = make_plan(question_of(plan), HARDWARE, around=surroundings())
     assert again == plan
+
+
+def test_epochs_decide_the_steps_of_a_plan_once_there_are_data(tmp_path: Path) -> None:
+    for number in range(5):
+        Image.new("RGB", (256, 256), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    asked = question(said={"data": str(tmp_path), "caption": "a colour", "num_train_epochs": 6})
+    job = make_plan(asked, HARDWARE, around=surroundings()).job
+    assert (job.num_train_epochs, job.num_steps) == (6, 15)  # 5 images, 2 a step
+    longer = make_plan(question(said={"num_steps": 99}, job=job), HARDWARE, around=surroundings()).job
+    assert (longer.num_train_epochs, longer.num_steps) == (None, 99)
 
 
 def test_a_search_may_take_a_twentieth_of_the_run_but_a_minute_at_least() -> None:
@@ -58,7 +70,7 @@ def test_a_search_stops_at_its_share_of_the_run() -> None:
     def slow(candidate: object) -> object:
         return builders.trial(candidate, 1.0, wall_seconds=25.0)  # type: ignore[arg-type]
 
-    plan = make_plan(question(num_steps=100), HARDWARE, around=surroundings(slow))  # type: ignore[arg-type]
+    plan = make_plan(question(said={"num_steps": 100}), HARDWARE, around=surroundings(slow))  # type: ignore[arg-type]
     assert len(plan.frozen.trials) == 3  # 60 s
     assert plan.frozen.search_seconds == 75
 

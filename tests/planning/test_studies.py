@@ -94,7 +94,9 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
     notes: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         make_plan(asked, HARDWARE, around=interrupted_after(3, tried))
-    other = dataclasses.replace(asked, learning_rate=3e-4, output="elsewhere")  # another job, the same settings
+    other = dataclasses.replace(
+        asked, said={"learning_rate": 3e-4, "output": "elsewhere"}
+    )  # another job, the same settings
     plan = make_plan(other, HARDWARE, Events(on_note=notes.append), interrupted_after(99, tried))
     assert len(tried) == len(set(tried))
     assert [trial.candidate for trial in plan.frozen.trials] == tried

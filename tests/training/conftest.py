@@ -1,5 +1,6 @@
 """One small model with its data, loaded once for the tests of the loop."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,7 @@ from autotune.schema import CachingSettings, HardwareProfile, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import read_dataset
-from autotune.training.data.encode import encode_dataset
-from autotune.training.data.encoded import EncodedDataset
-from autotune.training.data.identity import read_identity
+from autotune.training.data.encode import EncodedDataset, encode_dataset
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
 from autotune.training.folder import run_key
@@ -71,17 +70,14 @@ class Bench:
         with Checkpoints(
             folder / "checkpoints", key, keep_last=plan.job.checkpoints_total_limit, keep_every=keep_every
         ) as checkpoints:
-            loop = Loop(plan, self.trained, self.encoded, checkpoints.newest())
-            metrics = Metrics(folder, resumed_at=loop.first_step, report_to="none")
+            checkpoint = checkpoints.newest()
+            metrics = Metrics(folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none")
             around = Surroundings(
                 Processes(0, 1, CPU), checkpoints, metrics, Events(on_step=step), lambda step: None, budget_bytes
             )
-            try:
-                loop.run(around)
-            except Killed:
-                pass
-            finally:
-                metrics.close()
+            loop = Loop(plan, self.trained, self.encoded, checkpoint, around)
+            with contextlib.closing(metrics), contextlib.suppress(Killed):
+                loop.run()
         return loop
 
 
@@ -103,12 +99,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     hardware, resolved = machine(), resolve_model(str(model_folder))
     plan = make_plan(model_folder, images, hardware)
     encoded = encode_dataset(
-        resolved.family,
-        Encoders(resolved, CachingSettings(), torch.float32, CPU).pipeline,
+        Encoders(resolved, CachingSettings(), plan.frozen.settings, CPU),
         read_dataset(images),
         plan.frozen.workload.buckets,
         Cache(folder / "cache"),
-        identity=read_identity(model_folder, resolved.family, settings="float32"),
         caption_dropout=0.1,
     )
     trained = load_model(resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)

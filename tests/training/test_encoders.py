@@ -12,6 +12,7 @@ from autotune.training.encoders import Encoders
 from autotune.weights.loaders import LOADERS
 from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
 from tests.families.small import CAPTIONS, Small
+from tests.training.small import SETTINGS
 from tests.weights.conftest import bits
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def small(request: pytest.FixtureRequest, small_pipelines: Any) -> Small:  # noq
 
 
 def encoders_of(small: Small, caching: CachingSettings, loader: str = "safetensors") -> Encoders:
-    return Encoders(resolve_model(str(small.folder)), caching, torch.float32, CPU, loader)
+    return Encoders(resolve_model(str(small.folder)), caching, SETTINGS.model_copy(update={"loader": loader}), CPU)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("loss on fresh noise") == 1  # the first process alone reports
     one = bench.loop(plan, tmp_path / "one")
-    save_trained(tmp_path / "one.safetensors", one.model, one.optimizer, plan, 24)
+    save_trained(tmp_path / "one.safetensors", one.model, one.optimizer, plan.frozen.workload, plan.digest, 24)
     left, right = load_file(output / ADAPTER_FILE), load_file(tmp_path / "one.safetensors")
     assert left.keys() == right.keys()
     for name in left:

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.knobs.quantization import quantize_inside
+from autotune.knobs.quantization import QUALITY_OF, quantize_inside
 from autotune.reporting.run import error_lines
 from autotune.schema import QuantizationError
 from autotune.training.model import load_model
 from autotune.training.quality import LIMITS, ErrorMeter, QualityMissed, require_quality
+from tests.builders import BITSANDBYTES
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
 
@@ -34,11 +35,17 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
 
 @pytest.mark.parametrize(
     ("choice", "least", "most"),
-    [("torchao-int8", 0.003, 0.012), ("torchao-fp8", 0.02, 0.035), ("layerwise-fp8", 0.02, 0.04)],
+    [
+        ("torchao-int8", 0.003, 0.012),
+        ("torchao-fp8", 0.02, 0.035),
+        ("layerwise-fp8", 0.02, 0.04),
+        pytest.param("bnb-int8", 0.003, 0.016, marks=BITSANDBYTES),
+        pytest.param("bnb-nf4", 0.07, 0.11, marks=BITSANDBYTES),
+    ],
 )
 def test_ordinary_weights_stay_within_what_their_storage_can_do(choice: str, least: float, most: float) -> None:
     error = measured(blocks(), choice)
-    assert least < error.overall <= error.worst < most < LIMITS["high"]
+    assert least < error.overall <= error.worst < most < LIMITS[QUALITY_OF[choice]]
 
 
 def test_a_block_with_outliers_is_found_and_refused() -> None:

@@ -161,7 +161,7 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 40
     plan = read_plan(plan_file)
     whole = bench.loop(plan, tmp_path / "whole")
-    save_trained(tmp_path / "whole.safetensors", whole.model, whole.optimizer, plan, 40)
+    save_trained(tmp_path / "whole.safetensors", whole.model, whole.optimizer, plan.frozen.workload, plan.digest, 40)
     left, right = load_file(tmp_path / "cut" / ADAPTER_FILE), load_file(tmp_path / "whole.safetensors")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)

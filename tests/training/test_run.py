@@ -30,6 +30,7 @@ from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
 from autotune.weights.adapters import read_adapter
 from tests.training.conftest import CPU, Bench
+from tests.training.small import SETTINGS
 
 PROMPTS = ("a red circle on a white background", "something else")
 
@@ -115,7 +116,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
 
 def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
-    studio, tried = Studio(Encoders(bench.resolved, CachingSettings(), torch.float32, CPU)), []
+    studio, tried = Studio(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), []
     studio.answers[PROMPTS[0], ()] = []
     vae = torch.nn.Module()
     vae.use_tiling = False
@@ -165,8 +166,8 @@ def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, li
 def test_a_disk_nearly_full_is_said_before_any_work(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.training.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(AutotuneError, match="checkpoints and adapter need"):
+    monkeypatch.setattr("autotune.training.disk.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(AutotuneError, match="checkpoints and adapter, needs"):
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
 
@@ -183,7 +184,7 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
         prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput):  # and before any trial
-        make_plan(Question(str(model), bench.images), bench.hardware)
+        make_plan(Question(str(model), said={"data": str(bench.images)}), bench.hardware)
 
 
 def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
@@ -193,7 +194,9 @@ def test_control_images_that_the_model_does_not_take_are_refused_before_any_work
     assert "--control" in caught.value.hint
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput, match="qwen-image takes none"):
-        make_plan(Question(str(bench.model_folder), bench.images, control=control), bench.hardware)
+        make_plan(
+            Question(str(bench.model_folder), said={"data": str(bench.images), "control": str(control)}), bench.hardware
+        )
 
 
 @pytest.mark.parametrize(

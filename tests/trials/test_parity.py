@@ -1,6 +1,5 @@
 """Only what learns the same is tried: right choices pass on every family, wrong ones are named with their error."""
 
-from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 
@@ -14,18 +13,20 @@ from autotune.hardware.probe import probe
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, Setting, parity_gate
 from autotune.knobs.optimizer import Optimizer
+from autotune.knobs.precision import Precision
+from autotune.knobs.quantization import Quantization, quantize_inside
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Choice, Gate, HardwareProfile, ModelSpec
 from autotune.search.space import search_space
 from autotune.trials import parity
-from autotune.trials.gradients import GradientRequest, UpdateRequest, relative_error
+from autotune.trials.gradients import _plain_transformer, relative_error
+from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.worker import Failure
-from tests.builders import workload
+from tests.builders import storages, workload
 
 CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": ("fp32", "bf16"),
     "attention": ("native", "_native_math", "_native_flash"),
-    "quantization": ("none", "torchao-int8", "torchao-fp8", "layerwise-fp8"),
     "checkpointed_blocks": (0, 1, 2),
     "swapped_blocks": (0, 1),
 }
@@ -55,6 +56,41 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
                 request = request_of(family, **{"precision": precision, name: rule.runs, **dict(rule.needs)})
                 error = request.perform(kept, lambda _: None)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, dict[str, object]]:
+    """Each family's model and reference, once for all storages."""
+    return {family: {} for family in FAMILIES}
+
+
+@pytest.mark.parametrize("storage", storages())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_storage_agrees_on_every_family(family: str, storage: str, kept: dict[str, dict[str, object]]) -> None:
+    rule = Quantization().parity(storage)
+    rounding = Precision().parity("bf16")
+    assert rule is not None
+    assert rounding is not None
+    errors = [
+        request_of(family, precision=precision, quantization=storage).perform(kept[family], lambda _: None)
+        for precision in ("fp32", "bf16")
+    ]
+    assert errors[0] <= rule.tolerance
+    assert errors[1] <= rule.tolerance + rounding.tolerance
+    assert min(errors) > 0.001  # it is quantised
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> None:
+    """On weights that nf4 can hold, its layers compute what plain ones do."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    request = request_of(family, precision="fp32", quantization="bnb-nf4")
+    plain = _plain_transformer(request)
+    for layer in (part for block in family_named(family).blocks(plain) for part in block.modules()):
+        if isinstance(layer, torch.nn.Linear):
+            four = quantize_inside([layer], "bnb-nf4")("", layer).weight  # type: ignore[misc, union-attr]
+            layer.weight.data = functional.dequantize_4bit(four.data, four.quant_state)
+    assert request.perform({"plain": plain}, lambda _: None) < 0.005
 
 
 def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +186,6 @@ def test_what_is_wrong_cannot_be_pinned_either(here: Setting) -> None:
         search_space(Setting(hardware, here.family, here.workload), pins=[("compile", "block")])
 
 
-def ask_for(answer: "float | Failure") -> Callable[[object], "float | Failure"]:
-    return lambda request: answer
-
-
 @pytest.mark.parametrize(
     ("answer", "available", "kept", "words"),
     [
@@ -169,8 +201,7 @@ def ask_for(answer: "float | Failure") -> Callable[[object], "float | Failure"]:
 def test_verdicts(answer: "float | Failure", available: bool, kept: bool, words: str) -> None:
     rule = Attention().parity("_native_math")
     assert isinstance(rule, Parity)
-    request = request_of("qwen-image")
-    gate, lasting = parity.verdict("attention", rule, "fp32", ask_for(answer), lambda knob, candidate: request)
+    gate, lasting = parity.verdict("attention", rule, request_of("qwen-image"), answer)
     assert (gate.available, lasting) == (available, kept)
     assert words in gate.reason
 

@@ -1,4 +1,7 @@
-"""The fork server only imports: nothing parallel runs in it, no thread, no CUDA; a preload that fails is noticed."""
+"""The fork server only imports: nothing parallel runs in it, no thread, no CUDA; a preload that fails is noticed.
+
+Nor does an import let a library settle that there is no GPU.
+"""
 
 import os
 import subprocess
@@ -28,6 +31,24 @@ class Counting(TorchDispatchMode):
 with Counting():
     import autotune.trials.preload
 print(Counting.largest, torch.cuda.is_initialized())
+"""
+
+
+PRETEND_A_GPU = """
+import torch, sys
+asked = []
+def record(name, answer):
+    setattr(torch.cuda, name, lambda *a, **k: asked.append(name) or answer)
+torch.version.cuda = "13.0"
+record("is_available", True)
+record("get_device_capability", (9, 0))
+record("get_device_properties", None)
+record("_lazy_init", None)
+record("init", None)
+record("current_device", 0)
+import autotune.trials.preload
+from torch.utils._triton import has_triton
+print(list(asked), "bitsandbytes" in sys.modules, torch.cuda.is_available(), has_triton.cache_info().currsize)
 """
 
 
@@ -61,3 +82,10 @@ def test_a_preload_that_failed_is_noticed_in_the_child(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "autotune.trials.preload", None)  # as after an import that raised
     with pytest.raises(ImportError, match="preload"):
         worker._require_preload()
+
+
+def test_no_import_asks_the_gpu_anything_that_starts_cuda() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRETEND_A_GPU], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "[] False True 0"

@@ -10,14 +10,13 @@ it has left, as the open step still needs. So a step mixes buckets only where on
 two epochs; its images of one bucket then form micro-batches of as even a size as possible, and each weighs by its size.
 """
 
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-
-from autotune.errors import InvalidInput
 
 Chunk = Sequence[tuple[int, bool]]
 """Images as (index, caption dropped)."""
@@ -58,6 +57,10 @@ class Order:
         """Images per epoch, repeats included."""
         return sum(self.repeats)
 
+    def steps_of(self, epochs: int) -> int:
+        """Optimizer steps that so many epochs take."""
+        return math.ceil(epochs * self.epoch_size / self.effective_batch_size)
+
     def images(self, step: int) -> tuple[tuple[int, bool], ...]:
         """(index, caption dropped) of every image of one step, in the order seen."""
         position, end = step * self.effective_batch_size, (step + 1) * self.effective_batch_size
@@ -78,15 +81,9 @@ class Order:
     ) -> tuple[MicroBatch, ...]:
         """What one process computes in one step; every process gets equally many images and micro-batches.
 
-        Raises:
-            InvalidInput: the effective batch cannot be shared out evenly.
+        `world_size` divides the effective batch: `describe.require_even_shares` has seen to it.
         """
-        share, rest = divmod(self.effective_batch_size, world_size)
-        if rest:
-            raise InvalidInput(
-                f"an effective batch of {self.effective_batch_size} cannot be shared evenly by {world_size} processes",
-                hint="use a multiple of the number of processes",
-            )
+        share = self.effective_batch_size // world_size
         images = sorted(self.images(step), key=lambda image: self.groups[image[0]])
         parts = [
             _chunks(self.groups, images[start : start + share], micro_batch_size)

@@ -4,20 +4,20 @@ Entries are written whole (temporary, fsync, rename) and carry a digest of their
 bad disk leaves behind is never trusted. A file's modification time is when it was last used.
 """
 
-import errno
+import contextlib
 import hashlib
-import json
 import os
-import shutil
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.atomic import replacing
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.frozen import digest_of
+from autotune.training.disk import require_free, telling_of_full_disk
 from autotune.weights.errors import BadWeights, MissingWeights
 from autotune.weights.loaders import read_whole
+from autotune.weights.saving import save_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +32,15 @@ STALE_SECONDS = 3600.0
 TOUCH_SECONDS = 60.0
 """How exactly the last use is known: touching a file at every read costs more than reading it."""
 
+ANOTHER_FOLDER = "choose another cache folder with XDG_CACHE_HOME"
+MAKE_ROOM = f"free some space, or {ANOTHER_FOLDER}"
+
 Tensors = dict[str, "Tensor"]
 
 
 def entry_key(kind: str, **parts: object) -> str:
-    """Name of the entry for what it is made from: `kind` and the SHA-256 of `parts` in canonical JSON."""
-    text = json.dumps({"format": FORMAT, "kind": kind, **parts}, sort_keys=True)
-    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
+    """Name of the entry for what it is made from: `kind` and the digest of `parts`."""
+    return f"{kind}-{digest_of({'format': FORMAT, **parts}).removeprefix('sha256:')}"
 
 
 class Cache:
@@ -69,31 +71,32 @@ class Cache:
         Raises:
             AutotuneError: the disk is full or cannot be written to; nothing half-written remains.
         """
-        from safetensors.torch import save
-
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        data = save(plain, metadata={"digest": tensors_digest(plain)})
         path = self._path(key)
         try:
-            with replacing(path) as temporary:
-                temporary.write_bytes(data)
+            with telling_of_full_disk(self.folder, hint=f"{MAKE_ROOM}, then run again: what is cached so far is kept"):
+                save_file(path, plain, {"digest": tensors_digest(plain)})
         except OSError as error:
-            raise self._write_error(error) from error
-        return len(data)
+            raise AutotuneError(
+                f"cannot write to the cache folder {self.folder}: {error.strerror}", hint=ANOTHER_FOLDER
+            ) from error
+        return path.stat().st_size
 
     def evict(self, keep: Collection[str]) -> int:
         """Remove the entries used least recently until the rest is within the limit; return how many went.
 
         Those in `keep` stay even where they alone exceed the limit: a run cannot do without its own.
         """
-        kept_names = {self._path(key).name for key in keep}
-        entries = sorted(self._entries(), key=lambda entry: entry[1])
-        total = sum(size for _, _, size in entries)
-        removed = 0
-        for path, _, size in entries:
+        kept = {self._path(key) for key in keep}
+        entries = []
+        for path in self.folder.glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # another process evicts too
+                entries.append((path.stat().st_mtime, path.stat().st_size, path))
+        total, removed = sum(size for _, size, _ in entries), 0
+        for _, size, path in sorted(entries):
             if total <= self.size_limit_bytes:
                 break
-            if path.name not in kept_names:
+            if path not in kept:
                 path.unlink(missing_ok=True)
                 total -= size
                 removed += 1
@@ -111,55 +114,21 @@ class Cache:
     def remove_stale(self) -> None:
         """Remove temporary files of writers that died."""
         for path in self.folder.glob(".*.part"):
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    path.unlink(missing_ok=True)
-            except FileNotFoundError:
-                continue
+                    path.unlink()
 
     def require_space(self, needed_bytes: int) -> None:
-        """Raise at once where the disk cannot take what is still to come.
-
-        Raises:
-            AutotuneError: less than `needed_bytes` is free.
-        """
-        free = shutil.disk_usage(self.folder).free
-        if needed_bytes > free:
-            raise AutotuneError(
-                f"caching needs about {needed_bytes / 1e9:.1f} GB more in {self.folder}, where "
-                f"{free / 1e9:.1f} GB is free",
-                hint="free some space or choose another cache folder",
-            )
-
-    def _entries(self) -> list[tuple[Path, float, int]]:
-        found = []
-        for path in self.folder.glob("*.safetensors"):
-            try:
-                stat = path.stat()
-            except FileNotFoundError:  # another process evicts too
-                continue
-            found.append((path, stat.st_mtime, stat.st_size))
-        return found
+        """Raise AutotuneError where the disk cannot take the `needed_bytes` that are still to come."""
+        require_free(self.folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
     def _touch(self, path: Path) -> None:
-        try:
+        with contextlib.suppress(OSError):  # a read-only cache still serves; it only forgets what was used
             if time.time() - path.stat().st_mtime > TOUCH_SECONDS:
                 os.utime(path)
-        except OSError:
-            return  # a read-only cache still serves; it only forgets what was used
-
-    def _write_error(self, error: OSError) -> AutotuneError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return AutotuneError(
-                f"the disk of {self.folder} became full while caching; what is cached so far is kept",
-                hint="free some space or choose another cache folder, then run the same command again",
-            )
-        return AutotuneError(
-            f"cannot write to the cache folder {self.folder}: {error.strerror}", hint="choose another cache folder"
-        )
 
 
 def tensors_digest(tensors: Mapping[str, "Tensor"]) -> str:

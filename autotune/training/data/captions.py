@@ -9,8 +9,6 @@ from pathlib import Path
 from autotune.training.data.files import Found
 
 METADATA = "metadata.jsonl"
-
-
 MAX_REPEATS = 1000
 
 
@@ -79,10 +77,9 @@ def read_caption(found: Found, metadata: Mapping[str, Line]) -> str:
     if text is None and file.is_file():
         try:
             text = file.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UnreadableCaption(f"its caption {file.name} is not UTF-8 text") from error
-        except OSError as error:
-            raise UnreadableCaption(f"its caption {file.name} cannot be read: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not UTF-8 text"
+            raise UnreadableCaption(f"its caption {file.name} {why}") from error
     return " ".join((text or "").split())
 
 

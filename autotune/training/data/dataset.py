@@ -24,7 +24,7 @@ from autotune.training.data.captions import (
     read_caption,
     read_metadata,
 )
-from autotune.training.data.files import Controls, Found, find_items, find_unsupported
+from autotune.training.data.files import Found, controls_of, find_items, find_unsupported
 from autotune.training.data.pixels import read_size
 
 MIN_SIDE_PX = 32
@@ -66,7 +66,6 @@ class Item:
 
     @property
     def num_frames(self) -> int:
-        """1 for an image."""
         return len(self.pixel_paths)
 
     @property
@@ -158,18 +157,15 @@ def scan_dataset(folder: Path, reading: Reading | None = None, on_progress: OnPr
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
     found = find_items(folder, clips=reading.num_frames > 1, without=control)
     metadata, complaints = read_metadata(folder)
-    problems = [Problem(file=METADATA, kind="metadata", message=complaint) for complaint in complaints]
     names = {one.name for one in found}
-    problems += [
-        Problem(file=METADATA, kind="metadata", message=f"no image {name}") for name in metadata if name not in names
-    ]
+    complaints += tuple(f"no image {name}" for name in metadata if name not in names)
+    problems = [Problem(file=METADATA, kind="metadata", message=complaint) for complaint in complaints]
     problems += [
         Problem(file=name, kind="unsupported", message="its format is not read: convert it to png, jpeg or webp")
         for name in find_unsupported(folder, without=control)
     ]
-    reader = _Reader(
-        reading, metadata, Controls(control) if control else None, time.monotonic() + reading.verify_seconds
-    )
+    controls = {one.stem: one.path for one in find_items(control, clips=False)} if control else {}
+    reader = _Reader(reading, metadata, controls, time.monotonic() + reading.verify_seconds)
     items: list[tuple[str, Item]] = []
     for one, result in zip(found, _inspect_all(reader, found, on_progress), strict=True):
         if isinstance(result, Item):
@@ -200,12 +196,7 @@ def _inspect_all(
 
 
 class _Skip(Exception):
-    """Carries why an item is left out."""
-
-    def __init__(self, kind: ProblemKind, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
+    """Why an item is left out: (kind, message)."""
 
 
 @dataclass
@@ -214,7 +205,8 @@ class _Reader:
 
     reading: Reading
     metadata: Mapping[str, Line]
-    controls: Controls | None
+    controls: Mapping[str, Path]
+    """By stem."""
     deadline: float
     num_unverified: int = 0
 
@@ -222,16 +214,17 @@ class _Reader:
         try:
             return self._item(found)
         except _Skip as skip:
-            return Problem(file=found.name, kind=skip.kind, message=skip.message)
+            kind, message = skip.args
+            return Problem(file=found.name, kind=kind, message=message)
 
     def _item(self, found: Found) -> Item:
         needed = self.reading.num_frames
         if found.is_clip and len(found.frame_paths) < needed:
             raise _Skip("short", f"has {len(found.frame_paths)} frames, {needed} are needed")
         frames = found.frame_paths[:needed]
-        controls = self.controls.of(found) if self.controls else ()
-        if self.controls and not controls:
-            raise _Skip("control", f"has no control image in {self.controls.folder}")
+        controls = controls_of(found, self.controls)
+        if self.reading.control and not controls:
+            raise _Skip("control", f"has no control image in {self.reading.control}")
         decode = time.monotonic() < self.deadline
         self.num_unverified += not decode
         sizes = [_size(found, path, decode) for path in (*frames, *controls)]

@@ -1,28 +1,28 @@
 """Encodes a dataset once: captions with the text encoder, pixels with the VAE, both kept in the cache.
 
 What is cached is found by its content, so a changed image is encoded again alone, and the pipeline is loaded only
-when something is missing.
+when something is missing. Samples come from memory where the set is small, from the cache where it is not.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autotune.errors import InvalidInput
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.base import Family, Sample
 from autotune.schema import Bucket
 from autotune.training.data.buckets import assign_buckets
 from autotune.training.data.cache import Cache, Tensors
 from autotune.training.data.dataset import Dataset, Item, OnProgress, Problem
-from autotune.training.data.encoded import EncodedDataset
-from autotune.training.data.identity import Identity
 from autotune.training.data.pixels import open_pixels
-from autotune.training.data.recipes import Latents, Prompt, Recipe, recipe_of
-from autotune.training.encoders import TEXT_ENCODERS
-from autotune.training.memory import give_back_memory
+from autotune.training.data.recipes import Identity, Latents, Prompt, Recipe, recipe_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from autotune.training.encoders import Encoders
 
 T = TypeVar("T", Prompt, Latents)
 
@@ -30,16 +30,58 @@ MEMORY_BYTES = 512 * 1024**2
 """Encoded tensors up to this size stay in memory; what is beyond is read from the cache for each batch."""
 
 
+@dataclass(frozen=True)
+class EncodedDataset:
+    """All that training needs of a dataset. Reading is safe from several threads."""
+
+    items: tuple[Item, ...]
+    bucket_indices: tuple[int, ...]
+    """For each item the index of its bucket."""
+    problems: tuple[Problem, ...]
+    """Items that turned out to be unreadable while encoding; they are not in `items`."""
+    recipes: tuple[Recipe, ...]
+    cache: Cache
+    in_memory: Mapping[str, Tensors] = field(repr=False)
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """For each item a number that is equal where pixels have equal shapes, so that they can share a batch."""
+        pairs = zip(self.bucket_indices, self.recipes, strict=True)
+        signatures = [(bucket, len(recipe.latents)) for bucket, recipe in pairs]
+        numbers = {signature: number for number, signature in enumerate(sorted(set(signatures)))}
+        return tuple(numbers[signature] for signature in signatures)
+
+    def sample(self, index: int, *, dropped: bool = False) -> Sample:
+        """One sample; with `dropped`, conditioned on the empty caption instead of its own.
+
+        Raises:
+            AutotuneError: the cache lost the entry since it was made.
+            ValueError: `dropped`, but the data was encoded without caption dropout.
+        """
+        recipe = self.recipes[index]
+        prompt = recipe.dropped if dropped else recipe.prompt
+        if prompt is None:
+            raise ValueError("the data was encoded without caption dropout")
+        pixels = {name: self._entry(latents.key)["latents"] for name, latents in recipe.latents}
+        return {**self._entry(prompt.key), **pixels}
+
+    def _entry(self, key: str) -> Tensors:
+        tensors = self.in_memory.get(key) or self.cache.read(key)
+        if tensors is None:
+            raise AutotuneError(
+                f"the cache in {self.cache.folder} lost an entry during the run",
+                hint="run again with --resume: what is missing is encoded again",
+            )
+        return tensors
+
+
 def encode_dataset(
-    family: Family,
-    load_pipeline: Callable[[], Any],
+    encoders: "Encoders",
     dataset: Dataset,
     buckets: Sequence[Bucket],
     cache: Cache,
     *,
-    identity: Identity,
     caption_dropout: float = 0.0,
-    release: bool = True,
     memory_bytes: int = MEMORY_BYTES,
     on_progress: OnProgress | None = None,
 ) -> EncodedDataset:
@@ -48,17 +90,13 @@ def encode_dataset(
     An item with an unreadable file is left out and named in the result's `problems`.
 
     Args:
-        family: how captions and pixels are encoded.
-        load_pipeline: called at most once, and only when something is missing. Its `text_encoder*` and `vae` sit on
-            the device that encodes.
+        encoders: loaded only when something is missing; text encoders go as soon as captions are done. Entries that
+            others made are never used.
         dataset: what to encode.
         buckets: the shapes images are brought into, as `make_buckets` gives them or as a plan fixes them. Control
             images take the shape of the image they belong to.
         cache: where entries are kept.
-        identity: what encodes; entries of another identity are never used.
         caption_dropout: above 0, the empty caption is encoded too.
-        release: drop text encoders as soon as captions are done, and the VAE at the end. Without it the caller keeps
-            the pipeline as it was loaded.
         memory_bytes: encoded tensors up to this size stay in memory.
         on_progress: called with (done, total) entries; those found in the cache count as done.
 
@@ -68,12 +106,13 @@ def encode_dataset(
     """
     cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
-    recipes, problems = _recipes(dataset, [buckets[at] for at in assigned], identity, with_empty=caption_dropout > 0)
+    in_buckets = [buckets[index] for index in assigned]
+    recipes, problems = _recipes(dataset, in_buckets, encoders.identity, with_empty=caption_dropout > 0)
     prompts = {prompt.key: prompt for recipe in recipes.values() for prompt in recipe.prompts}
     latents = {one.key: one for recipe in recipes.values() for _, one in recipe.latents}
     cache.remove_stale()
     store = _Store(cache, memory_bytes, len(prompts) + len(latents), on_progress)
-    failed = _complete(family, load_pipeline, store, prompts.values(), latents.values(), release=release)
+    failed = _complete(encoders, store, prompts.values(), latents.values())
     for index, recipe in recipes.items():
         if bad := recipe.keys & failed.keys():
             problems[index] = _broken(dataset.items[index], failed[min(bad)])
@@ -86,7 +125,6 @@ def encode_dataset(
     cache.evict(keep={key for index in usable for key in recipes[index].keys})
     return EncodedDataset(
         items=tuple(dataset.items[index] for index in usable),
-        buckets=tuple(buckets),
         bucket_indices=tuple(assigned[index] for index in usable),
         problems=tuple(problems[index] for index in sorted(problems)),
         recipes=tuple(recipes[index] for index in usable),
@@ -114,27 +152,17 @@ def _broken(item: Item, message: str) -> Problem:
 
 
 def _complete(
-    family: Family,
-    load_pipeline: Callable[[], Any],
-    store: "_Store",
-    prompts: Iterable[Prompt],
-    latents: Iterable[Latents],
-    *,
-    release: bool,
+    encoders: "Encoders", store: "_Store", prompts: Iterable[Prompt], latents: Iterable[Latents]
 ) -> dict[str, str]:
     """Find or make every entry; why those failed whose files are damaged, by key."""
     missing_prompts = [prompt for prompt in prompts if not store.load(prompt.key)]
     missing_latents = [one for one in latents if not store.load(one.key)]
-    failed: dict[str, str] = {}
-    if missing_prompts or missing_latents:
-        pipeline = load_pipeline()
-        failed |= _encode_each(missing_prompts, lambda one: _encode_prompt(family, pipeline, one), store)
-        if release:
-            _release(pipeline, TEXT_ENCODERS)
-        failed |= _encode_each(missing_latents, lambda one: _encode_latents(family, pipeline, one), store)
-        if release:
-            _release(pipeline, "vae")
-    return failed
+    if not missing_prompts and not missing_latents:
+        return {}
+    family, pipeline = encoders.model.family, encoders.pipeline()
+    failed = _encode_each(missing_prompts, lambda one: _encode_prompt(family, pipeline, one), store)
+    encoders.release_text()
+    return failed | _encode_each(missing_latents, lambda one: _encode_latents(family, pipeline, one), store)
 
 
 class _Unreadable(Exception):
@@ -209,14 +237,6 @@ class _Store:
         self.advance()
 
     def advance(self) -> None:
-        """Count one entry as done."""
         self._done += 1
         if self._on_progress:
             self._on_progress(self._done, self._num_entries)
-
-
-def _release(pipeline: Any, prefix: str) -> None:
-    """Let go of the components whose names begin with `prefix`, and give their device memory back."""
-    for name in [name for name in pipeline.components if name.startswith(prefix)]:
-        setattr(pipeline, name, None)
-    give_back_memory()

@@ -1,6 +1,7 @@
 """What lies in a data folder: images, clips of frames, control images. Looks at names only, opens nothing."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,19 +68,11 @@ def natural_key(path: Path) -> tuple[tuple[int, int | str], ...]:
     return tuple((1, int(part)) if part.isdecimal() else (0, part) for part in parts)
 
 
-class Controls:
-    """The images of a control folder by the stem of the image they belong to."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._by_stem = {found.stem: found.path for found in find_items(folder, clips=False)}
-
-    def of(self, found: Found) -> tuple[Path, ...]:
-        """`NAME.*`, or else `NAME_1.*`, `NAME_2.*` and on without a gap; empty where a control is missing."""
-        if found.stem in self._by_stem:
-            return (self._by_stem[found.stem],)
-        pattern = re.compile(re.escape(found.stem) + r"_(\d+)")
-        numbered = {int(match[1]): name for name in self._by_stem if (match := pattern.fullmatch(name))}
-        if sorted(numbered) != list(range(1, len(numbered) + 1)):
-            return ()
-        return tuple(self._by_stem[numbered[number]] for number in sorted(numbered))
+def controls_of(found: Found, by_stem: Mapping[str, Path]) -> tuple[Path, ...]:
+    """`NAME.*`, or else `NAME_1.*`, `NAME_2.*` and on without a gap; empty where a control is missing."""
+    if found.stem in by_stem:
+        return (by_stem[found.stem],)
+    pattern = re.compile(re.escape(found.stem) + r"_(\d+)")
+    numbered = {int(match[1]): path for name, path in by_stem.items() if (match := pattern.fullmatch(name))}
+    gapless = sorted(numbered) == list(range(1, len(numbered) + 1))
+    return tuple(numbered[number] for number in sorted(numbered)) if gapless else ()

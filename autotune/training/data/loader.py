@@ -10,7 +10,7 @@ from itertools import islice
 
 from autotune.families.base import Batch, Family
 from autotune.training.data.batches import MicroBatch, Order
-from autotune.training.data.encoded import EncodedDataset
+from autotune.training.data.encode import EncodedDataset
 
 AHEAD = 1
 """Batches that lie ready for each thread, beside one: without it every batch would have to take equally long."""

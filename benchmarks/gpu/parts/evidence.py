@@ -20,9 +20,9 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.training.describe import Wishes, describe_workload
+from autotune.trials.requests import Request, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.steps import TrialRequest
-from autotune.trials.worker import Failure, Request
+from autotune.trials.worker import Failure
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]

@@ -14,8 +14,8 @@ from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, Workload
+from autotune.trials.requests import TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.steps import Steps, TrialRequest, load
 
 KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
@@ -54,6 +54,8 @@ class ProfiledSteps:
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
         from torch.profiler import ProfilerActivity, profile
+
+        from autotune.trials.steps import Steps, load
 
         request = TrialRequest(self.model, self.workload, self.candidate, self.device, 3)
         steps = Steps(load(request), self.workload, self.candidate)

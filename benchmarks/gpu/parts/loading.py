@@ -14,7 +14,6 @@ from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipel
 from autotune.hardware.store import cached_profile
 from autotune.schema import Candidate, HardwareProfile, Workload
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import peak_host_bytes
 from autotune.weights.loaders import LOADERS
 
 
@@ -31,6 +30,7 @@ class LoadOnce:
         import torch
 
         from autotune.families.resolve import resolve_model
+        from autotune.training.memory import host_peak_bytes
         from autotune.training.model import load_model
 
         on_gpu, device = self.device.startswith("cuda"), torch.device(self.device)
@@ -46,7 +46,7 @@ class LoadOnce:
         return {
             "seconds": seconds,
             "device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-            "host_peak_bytes": peak_host_bytes(),
+            "host_peak_bytes": host_peak_bytes(),
         }
 
 

@@ -33,15 +33,14 @@ class WriteTransformer:
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, float]:
         import torch
 
-        from autotune.knobs.precision import torch_dtype
         from autotune.schema import Candidate
         from autotune.training.model import load_transformer
 
-        family, dtype = family_named(FAMILY), torch_dtype(self.precision)
+        family = family_named(FAMILY)
         started = time.perf_counter()
         settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=self.precision)
         model = ResolvedModel(family, self.config, self.workload.model, None)
-        transformer: Any = load_transformer(model, settings, dtype, torch.device(self.device))[0]
+        transformer: Any = load_transformer(model, settings, torch.device(self.device))[0]
         built = time.perf_counter()
         transformer.save_pretrained(self.folder, max_shard_size="5GB")
         return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}

@@ -40,7 +40,7 @@ class PlainLoop:
         from peft import LoraConfig
 
         from autotune.families.registry import family_named
-        from autotune.training.model import synthetic_samples
+        from autotune.trials.steps import synthetic_samples
 
         family, rank, on_gpu = family_named(self.family), self.workload.rank, self.device.startswith("cuda")
         dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -8,9 +8,11 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.training.data.cache import Cache, entry_key
@@ -101,15 +103,23 @@ def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Pa
     assert names(tmp_path) == [".b.safetensors.x2.part"]
 
 
-def test_a_disk_that_fills_up_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_fills_up_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise error
 
     cache = Cache(tmp_path)
     cache.write("a", TENSORS)
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(AutotuneError, match="became full") as caught:
         cache.write("b", TENSORS)
     assert "again" in caught.value.hint
@@ -126,7 +136,7 @@ def test_too_little_space_is_told_before_it_runs_out(tmp_path: Path, monkeypatch
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - 5 * 10**9, 5 * 10**9))
     Cache(tmp_path).require_space(5 * 10**9)
-    with pytest.raises(AutotuneError, match=r"6\.0 GB more .* 5\.0 GB is free"):
+    with pytest.raises(AutotuneError, match=r"cached needs 5,722\.0 MiB .* 4,768\.4 MiB are free"):
         Cache(tmp_path).require_space(6 * 10**9)
 
 

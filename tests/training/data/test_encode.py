@@ -1,26 +1,31 @@
 """Encoding a dataset: once, alone where something changed, and never trusting what was interrupted."""
 
-import gc
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.base import Sample
 from autotune.families.qwen_image import QwenImage
+from autotune.families.resolve import resolve_model
+from autotune.schema import CachingSettings
 from autotune.training.data.buckets import make_buckets
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import Reading, read_dataset
-from autotune.training.data.encode import encode_dataset
-from autotune.training.data.encoded import EncodedDataset
-from autotune.training.data.identity import Identity, read_identity
+from autotune.training.data.encode import EncodedDataset, encode_dataset
 from autotune.training.data.pixels import open_pixels
+from autotune.training.data.recipes import Identity, read_identity
+from autotune.training.encoders import Encoders
 from tests.training.data.pictures import CAPTIONS, picture, write_pictures
+from tests.training.small import SETTINGS
 
 IDENTITY = Identity(text_encoder="text 1", vae="vae 1")
 Load = Callable[[], Any]
@@ -61,18 +66,18 @@ class EditFamily(CountingFamily):
         return super().encode_captions(pipeline, captions)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only lose time to threads that wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module")
+def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    QwenImage().write_small_pipeline(folder, CAPTIONS, seed=0)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def pipeline(load_pipeline: Load) -> Any:
-    return load_pipeline()
+def pipeline(pipeline_folder: Path) -> Any:
+    from diffusers import QwenImagePipeline
+
+    return QwenImagePipeline.from_pretrained(pipeline_folder, transformer=None)
 
 
 @pytest.fixture
@@ -81,19 +86,26 @@ def data(tmp_path: Path) -> Path:
 
 
 def encode(
-    data: Path, pipeline: Any, family: CountingFamily | None = None, *, control: Path | None = None, **options: Any
+    data: Path,
+    pipeline: Any,
+    family: CountingFamily | None = None,
+    *,
+    load: Load | None = None,
+    identity: Identity = IDENTITY,
+    control: Path | None = None,
+    verify_seconds: float = 60,
+    cache: Cache | None = None,
+    **options: Any,
 ) -> EncodedDataset:
-    dataset = read_dataset(data, Reading(control=control, verify_seconds=options.pop("verify_seconds", 60)))
-    return encode_dataset(
-        family or CountingFamily(),
-        options.pop("load", lambda: pipeline),
-        dataset,
-        make_buckets(dataset, 64, 16),
-        options.pop("cache", Cache(data.parent / "cache")),
-        identity=options.pop("identity", IDENTITY),
-        release=options.pop("release", False),
-        **options,
+    dataset = read_dataset(data, Reading(control=control, verify_seconds=verify_seconds))
+    encoders: Any = SimpleNamespace(
+        model=SimpleNamespace(family=family or CountingFamily()),
+        identity=identity,
+        pipeline=load or (lambda: pipeline),
+        release_text=lambda: None,
     )
+    cache = cache or Cache(data.parent / "cache")
+    return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), cache, **options)
 
 
 def refuse() -> Any:
@@ -102,10 +114,10 @@ def refuse() -> Any:
 
 def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
     encoded = encode(data, pipeline)
-    family = QwenImage()
-    assert len(encoded) == 4
+    family, buckets = QwenImage(), make_buckets(read_dataset(data), 64, 16)
+    assert len(encoded.items) == 4
     for index, item in enumerate(encoded.items):
-        bucket = encoded.buckets[encoded.bucket_indices[index]]
+        bucket = buckets[encoded.bucket_indices[index]]
         sample = encoded.sample(index)
         with torch.no_grad():
             pixels = open_pixels([item.path], bucket.width_px, bucket.height_px)
@@ -187,12 +199,12 @@ def test_an_interrupted_encoding_continues_where_it_was(data: Path, pipeline: An
 def test_a_damaged_entry_is_encoded_again_alone(data: Path, pipeline: Any) -> None:
     encode(data, pipeline)
     entry = next((data.parent / "cache").glob("latents-*"))
-    whole = entry.read_bytes()
-    entry.write_bytes(whole[:-5] + b"wrong")
+    whole = load_file(entry)["latents"].clone()  # of a mapped file
+    entry.write_bytes(entry.read_bytes()[:-5] + b"wrong")
     family = CountingFamily()
     encode(data, pipeline, family)
     assert (family.num_images, family.captions) == (1, [])
-    assert entry.read_bytes() == whole
+    assert torch.equal(load_file(entry)["latents"], whole)
 
 
 def test_an_image_that_fails_while_encoding_is_left_out_and_named(data: Path, pipeline: Any) -> None:
@@ -219,12 +231,12 @@ def test_a_full_disk_is_told_early_and_what_was_cached_stays(
 ) -> None:
     def refuse_more(cache: Cache, needed_bytes: int) -> None:
         if needed_bytes > 10_000:
-            raise AutotuneError("caching needs about 1 GB more", hint="free some space")
+            raise AutotuneError("what is still to be cached needs 1 MiB", hint="free some space")
 
     family = CountingFamily()
     with monkeypatch.context() as patch:
         patch.setattr(Cache, "require_space", refuse_more)
-        with pytest.raises(AutotuneError, match="needs about"):
+        with pytest.raises(AutotuneError, match="still to be cached"):
             encode(data, pipeline, family)
     assert len(family.captions) == 1
     encode(data, pipeline, family)
@@ -247,22 +259,28 @@ def test_an_entry_lost_during_the_run_is_a_clear_error(data: Path, pipeline: Any
         encoded.sample(0)
 
 
-def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(data: Path, load_pipeline: Load) -> None:
+def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
+    data: Path, pipeline_folder: Path
+) -> None:
     alive: dict[str, Any] = {}
     seen: list[bool] = []
 
     class Watching(CountingFamily):
+        def encode_captions(
+            self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
+        ) -> list[Sample]:
+            alive.update({name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")})
+            return super().encode_captions(pipeline, captions, controls)
+
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
             seen.append(alive["text_encoder"]() is not None)
             return super().encode_pixels(pipeline, pixels)
 
-    def load() -> Any:
-        pipeline = load_pipeline()
-        alive.update({name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")})
-        return pipeline
-
-    encode(data, None, Watching(), load=load, release=True)
-    gc.collect()
+    model = dataclasses.replace(resolve_model(str(pipeline_folder)), family=Watching())
+    encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
+    dataset = read_dataset(data)
+    encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), Cache(data.parent / "cache"))
+    encoders.release()
     assert seen == [False] * 4
     assert alive["text_encoder"]() is None
     assert alive["vae"]() is None

@@ -1,0 +1,103 @@
+"""bitsandbytes' layers as we make them: its own bits, in a fraction of the memory, and gradients after any input."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.knobs.quantization import quantize_inside
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+from bitsandbytes import functional
+from bitsandbytes import nn as bnb
+
+from autotune.knobs.bitsandbytes_layer import layer_of
+
+STORAGES = ("bnb-nf4", "bnb-int8")
+SLICE_BYTES = 1 << 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 128), (37, 64), (33, 48), (1, 2), (5, 2000)])
+def test_slices_give_the_bits_of_quantising_whole(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(shape[1], shape[0], dtype=dtype)
+    four, eight = (layer_of(layer, storage, SLICE_BYTES).weight for storage in STORAGES)
+    whole, state = functional.quantize_4bit(layer.weight.data, compress_statistics=True, quant_type="nf4")
+    own = four.quant_state
+    assert torch.equal(four.data, whole)
+    for mine, theirs in (
+        (own.absmax, state.absmax),
+        (own.offset, state.offset),
+        (own.code, state.code),
+        (own.state2.absmax, state.state2.absmax),
+        (own.state2.code, state.state2.code),
+    ):
+        assert torch.equal(mine, theirs)
+    assert (own.shape, own.dtype, own.blocksize, own.nested) == (state.shape, state.dtype, state.blocksize, True)
+    assert torch.equal(functional.dequantize_4bit(four.data, own), functional.dequantize_4bit(whole, state))
+    rows, scales, _ = functional.int8_vectorwise_quant(layer.weight.data.half())
+    assert torch.equal(eight.CB, rows)
+    assert torch.equal(eight.SCB, scales)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_quantising_takes_the_result_and_some_slices(storage: str) -> None:
+    layer = nn.Linear(1024, 4096, dtype=torch.bfloat16)  # 8 MiB
+
+    def peak(call: object) -> int:
+        with torch.profiler.profile(profile_memory=True) as trace:
+            kept = call()  # type: ignore[operator]
+        level = most = 0
+        for event in trace.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                level += event.nbytes()
+                most = max(most, level)
+        del kept
+        return most
+
+    slice_bytes = 1 << 18
+    stored = layer.weight.numel() // (2 if storage == "bnb-nf4" else 1)
+    sliced = peak(lambda: layer_of(layer, storage, slice_bytes)) - stored
+    assert sliced < 20 * slice_bytes
+    assert sliced < (peak(lambda: layer_of(layer, storage, 1 << 30)) - stored) / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("rows", [96, 40])
+def test_a_pass_without_gradients_changes_no_later_one(storage: str, rows: int, dtype: torch.dtype) -> None:
+    """bitsandbytes would repack 4-bit weights for inference, for good, and only multiples of 32 rows."""
+    torch.manual_seed(0)
+    layer = nn.Linear(128, rows, dtype=dtype).requires_grad_(False)
+    quantised = quantize_inside([layer], storage)("", layer).eval()  # type: ignore[misc, union-attr]
+    x = torch.randn(2, 5, 128, dtype=dtype)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        given = x.clone().requires_grad_()
+        out = quantised(given)
+        (gradient,) = torch.autograd.grad(out, given, torch.ones_like(out))
+        return out.detach(), gradient
+
+    before = run()
+    with torch.no_grad():
+        assert torch.equal(quantised(x), before[0])
+    for found, expected in zip(run(), before, strict=True):
+        assert torch.equal(found, expected)
+    plain = torch.ones(2, 5, rows, dtype=dtype) @ layer.weight
+    assert float((before[1] - plain).norm() / plain.norm()) < (0.15 if storage == "bnb-nf4" else 0.02)
+
+
+def test_a_layer_is_what_peft_and_others_know() -> None:
+    layer = nn.Linear(64, 32)
+    assert type(layer_of(layer, "bnb-nf4", SLICE_BYTES)) is bnb.Linear4bit
+    assert type(layer_of(layer, "bnb-int8", SLICE_BYTES)) is bnb.Linear8bitLt
+
+
+def test_importing_it_says_nothing() -> None:
+    script = "from autotune.quiet import silence_libraries; silence_libraries(); import bitsandbytes"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
