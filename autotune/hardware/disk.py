@@ -2,15 +2,13 @@
 
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import platformdirs
 
 from autotune.hardware.system import Unanswered
-from autotune.hardware.timing import Timings
+from autotune.hardware.timing import Timings, timed
 from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_source
 
@@ -46,21 +44,11 @@ def disk_timings(
             for _, tensor in LOADERS[loader].stream(source, device):
                 tensor[::PAGE_BYTES].sum().item()
 
-        return _readings(path, read, limit_seconds, cold=cold)
-
-
-def _readings(path: Path, read: Callable[[], object], limit_seconds: float, *, cold: bool) -> Timings:
-    seconds: list[float] = []
-    begin = time.perf_counter()
-    read()  # the first reading imports the loader and warms the allocator
-    while len(seconds) < MOST_READINGS and (not seconds or time.perf_counter() - begin < limit_seconds):
-        if cold:
+        def forget() -> None:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        read()
-        seconds.append(time.perf_counter() - start)
-    return Timings(tuple(seconds))
+
+        return timed(read, limit_seconds=limit_seconds, before=forget if cold else None, most=MOST_READINGS)
 
 
 def _write_random_weights(path: Path, file_bytes: int) -> None:

@@ -45,12 +45,12 @@ class NvmlSource:
             "pcie_max_width": self._get("nvmlDeviceGetMaxPcieLinkWidth"),
             "power_limit_watts": self._get("nvmlDeviceGetEnforcedPowerLimit", _watts),
             "default_power_limit_watts": self._get("nvmlDeviceGetPowerManagementDefaultLimit", _watts),
-            "mig": self._mig,
+            "mig": self._get("nvmlDeviceIsMigDeviceHandle"),
             "display_active": self._get("nvmlDeviceGetDisplayActive"),
             "other_process_bytes": self._other_process_bytes,
             "links": self._links,
-            "clock_mhz": lambda index: self._nvml().nvmlDeviceGetClockInfo(self._handle(index), 1),
-            "temperature_celsius": lambda index: self._nvml().nvmlDeviceGetTemperature(self._handle(index), 0),
+            "clock_mhz": self._get("nvmlDeviceGetClockInfo", int, 1),
+            "temperature_celsius": self._get("nvmlDeviceGetTemperature", int, 0),
             "power_watts": self._get("nvmlDeviceGetPowerUsage", _watts),
         }
 
@@ -77,16 +77,12 @@ class NvmlSource:
                 continue
         raise Unanswered(f"no device with UUID {name}")
 
-    def _get(self, function: str, convert: Callable[[Any], object] = lambda value: value) -> Answer:
-        return lambda index: convert(getattr(self._nvml(), function)(self._handle(index)))
+    def _get(self, function: str, convert: Callable[[Any], object] = lambda value: value, *arguments: int) -> Answer:
+        return lambda index: convert(getattr(self._nvml(), function)(self._handle(index), *arguments))
 
     def _memory(self, index: int) -> Any:
         nvml = self._nvml()
         return nvml.nvmlDeviceGetMemoryInfo(self._handle(index), version=nvml.nvmlMemory_v2)
-
-    def _mig(self, index: int) -> object:
-        handle = self._handle(index)
-        return self._nvml().nvmlDeviceIsMigDeviceHandle(handle)
 
     def _other_process_bytes(self, index: int) -> int:
         nvml, handle = self._nvml(), self._handle(index)
@@ -118,7 +114,7 @@ class DriverSource:
     def __init__(self) -> None:
         self._library: Any = None
         self.questions: Mapping[str, Answer] = {
-            "count": lambda _: self._count(),
+            "count": lambda _: self._integer("cuDeviceGetCount"),
             "cuda_driver": lambda _: cuda_version_text(self._integer("cuDriverGetVersion")),
             "integrated": lambda index: self._attribute(CU_ATTRIBUTE_INTEGRATED, index),
             "host_page_tables": lambda index: self._attribute(CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES, index),
@@ -147,9 +143,6 @@ class DriverSource:
         if status != 0:
             raise Unanswered(f"cuDeviceGetUuid failed with error {status}")
         return str(uuid.UUID(bytes=bytes(buffer)))
-
-    def _count(self) -> int:
-        return self._integer("cuDeviceGetCount")
 
     def _attribute(self, attribute: int, index: int) -> int:
         return self._integer("cuDeviceGetAttribute", attribute, self._integer("cuDeviceGet", index))

@@ -33,15 +33,20 @@ def timed(
     *,
     limit_seconds: float,
     finish: Callable[[], None] = lambda: None,
+    before: Callable[[], None] | None = None,
+    most: int = MOST_SAMPLES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
-    """Time `call` until the limit or 25 samples, at least once.
+    """Time `call` until the limit or `most` samples, at least once.
 
-    The first call warms up and is dropped, unless it alone took four times the limit. `finish` waits for the device.
-    Quick calls are grouped so that a sample takes at least a millisecond: clocks and launches have their own noise.
+    The first call warms up and is dropped, unless it alone took four times the limit. `finish` waits for the device,
+    `before` makes ready for one call, untimed. Without it quick calls are grouped so that a sample takes at least a
+    millisecond: clocks and launches have their own noise.
     """
 
     def sample(repeats: int) -> float:
+        if before:
+            before()
         finish()
         begin = clock()
         for _ in range(repeats):
@@ -54,9 +59,9 @@ def timed(
         return Timings((first,))
     begin = clock()
     second = sample(1)
-    repeats = max(1, min(1000, round(1e-3 / max(second, 1e-9))))
+    repeats = 1 if before else max(1, min(1000, round(1e-3 / max(second, 1e-9))))
     seconds = [second] if repeats == 1 else [sample(repeats)]
-    while len(seconds) < MOST_SAMPLES and clock() - begin < limit_seconds:
+    while len(seconds) < most and clock() - begin < limit_seconds:
         seconds.append(sample(repeats))
     return Timings(tuple(seconds))
 

@@ -63,21 +63,21 @@ def catalogue_view(gpus: Sequence[CatalogueGpu]) -> RenderableType:
 
 def _facts(profile: HardwareProfile) -> Table:
     device, host, versions = profile.device, profile.host, profile.versions
-    table = _grid()
-    table.add_row(
-        "memory", f"{memory_text(device.total_memory_bytes)}, {device.memory_kind}: {device.memory_kind_reason}"
-    )
-    table.add_row("budget", Text(memory_text(device.budget_bytes), style="bold") + Text(f": {device.budget_reason}"))
-    if device.kind == "cuda":
-        table.add_row("compute", _compute(profile))
-        table.add_row("link, power", _link_and_power(profile))
     cores = f"{host.physical_cores or '?'} cores, {host.logical_cores} usable threads"
-    table.add_row("host", f"{host.cpu}, {cores}, {memory_text(host.memory_bytes)}, {host.system}{_where(profile)}")
-    stack = [("torch", versions.torch), ("CUDA", versions.cuda_runtime), ("driver", versions.driver)]
-    stack += [("cuDNN", versions.cudnn), ("triton", versions.triton), ("diffusers", versions.diffusers)]
-    stack += [("torchao", versions.torchao), ("peft", versions.peft), ("bitsandbytes", versions.bitsandbytes)]
-    table.add_row("software", ", ".join(f"{name} {version}" for name, version in stack if version))
-    table.add_row("fingerprint", profile.fingerprint[:23])
+    stack = {"torch": versions.torch, "CUDA": versions.cuda_runtime, "driver": versions.driver}
+    stack |= {"cuDNN": versions.cudnn, "triton": versions.triton, "diffusers": versions.diffusers}
+    stack |= {"torchao": versions.torchao, "peft": versions.peft, "bitsandbytes": versions.bitsandbytes}
+    facts: dict[str, str | Text] = {
+        "memory": f"{memory_text(device.total_memory_bytes)}, {device.memory_kind}: {device.memory_kind_reason}",
+        "budget": Text(memory_text(device.budget_bytes), style="bold") + Text(f": {device.budget_reason}"),
+        **({"compute": _compute(profile), "link, power": _link_and_power(profile)} if device.kind == "cuda" else {}),
+        "host": f"{host.cpu}, {cores}, {memory_text(host.memory_bytes)}, {host.system}{_where(profile)}",
+        "software": ", ".join(f"{name} {version}" for name, version in stack.items() if version),
+        "fingerprint": profile.fingerprint[:23],
+    }
+    table = _grid()
+    for name, fact in facts.items():
+        table.add_row(name, fact if isinstance(fact, Text) else Text(fact))  # text: brackets in a name are no markup
     return table
 
 

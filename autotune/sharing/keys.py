@@ -5,14 +5,14 @@ Weights are judgements of how much each shifts step time and memory; a local tri
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from autotune.fit import KEY_NAMES
 from autotune.schema import HardwareProfile, TrialResult, Workload
-from autotune.sharing.libraries import changed_libraries, libraries_of
-from autotune.sharing.record import Machine, Record, class_of, machine_of
+from autotune.sharing.record import LIBRARIES, Machine, Record, class_of, machine_of
 
 Value = str | float | None
 Kind = Literal["exact", "upgraded", "near", "none"]
@@ -150,13 +150,12 @@ def _more_memory(record: Record, hardware: HardwareProfile) -> Iterator[tuple[fl
 def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
     """Position of each trial that ran on a library which differs here, and why it does not count."""
     here, there = machine_of(hardware).versions, record.machine.versions
-    changed = changed_libraries(there, here)
     found = {}
     for index, trial in enumerate(record.trials):
-        for name in libraries_of(trial.candidate):
-            if name in changed:
-                versions = f"{getattr(there, name) or 'none'} there, {getattr(here, name) or 'none'} here"
-                found[index] = f"trials on {name}: {versions}"
+        for name, (knob, choices) in LIBRARIES.items():
+            theirs, ours = getattr(there, name), getattr(here, name)
+            if theirs != ours and re.match(choices, getattr(trial.candidate, knob)):
+                found[index] = f"trials on {name}: {theirs or 'none'} there, {ours or 'none'} here"
     return found
 
 

@@ -7,6 +7,7 @@ listed field by field here: free text (messages, notes, reasons), paths, names o
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from typing import Any, Literal
@@ -31,12 +32,22 @@ from autotune.schema import (
     Workload,
     digest_of,
 )
-from autotune.sharing.libraries import LIBRARIES
 
 MAX_RECORD_BYTES = 1 << 18
 """A record of 8 trials has about 4 KiB."""
 MAX_TRIALS = 512
 MAX_TEXT = 160
+LIBRARIES: Mapping[str, tuple[str, str]] = {
+    "torchao": ("quantization", r"torchao"),
+    "bitsandbytes": ("quantization", r"bnb|bitsandbytes"),
+    "flash_attn": ("attention", r"_?flash(?!.*hub)"),
+    "kernels": ("attention", r".*hub"),
+    "xformers": ("attention", r"xformers"),
+    "cudnn": ("attention", r"_native_cudnn"),
+    "sageattention": ("attention", r"_?sage"),
+}
+"""Field of `Versions`: the knob, and what its choices that use the library begin with. Their versions decide
+for the trials that ran on them, and no others."""
 OF_PROMISE = "evidence step_seconds peak_memory_bytes process_memory_bytes"
 """What the rest of a job takes, and what its machine costs, is nobody else's business."""
 OF_TRIAL = (
@@ -56,7 +67,7 @@ class Machine(Frozen):
     """A machine as far as its measurements depend on it. Never its name, its user, its disks or its serial numbers."""
 
     hard_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
-    """Those that decide for every trial; libraries decide only for the trials that used them (see `versions`)."""
+    """Those that decide for every trial; libraries decide only for the trials that used them (`LIBRARIES`)."""
     device_name: str
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt

@@ -1,11 +1,12 @@
 """The machines of machines.yaml as fakes, and a profile as text that people can review."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from autotune.hardware.system import FakeSystem
+from autotune.hardware.system import Unanswered
 from autotune.schema import HardwareProfile
 
 HERE = Path(__file__).parent
@@ -15,6 +16,34 @@ ANSWERS: dict[str, Any] = {
     if not name.startswith("_")
 }
 MACHINES = tuple(ANSWERS)
+
+
+class FakeSystem:
+    """A machine described by data: `{source: {question: answer}}`.
+
+    Answers under `devices`, a list, belong to one device each. An answer `{"absent": reason}` is unanswered, and a
+    whole source may be absent in the same way.
+    """
+
+    def __init__(self, answers: Mapping[str, object]) -> None:
+        self._answers = answers
+
+    def ask(self, source: str, question: str, index: int = 0) -> object:
+        known = _present(self._answers.get(source, {}))
+        if not isinstance(known, Mapping):
+            raise Unanswered(f"{source} gives no answers")
+        devices = known.get("devices", ())
+        of_device = devices[index] if index < len(devices) else {}
+        for place in (of_device, known):
+            if question in place:
+                return _present(place[question])
+        raise Unanswered("not reported")
+
+
+def _present(answer: object) -> object:
+    if isinstance(answer, Mapping) and "absent" in answer:
+        raise Unanswered(str(answer["absent"]))
+    return answer
 
 
 def machine(name: str) -> FakeSystem:

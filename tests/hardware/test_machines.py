@@ -8,8 +8,7 @@ from autotune.errors import InvalidInput
 from autotune.hardware.doctor import findings
 from autotune.hardware.patient import examine
 from autotune.hardware.probe import profile_of, with_reserve
-from autotune.hardware.system import FakeSystem
-from tests.hardware.fleet import ANSWERS, HERE, MACHINES, as_text, machine
+from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
 
 GIB = 2**30
 DISK = 90 * GIB

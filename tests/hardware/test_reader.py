@@ -10,9 +10,8 @@ from autotune.hardware.doctor import findings
 from autotune.hardware.patient import examine
 from autotune.hardware.probe import profile_of
 from autotune.hardware.reader import SIZE, Reader
-from autotune.hardware.system import FakeSystem
 from autotune.schema import HardwareProfile
-from tests.hardware.fleet import ANSWERS, MACHINES
+from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem
 
 NONSENSE = st.one_of(
     st.none(),

@@ -31,6 +31,18 @@ def test_the_first_call_warms_up():
     assert timed(call, limit_seconds=3.0, clock=lambda: now).median == 1.0
 
 
+def test_every_call_is_made_ready_for_where_that_is_asked():
+    order, now = [], 0.0
+
+    def call():
+        nonlocal now
+        now += 1e-6
+        order.append("call")
+
+    timed(call, limit_seconds=1e-5, before=lambda: order.append("ready"), clock=lambda: now)
+    assert order == ["ready", "call"] * (len(order) // 2)
+
+
 def test_spread_is_the_interquartile_range_over_the_median():
     assert Timings((1.0, 1.0, 1.0, 1.0, 1.0)).spread == 0
     assert Timings((1.0, 9.0)).spread == 0

@@ -12,7 +12,7 @@ from autotune.hardware.probe import profile_of, with_rates
 from autotune.hardware.store import hardware_named
 from autotune.reporting.hardware import catalogue_view, findings_view, human_rate, profile_view
 from autotune.schema import Rate
-from tests.hardware.fleet import MACHINES, machine
+from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem, machine
 
 
 def shown(view):
@@ -42,6 +42,11 @@ def test_findings_fit_and_name_their_fix(name):
     assert max(len(line) for line in text.splitlines()) <= 80
     assert text.count("fix:") == len(found)
     assert found or "Nothing" in text
+
+
+def test_brackets_in_a_name_are_shown():
+    profile = profile_of(FakeSystem({**ANSWERS["no-gpu"], "os": {**ANSWERS["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}}))
+    assert "CPU [/rev] [b]" in shown(profile_view(profile))
 
 
 def test_the_catalogue_fits_with_every_name():
