@@ -53,8 +53,9 @@ def read_metadata(folder: Path) -> tuple[Mapping[str, Line], tuple[str, ...]]:
 def _parse_line(line: bytes) -> tuple[str, Line]:
     try:
         entry = json.loads(line)
+        json.dumps(entry, ensure_ascii=False).encode()  # half a character, as in "\ud83d", is JSON but no text
     except (ValueError, RecursionError) as error:
-        raise ValueError("not JSON") from error
+        raise ValueError("not JSON, or not UTF-8") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
         raise ValueError("no `file_name`")
     text, repeats = entry.get("text"), entry.get("repeats", 1)

@@ -48,6 +48,7 @@ def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path: Path) -> No
         json.dumps({"file_name": "a.png", "text": "from metadata"}),
         "{broken",
         json.dumps({"file_name": "b.png"}),
+        json.dumps({"file_name": "b.png", "text": "half a smile: \ud83d"}),
         json.dumps({"file_name": "../../etc/passwd", "text": "elsewhere"}),
         json.dumps({"file_name": "a.png", "text": "again"}),
     ]
@@ -59,7 +60,8 @@ def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path: Path) -> No
     assert [problem.message.split(":")[0] for problem in dataset.problems] == [
         "line 2",
         "line 3",
-        "line 5",
+        "line 4",
+        "line 6",
         "no image ../../etc/passwd",
     ]
 
