@@ -1,10 +1,10 @@
-"""Predicted against real: peak memory and step time of 30 configurations on this CPU, in about five minutes.
+"""Predicted against real: peak memory and step time of 40 configurations on this CPU, in about seven minutes.
 
     python benchmarks/cost_accuracy.py [--output benchmarks/results/cost_accuracy_<date>.json]
 
 Memory: allocation events of PyTorch's profiler during a real optimizer step, plus what was resident before. Time: the
 process's own time on one core, the least of three steps. Rates are measured at the models' shapes first; then one trial
-per family (its first configuration) calibrates the other five.
+per family (its first configuration) calibrates the other seven.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def measured(hardware: HardwareProfile, predictor: Predictor) -> HardwareProfile
 def candidates(num_blocks: int) -> list[Candidate]:
     last = num_blocks - 1
     plans = [(2, 0, "none"), (1, 0, "none"), (4, 0, "none"), (2, num_blocks // 2, "none"), (4, last, "none"),
-             (2, last, "torchao-int8")]  # fmt: skip
+             (2, last, "torchao-int8"), (2, last, "bnb-nf4"), (2, 0, "bnb-int8")]  # fmt: skip
     return [
         Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=q, precision="fp32")
         for size, k, q in plans

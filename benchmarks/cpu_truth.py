@@ -34,7 +34,7 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
     dtype = torch_dtype(candidate.precision)
     torch.manual_seed(0)
     transformer = family.build_transformer(config)
-    cast_as_loaded(transformer, dtype)
+    cast_as_loaded(transformer.eval(), dtype)  # as loaded; the adapter alone is in training mode
     for knob in KNOBS:
         if knob.needs_reload:
             knob.apply(transformer, family, getattr(candidate, knob.name))
@@ -50,7 +50,7 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
     for knob in KNOBS:
         if not knob.needs_reload:
             knob.apply(transformer, family, getattr(candidate, knob.name))
-    return transformer.train(), parameters
+    return transformer, parameters
 
 
 def batches(family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate) -> list[Batch]:
@@ -65,11 +65,19 @@ def batches(family: Family, config: Mapping[str, Any], workload: Workload, candi
 
 def storage_bytes(tensors: Any) -> int:
     """Bytes behind `tensors`, each storage counted once; quantised tensors by what they are made of."""
-    plain = []
-    for tensor in tensors:
-        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-        plain += [getattr(tensor, name) for name in names] if names else [tensor]
+    plain = [part for tensor in tensors for part in parts_of(tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
+
+
+def parts_of(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: torchao's are wrappers, bitsandbytes' have more as attributes."""
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    if names:
+        return [getattr(tensor, name) for name in names]
+    state = getattr(tensor, "quant_state", None)
+    nested = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code) if state else ()
+    scales = getattr(tensor, "SCB", None)
+    return [tensor, *nested, *(() if scales is None else (scales,))]
 
 
 def memory_events(profiler: Any) -> list[int]:
@@ -109,7 +117,9 @@ def run(
         step(2 + number)
         seconds.append(time.process_time() - start)
     states = [t for state in optimizer.adamw.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    attributes = [v for m in transformer.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    # bitsandbytes' int8 layers keep their scales in a state of their own once they have run.
+    values = [v for m in transformer.modules() for of in (m, vars(m).get("state")) if of for v in vars(of).values()]
+    attributes = [value for value in values if isinstance(value, torch.Tensor)]
     resident = storage_bytes(
         [*transformer.parameters(), *transformer.buffers(), *optimizer.masters, *states, *attributes]
     )

@@ -26,8 +26,10 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
-CASES = ("bf16-cold", "bf16-warm", "int8-warm", "save")
+CASES = ("bf16-cold", "bf16-warm", "int8-warm", "nf4-warm", "save")
+QUANTIZED = {"int8": "torchao-int8", "nf4": "bnb-nf4"}
 METHODS = ("from_pretrained", "safetensors", "pread", "fastsafetensors")
 THEN_QUANTIZE = "from_pretrained, quantize_"  # the other way by which people come to a quantised model
 SAVERS = ("save_pretrained", "save_model")
@@ -95,24 +97,43 @@ def load(method, storage, folder, num_layers):
     from autotune.weights.streaming import load_into
 
     if method in ("from_pretrained", THEN_QUANTIZE):
-        from diffusers import QwenImageTransformer2DModel, TorchAoConfig
-
-        streamed = storage == "int8" and method != THEN_QUANTIZE
-        quantized = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())} if streamed else {}
-        model = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16, **quantized)
+        model = plain_load(folder, None if method == THEN_QUANTIZE else storage)
         if method == THEN_QUANTIZE:
             quantize_(model, Int8WeightOnlyConfig())
         return model
 
     model = build(num_layers)
+    chosen = QUANTIZED.get(storage)
     load_into(
         model,
         open_source(folder),
         loader=method,
         dtype_policy=dtype_of_from_pretrained(model, torch.bfloat16),
-        transform=quantize_inside([model], "torchao-int8") if storage == "int8" else None,
+        transform=quantize_inside([model], chosen) if chosen else None,
     )
     return model
+
+
+def plain_load(folder, storage):
+    """With diffusers' own quantisation. It refuses bitsandbytes without an accelerator; only that check is left out."""
+    import torch
+    from diffusers import BitsAndBytesConfig, QwenImageTransformer2DModel, TorchAoConfig
+    from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    wishes = {"torch_dtype": torch.bfloat16}
+    if storage == "int8":
+        wishes["quantization_config"] = TorchAoConfig(Int8WeightOnlyConfig())
+    elif storage == "nf4":
+        wishes["device_map"] = {"": "cpu"}
+        wishes["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    with mock.patch.object(BnB4BitDiffusersQuantizer, "validate_environment"):
+        return QwenImageTransformer2DModel.from_pretrained(folder, **wishes)
 
 
 def touch(model):
@@ -243,7 +264,7 @@ def describe_machine():
     cpu = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
-    versions = ("torch", "diffusers", "safetensors", "fastsafetensors", "torchao")
+    versions = ("torch", "diffusers", "safetensors", "fastsafetensors", "torchao", "bitsandbytes")
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} x {cpu[0] if cpu else platform.processor()}, no GPU",

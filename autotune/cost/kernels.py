@@ -6,11 +6,16 @@ device runs a fused kernel, or a kernel takes scratch memory of its own, the dif
 - attention: a fused backend keeps q, k, v, out and logsumexp, never the matrix of L x L scores;
 - `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row
   (aten/src/ATen/native/layer_norm.cpp, `_fused_rms_norm`);
+- LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
+  (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
+- operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
+  (aten/src/ATen/TensorIterator.cpp, `compute_types`);
 - flash attention's backward takes fp32 accumulators (aten/src/ATen/native/transformers/cuda/flash_attn, `mha_bwd`).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -148,6 +153,47 @@ def _fused_rms_norm(
 
     result: torch.Tensor = Fused.apply(input, weight)  # type: ignore[no-untyped-call]
     return result
+
+
+def int8_rows(x: "torch.Tensor", rules: DeviceRules) -> "torch.Tensor":
+    """LLM.int8's rows of activations, one scale each."""
+    import torch
+
+    half = x.to(torch.float16)
+    if rules == "cuda":
+        return half.to(torch.int8)
+    half.abs()
+    return torch.round(half * half.new_empty(len(half), 1, dtype=torch.float32)).to(torch.int8)
+
+
+def int8_product(
+    rows: "torch.Tensor", stored: "torch.Tensor", bias: "torch.Tensor | None", dtype: "torch.dtype", rules: DeviceRules
+) -> "torch.Tensor":
+    """The product of LLM.int8's rows with a stored weight, scaled by both."""
+    import torch
+
+    sums = torch._int_mm(rows, stored.t())
+    if rules == "cuda":
+        out = sums.to(torch.float16)
+    else:
+        scales = [sums.new_empty(shape, dtype=torch.float32) for shape in ((len(sums), 1), (1, sums.shape[1]))]
+        out = sums * (scales[0] * scales[1]) * 1.0
+    if bias is not None:
+        out.add_(bias)
+    return out.to(dtype)
+
+
+def conversion_bytes(operation: Any, inputs: "list[torch.Tensor]") -> int:
+    """What a CPU takes for a moment to convert operands of a pointwise operation to their common dtype, and to hold the
+    result of one that works in place until it is converted back."""
+    import torch
+
+    operands = [tensor for tensor in inputs if tensor.ndim]
+    if torch.Tag.pointwise not in operation.tags or len({tensor.dtype for tensor in operands}) < 2:
+        return 0
+    common = reduce(torch.promote_types, (tensor.dtype for tensor in operands))
+    in_place = operands[:1] if operation._schema.is_mutable else []
+    return sum(t.numel() * common.itemsize for t in (*operands, *in_place) if t.dtype != common)
 
 
 def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:

@@ -112,7 +112,7 @@ class TracedModel:
             transformer = deepcopy(self._template)
             dtype = torch_dtype(precision)
             cast_as_loaded(transformer, dtype)
-            quantize_for_tracing(self.family, transformer, quantization)
+            quantize_for_tracing(self.family, transformer, quantization, self.rules)
             add_adapter(
                 self.family,
                 transformer,

@@ -1,22 +1,20 @@
 """Quantised weights on the meta device: torchao's own tensors where it works there, stand-ins for bitsandbytes.
 
-bitsandbytes quantises on a GPU only. Its stand-ins store, keep and compute what its Linear layers do
-(bitsandbytes/autograd/_functions.py, MatMul4Bit and MatMul8bitLt; functional.py, quantize_4bit with nested statistics).
+bitsandbytes need not be installed to plan, and works on no meta tensors. Its stand-ins store, keep and compute what its
+Linear layers do (bitsandbytes/autograd/_functions.py, MatMul4Bit and MatMul8bitLt; functional.py, quantize_4bit with
+nested statistics).
 """
 
 from typing import TYPE_CHECKING, Any
 
+from autotune.cost.kernels import DeviceRules, int8_product, int8_rows
 from autotune.families.base import Family
-from autotune.knobs.quantization import Quantization
+from autotune.knobs.quantization import NESTED_BLOCK, NF4_BLOCK, Quantization
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-NF4_BLOCK = 64
-"""Weights per absolute maximum."""
-NESTED_BLOCK = 256
-"""Absolute maxima per fp32 scale of theirs, with double quantisation."""
 NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4
 """Code table, nested code table and offset of every layer."""
 
@@ -27,7 +25,7 @@ def nf4_bytes(num_weights: int) -> int:
     return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
 
 
-def quantize_for_tracing(family: Family, transformer: "nn.Module", quantization: str) -> None:
+def quantize_for_tracing(family: Family, transformer: "nn.Module", quantization: str, rules: DeviceRules) -> None:
     """Store the blocks' weights as the knob does, or as a stand-in of the same size and behaviour."""
     if not quantization.startswith("bnb-"):
         Quantization().apply(transformer, family, quantization)
@@ -37,10 +35,10 @@ def quantize_for_tracing(family: Family, transformer: "nn.Module", quantization:
     for block in family.blocks(transformer):
         for layer in block.modules():
             if isinstance(layer, nn.Linear):
-                _stand_in(layer, quantization)
+                _stand_in(layer, quantization, rules)
 
 
-def _stand_in(layer: "nn.Linear", quantization: str) -> None:
+def _stand_in(layer: "nn.Linear", quantization: str, rules: DeviceRules) -> None:
     import torch
     from torch import nn
 
@@ -53,7 +51,7 @@ def _stand_in(layer: "nn.Linear", quantization: str) -> None:
     if not four:
         layer.register_parameter("scale", nn.Parameter(layer.weight.new_empty(rows, dtype=torch.float32), False))
     product = _functions()[quantization]
-    layer.forward = lambda x: product.apply(x, layer.weight, layer.bias, (rows, columns))  # type: ignore[assignment,method-assign]
+    layer.forward = lambda x: product.apply(x, layer, (rows, columns), rules)  # type: ignore[assignment,method-assign]
 
 
 def _functions() -> dict[str, Any]:
@@ -63,35 +61,37 @@ def _functions() -> dict[str, Any]:
         """Dequantises the weight for each product; keeps only the stored weight."""
 
         @staticmethod
-        def forward(ctx: Any, x: "torch.Tensor", stored: "torch.Tensor", bias: Any, shape: Any) -> Any:
-            ctx.stored, ctx.shape = stored, shape
-            return torch.nn.functional.linear(x, _dequantized(stored, shape, x.dtype), bias)
+        def forward(ctx: Any, x: "torch.Tensor", layer: "nn.Linear", shape: Any, _: DeviceRules) -> Any:
+            ctx.stored, ctx.shape = layer.weight, shape
+            return torch.nn.functional.linear(x, _from_4_bits(layer.weight, shape, x.dtype), layer.bias)
 
         @staticmethod
         def backward(ctx: Any, gradient: "torch.Tensor") -> Any:
-            return gradient.matmul(_dequantized(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
+            return gradient.matmul(_from_4_bits(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
 
     class MatMul8bit(torch.autograd.Function):
         """Quantises the input too; keeps the input, and dequantises the weight in the backward pass."""
 
         @staticmethod
-        def forward(ctx: Any, x: "torch.Tensor", stored: "torch.Tensor", bias: Any, shape: Any) -> Any:
-            ctx.kept, ctx.stored, ctx.shape = x, stored, shape
-            rows = x.reshape(-1, shape[1]).to(torch.int8)
-            scales = x.new_empty(rows.shape[0], dtype=torch.float32)
-            sums = torch._int_mm(rows, stored.t())
-            del rows, scales
-            out = sums.to(x.dtype).view(*x.shape[:-1], shape[0])
-            return out if bias is None else out + bias
+        def forward(ctx: Any, x: "torch.Tensor", layer: "nn.Linear", shape: Any, rules: DeviceRules) -> Any:
+            ctx.kept, ctx.layer = x, layer
+            rows = int8_rows(x.reshape(-1, shape[1]), rules)
+            out = int8_product(rows, layer.weight, layer.bias, x.dtype, rules)
+            return out.view(*x.shape[:-1], shape[0])
 
         @staticmethod
         def backward(ctx: Any, gradient: "torch.Tensor") -> Any:
-            return gradient.matmul(_dequantized(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            weight = ctx.layer.weight.to(gradient.dtype).mul_(ctx.layer.scale.unsqueeze(1).mul(1.0))
+            return flat.matmul(weight).view(ctx.kept.shape), None, None, None
 
     return {"bnb-nf4": MatMul4Bit, "bnb-int8": MatMul8bit}
 
 
-def _dequantized(stored: "torch.Tensor", shape: tuple[int, int], dtype: "torch.dtype") -> "torch.Tensor":
-    """A full-precision copy: one kernel that reads what is stored."""
-    flat = stored.flatten()[:1].to(dtype)
-    return flat.expand(shape).contiguous()
+def _from_4_bits(stored: "torch.Tensor", shape: tuple[int, int], dtype: "torch.dtype") -> "torch.Tensor":
+    """A full-precision copy: one kernel that reads what is stored, after one for the blocks' absolute maxima."""
+    import torch
+
+    maxima = stored[: -(-shape[0] * shape[1] // NF4_BLOCK)]
+    maxima = maxima.new_empty(maxima.shape, dtype=torch.float32) + 1.0
+    return stored.new_empty(shape, dtype=dtype)

@@ -16,7 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from autotune.cost.kernels import CUDA_BLOCK_BYTES, SLOW_ON_CPU, DeviceRules, Work, workspace_bytes
+from autotune.cost.kernels import (
+    CUDA_BLOCK_BYTES,
+    SLOW_ON_CPU,
+    DeviceRules,
+    Work,
+    conversion_bytes,
+    workspace_bytes,
+)
 from autotune.cost.shapes import called
 
 if TYPE_CHECKING:
@@ -88,6 +95,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         fresh = sum(self._watch(tensor, segment) for tensor in outputs)
         name = func._schema.name[6:]
+        if self.counts_host and (scratch := conversion_bytes(func, inputs)):
+            self._allocate(segment, scratch)()
         if fresh or not (func.is_view or name in FREE):
             self._charge(segment, (func, args, kwargs or {}, out, inputs, outputs))
         return out

@@ -10,13 +10,10 @@ import torch
 from bitsandbytes import functional
 from bitsandbytes import nn as bnb
 
+from autotune.knobs.quantization import NESTED_BLOCK, NF4_BLOCK
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-NF4_BLOCK = 64
-"""Weights per absolute maximum."""
-NESTED_BLOCK = 256
-"""Absolute maxima per scale of theirs: what bitsandbytes' kernels take."""
 
 
 def layer_of(layer: "nn.Linear", choice: str, slice_bytes: int) -> "nn.Module":
@@ -39,7 +36,7 @@ def layer_of(layer: "nn.Linear", choice: str, slice_bytes: int) -> "nn.Module":
         replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False, device="meta")
         replacement.weight = _int8(weight, slice_bytes)
     replacement.bias = bias
-    return replacement  # type: ignore[no-any-return]
+    return replacement.train(layer.training)  # type: ignore[no-any-return]  # int8's differ on a processor
 
 
 def _nf4(weight: "Tensor", slice_bytes: int) -> Any:

@@ -39,6 +39,11 @@ AGAINST_LAYERWISE = (
 """Errors of a layer's outputs, normal weights: int8 0.9% at any size; float8 without scales 2.7% at a standard
 deviation of 0.05, 3.3% at 0.02, 5.7% at 0.01, beyond the 5% of `--quality high`."""
 
+NF4_BLOCK = 64
+"""Weights per absolute maximum."""
+NESTED_BLOCK = 256
+"""Absolute maxima per fp32 scale of theirs, with double quantisation."""
+
 SLICE_BYTES = 4 << 20
 CPU_SLICE_BYTES = 1 << 20
 """Of a weight, quantised at a time: the smaller stays in a processor's caches; on a GPU it would be launches."""

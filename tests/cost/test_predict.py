@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from diffusers.models.attention_dispatch import attention_backend
 from tiny_models import TINY, cpu, gpu, workload_of
 
@@ -129,6 +130,22 @@ def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel
     part = f"{kernel.split('.')[0]}_seconds"
     assert getattr(after, part) > 10 * getattr(before, part)
     assert after.matmul_seconds == before.matmul_seconds
+
+
+def test_4_bits_are_dequantised_by_reading_them_and_writing_the_copy_for_each_product(card):
+    small = Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization="bnb-nf4")
+    work = card.model.traced("bf16", "bnb-nf4", "flash", 1, 0).backward[1].work
+    shapes = [(layer.in_features, layer.out_features) for layer in linears(card.model.model("bf16", "bnb-nf4"))]
+    expected = sum(nf4_bytes(k * n) + 2 * k * n + 5 * -(-k * n // 64) for k, n in shapes)
+    assert sum(moved * count for (kind, _, _, moved), count in work.items() if kind.startswith("dequantization")) == expected
+    assert card.predict(small).step_time.dequantization_seconds > 0
+
+
+def linears(transformer):
+    """Of the middle block of the first kind, that have an input with a gradient."""
+    block = transformer.transformer_blocks[1]
+    modules = [(name, m) for name, m in block.named_modules() if isinstance(m, torch.nn.Linear) and "lora" not in name]
+    return [layer for name, layer in modules if not name.startswith("norm1")]
 
 
 def test_a_thousand_candidates_take_well_under_two_seconds(card):

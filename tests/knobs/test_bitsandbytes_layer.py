@@ -97,6 +97,13 @@ def test_a_layer_is_what_peft_and_others_know() -> None:
     assert type(layer_of(layer, "bnb-int8", SLICE_BYTES)) is bnb.Linear8bitLt
 
 
+def test_a_layer_stays_in_the_mode_of_what_it_replaces() -> None:
+    """On a processor int8 layers in training mode leave their inputs unquantised: another algorithm than on CUDA."""
+    for storage in STORAGES:
+        assert layer_of(nn.Linear(64, 32), storage, SLICE_BYTES).training
+        assert not layer_of(nn.Linear(64, 32).eval(), storage, SLICE_BYTES).training
+
+
 def test_importing_it_says_nothing() -> None:
     script = "from autotune.quiet import silence_libraries; silence_libraries(); import bitsandbytes"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
