@@ -161,8 +161,8 @@ class Studio:
 
 
 def _answers_key(shot: Shot, identity: Identity) -> str:
-    recipe = prompt_of(shot.prompt, shot.control_paths, shot.bucket, identity)
-    return entry_key("answers", prompt=recipe.key, size=(shot.bucket.width_px, shot.bucket.height_px))
+    prompt = prompt_of(shot.prompt, shot.control_paths, shot.bucket, identity)
+    return entry_key("answers", prompt=prompt.key, size=(shot.bucket.width_px, shot.bucket.height_px))
 
 
 STRUCTURE = "structure"

@@ -6,6 +6,7 @@ bad disk leaves behind is never trusted. A file's modification time is when it w
 
 import contextlib
 import hashlib
+import json
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.frozen import digest_of
 from autotune.training.disk import require_free, telling_of_full_disk
 from autotune.weights.errors import BadWeights, MissingWeights
 from autotune.weights.loaders import read_whole
@@ -39,8 +39,9 @@ Tensors = dict[str, "Tensor"]
 
 
 def entry_key(kind: str, **parts: object) -> str:
-    """Name of the entry for what it is made from: `kind` and the digest of `parts`."""
-    return f"{kind}-{digest_of({'format': FORMAT, **parts}).removeprefix('sha256:')}"
+    """Name of the entry for what it is made from: `kind` and the SHA-256 of `parts` in JSON. Runs resume by it."""
+    text = json.dumps({"format": FORMAT, "kind": kind, **parts}, sort_keys=True)
+    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 class Cache:

@@ -6,9 +6,9 @@ when something is missing. Samples come from memory where the set is small, from
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.base import Family, Sample
@@ -17,14 +17,12 @@ from autotune.training.data.buckets import assign_buckets
 from autotune.training.data.cache import Cache, Tensors
 from autotune.training.data.dataset import Dataset, Item, OnProgress, Problem
 from autotune.training.data.pixels import open_pixels
-from autotune.training.data.recipes import Identity, Latents, Prompt, Recipe, recipe_of
+from autotune.training.data.recipes import Entry, Identity, Recipe, recipe_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from autotune.training.encoders import Encoders
-
-T = TypeVar("T", Prompt, Latents)
 
 MEMORY_BYTES = 512 * 1024**2
 """Encoded tensors up to this size stay in memory; what is beyond is read from the cache for each batch."""
@@ -62,7 +60,7 @@ class EncodedDataset:
         prompt = recipe.dropped if dropped else recipe.prompt
         if prompt is None:
             raise ValueError("the data was encoded without caption dropout")
-        pixels = {name: self._entry(latents.key)["latents"] for name, latents in recipe.latents}
+        pixels = {name: self._entry(latents.key)["latents"] for name, latents in recipe.latents.items()}
         return {**self._entry(prompt.key), **pixels}
 
     def _entry(self, key: str) -> Tensors:
@@ -108,11 +106,10 @@ def encode_dataset(
     assigned = assign_buckets(dataset, buckets)
     in_buckets = [buckets[index] for index in assigned]
     recipes, problems = _recipes(dataset, in_buckets, encoders.identity, with_empty=caption_dropout > 0)
-    prompts = {prompt.key: prompt for recipe in recipes.values() for prompt in recipe.prompts}
-    latents = {one.key: one for recipe in recipes.values() for _, one in recipe.latents}
+    entries = {entry.key: entry for recipe in recipes.values() for entry in recipe.entries}
     cache.remove_stale()
-    store = _Store(cache, memory_bytes, len(prompts) + len(latents), on_progress)
-    failed = _complete(encoders, store, prompts.values(), latents.values())
+    store = _Store(cache, memory_bytes, len(entries), on_progress)
+    failed = _complete(encoders, store, entries.values())
     for index, recipe in recipes.items():
         if bad := recipe.keys & failed.keys():
             problems[index] = _broken(dataset.items[index], failed[min(bad)])
@@ -151,51 +148,43 @@ def _broken(item: Item, message: str) -> Problem:
     return Problem(file=item.path.name, kind="broken", message=message)
 
 
-def _complete(
-    encoders: "Encoders", store: "_Store", prompts: Iterable[Prompt], latents: Iterable[Latents]
-) -> dict[str, str]:
+def _complete(encoders: "Encoders", store: "_Store", entries: Iterable[Entry]) -> dict[str, str]:
     """Find or make every entry; why those failed whose files are damaged, by key."""
-    missing_prompts = [prompt for prompt in prompts if not store.load(prompt.key)]
-    missing_latents = [one for one in latents if not store.load(one.key)]
-    if not missing_prompts and not missing_latents:
+    missing = [entry for entry in entries if not store.load(entry.key)]
+    if not missing:
         return {}
-    family, pipeline = encoders.model.family, encoders.pipeline()
-    failed = _encode_each(missing_prompts, lambda one: _encode_prompt(family, pipeline, one), store)
+    encode = partial(_encode, encoders.model.family, encoders.pipeline())
+    failed = _encode_each([entry for entry in missing if entry.caption is not None], encode, store)
     encoders.release_text()
-    return failed | _encode_each(missing_latents, lambda one: _encode_latents(family, pipeline, one), store)
+    return failed | _encode_each([entry for entry in missing if entry.caption is None], encode, store)
 
 
 class _Unreadable(Exception):
     """A file that an entry is made from cannot be decoded."""
 
 
-def _encode_each(wanted: Sequence[T], encode: Callable[[T], Sample], store: "_Store") -> dict[str, str]:
-    """Encode and store each; why those failed whose files are damaged, by key."""
+def _encode_each(wanted: Sequence[Entry], encode: Callable[[Entry], Sample], store: "_Store") -> dict[str, str]:
     import torch
 
     failed: dict[str, str] = {}
-    for number, one in enumerate(wanted, start=1):
+    for number, entry in enumerate(wanted, start=1):
         try:
             with torch.no_grad():
-                encoded = encode(one)
+                encoded = encode(entry)
         except _Unreadable as error:
-            failed[one.key] = str(error)
+            failed[entry.key] = str(error)
             store.advance()
         else:
-            store.add(one.key, encoded, num_left=len(wanted) - number)
+            store.add(entry.key, encoded, num_left=len(wanted) - number)
     return failed
 
 
-def _encode_prompt(family: Family, pipeline: Any, prompt: Prompt) -> Sample:
-    if prompt.bucket is None:
-        return family.encode_captions(pipeline, [prompt.caption])[0]
-    controls = [_open((path,), prompt.bucket) for path in prompt.control_paths]
-    return family.encode_captions(pipeline, [prompt.caption], [controls])[0]
-
-
-def _encode_latents(family: Family, pipeline: Any, latents: Latents) -> Sample:
-    pixels = _open(latents.paths, latents.bucket)
-    return {"latents": family.encode_pixels(pipeline, pixels.to(pipeline.vae.device))}
+def _encode(family: Family, pipeline: Any, entry: Entry) -> Sample:
+    if entry.caption is None:
+        pixels = _open(entry.paths, entry.bucket)
+        return {"latents": family.encode_pixels(pipeline, pixels.to(pipeline.vae.device))}
+    controls = [_open((path,), entry.bucket) for path in entry.paths]
+    return family.encode_captions(pipeline, [entry.caption], [controls] if controls else ())[0]
 
 
 def _open(paths: Sequence[Path], bucket: Bucket) -> "Tensor":

@@ -1,7 +1,7 @@
 """What each item's tensors are made from and by whom, and the cache keys that follow from it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -60,42 +60,35 @@ EMPTY_CAPTION = ""
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """An encoded caption, together with the control images that a text encoder for editing sees."""
-
-    key: str
-    caption: str
-    control_paths: tuple[Path, ...]
-    bucket: Bucket | None
-    """The shape its control images are brought into; None without any."""
-
-
-@dataclass(frozen=True)
-class Latents:
-    """Encoded pixels of one image or clip in the shape of a bucket."""
+class Entry:
+    """One entry of the cache: an encoded caption, or the encoded pixels of one image or clip."""
 
     key: str
     paths: tuple[Path, ...]
+    """Of the pixels; of a caption the control images that a text encoder for editing sees with it."""
     bucket: Bucket
+    """The shape that they are brought into."""
+    caption: str | None = None
+    """None for pixels."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """All cache entries of one item."""
 
-    prompt: Prompt
-    dropped: Prompt | None
+    prompt: Entry
+    dropped: Entry | None
     """The empty caption, where captions may be dropped."""
-    latents: tuple[tuple[str, Latents], ...]
+    latents: Mapping[str, Entry]
     """By name in the sample: `latents`, and `control_latents_1`, `control_latents_2` ... for its control images."""
 
     @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        return (self.prompt,) if self.dropped is None else (self.prompt, self.dropped)
+    def entries(self) -> tuple[Entry, ...]:
+        return (self.prompt, *([self.dropped] if self.dropped else []), *self.latents.values())
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset({one.key for one in self.prompts} | {one.key for _, one in self.latents})
+        return frozenset(entry.key for entry in self.entries)
 
 
 def recipe_of(item: Item, bucket: Bucket, identity: Identity, *, with_empty: bool) -> Recipe:
@@ -104,31 +97,26 @@ def recipe_of(item: Item, bucket: Bucket, identity: Identity, *, with_empty: boo
     Raises:
         OSError: one of its files cannot be read.
     """
-    sources = [("latents", item.pixel_paths)]
-    sources += [(f"control_latents_{number}", (path,)) for number, path in enumerate(item.control_paths, start=1)]
+    sources = {"latents": item.pixel_paths}
+    sources |= {f"control_latents_{number}": (path,) for number, path in enumerate(item.control_paths, start=1)}
     return Recipe(
         prompt=prompt_of(item.caption, item.control_paths, bucket, identity),
         dropped=prompt_of(EMPTY_CAPTION, item.control_paths, bucket, identity) if with_empty else None,
-        latents=tuple((name, _latents_of(paths, bucket, identity)) for name, paths in sources),
+        latents={name: _latents_of(paths, bucket, identity) for name, paths in sources.items()},
     )
 
 
-def prompt_of(caption: str, control_paths: tuple[Path, ...], bucket: Bucket | None, identity: Identity) -> Prompt:
+def prompt_of(caption: str, control_paths: tuple[Path, ...], bucket: Bucket, identity: Identity) -> Entry:
     """A caption alone, or with control images in the shape of `bucket`."""
-    shape = bucket if control_paths else None
-    key = entry_key(
-        "prompt",
-        text=caption,
-        controls=_digests(control_paths),
-        size=_size(shape) if shape else None,
-        encoder=identity.text_encoder,
-    )
-    return Prompt(key, caption, control_paths, shape)
+    size = _size(bucket) if control_paths else None
+    encoder, controls = identity.text_encoder, _digests(control_paths)
+    key = entry_key("prompt", text=caption, controls=controls, size=size, encoder=encoder)
+    return Entry(key, control_paths, bucket, caption)
 
 
-def _latents_of(paths: tuple[Path, ...], bucket: Bucket, identity: Identity) -> Latents:
+def _latents_of(paths: tuple[Path, ...], bucket: Bucket, identity: Identity) -> Entry:
     key = entry_key("latents", files=_digests(paths), size=_size(bucket), encoder=identity.vae)
-    return Latents(key, paths, bucket)
+    return Entry(key, paths, bucket)
 
 
 def _size(bucket: Bucket) -> tuple[int, int]:

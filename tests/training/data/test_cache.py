@@ -140,6 +140,12 @@ def test_too_little_space_is_told_before_it_runs_out(tmp_path: Path, monkeypatch
         Cache(tmp_path).require_space(6 * 10**9)
 
 
+def test_keys_never_change_between_versions() -> None:
+    """A run that was begun knows its data by them, and must be resumed by any later autotune."""
+    key = entry_key("prompt", text="é", controls=[], size=None, encoder="e")
+    assert key == "prompt-c73e43cbb81111a91ed1b1ea3feaab125db997e66d8f200af11ded2603aefdf6"
+
+
 def test_keys_differ_in_every_part() -> None:
     base = {"files": ["x"], "size": (64, 64), "encoder": "e"}
     keys = {
