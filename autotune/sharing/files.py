@@ -172,7 +172,7 @@ def open_files(url: str, **options: Any) -> Files:
     """
     protocol, separator, rest = url.partition("://")
     if not separator or protocol in {"file", "local"}:
-        return LocalFiles(Path(rest if separator else url).expanduser())
+        return LocalFiles(Path(os.path.expanduser(rest if separator else url)))  # noqa: PTH111  Path's may raise
     return RemoteFiles(url, options)
 
 
