@@ -32,11 +32,11 @@ Shift = Annotated[str | None, typer.Option("--timestep-shift", help="Of the nois
 Guidance = Annotated[float | None, typer.Option(min=0, help="Of guidance-distilled models, in training.")]
 Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")]
 Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")]
-Rank = Annotated[int | None, typer.Option(min=1, help="Rank of the adapter.")]
+Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
 Targets = Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")]
+Batch = Annotated[int | None, typer.Option(min=1, max=65536, help="Images per optimizer step (effective batch).")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the job.")]
-Price = Annotated[float | None, typer.Option(min=0, help="Price of an hour, for the cost of the job.")]
+Price = Annotated[float | None, typer.Option(min=0, max=1e6, help="Price of an hour, for the cost of the job.")]
 
 
 def takes(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
