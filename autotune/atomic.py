@@ -1,5 +1,6 @@
 """Writes files whole or not at all: what is half-written never gets the name that readers look for."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +15,17 @@ def replacing(path: Path) -> Iterator[Path]:
     The bytes are on disk before the name changes (fsync), and the name before this returns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
-        part = Path(file.name)
+    part = _new_part(path)
     try:
         yield part
         part.chmod(0o666 & ~_umask())
         _sync(part)
         part.replace(path)
         _sync(path.parent)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(part):
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the user knows
         raise
 
 
@@ -31,6 +33,26 @@ def write_whole(path: Path, text: str) -> None:
     """Write `text` as UTF-8, whole or not at all."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def _new_part(path: Path) -> Path:
+    if path.exists() and not path.is_file():  # replaced, /dev/null would be a file from then on, for everyone
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    try:
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
+            return Path(file.name)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def require_writable(path: Path) -> None:
+    """Find out before long work whether `replacing` will be able to write `path`.
+
+    Raises:
+        OSError: it will not.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _new_part(path).unlink()
 
 
 def _umask() -> int:

@@ -20,6 +20,9 @@ from autotune.commands.train import sample, train
 from autotune.errors import AutotuneError, Preempted
 from autotune.quiet import silence_libraries
 
+INTERRUPTED = 130
+"""What typer ends with on Ctrl-C."""
+
 app = typer.Typer(
     help="Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.",
     no_args_is_help=True,
@@ -44,6 +47,9 @@ for command in (probe, doctor, models, estimate, plan, check, explain, diff, tra
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)
+for listing in (app, data.app, profiles.app, weights.app):
+    for listed in listing.registered_commands:
+        listed.short_help = (listed.callback.__doc__ or "").partition("\n\n")[0]  # whole: by default it is cut off
 
 
 def main() -> None:
@@ -58,9 +64,16 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
+        raise
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK"):
             raise
+        if isinstance(error, OSError) and error.strerror:
+            where = f"{error.filename}: " if error.filename else ""
+            _fail(f"{where}{error.strerror}", "check the path, its permissions, and the room on its disk", 1)
         first = (str(error).strip().splitlines() or ["no message"])[0]
         _fail(
             f"{type(error).__name__}: {first}",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from autotune.errors import DoesNotFit
 from autotune.knobs.base import Setting
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import KNOBS, NAMES
 from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
 
 KEY_NAMES: Mapping[str, str] = {
@@ -23,10 +23,13 @@ KEY_NAMES: Mapping[str, str] = {
 PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
 """What a predicted plan knows of its machine; the rest is assumed until trials run there."""
 
+STORAGES_OF: Mapping[str, str] = {"torchao": "torchao-", "bitsandbytes": "bnb-"}
+"""How the names begin of storages that a library makes; to plans that store nothing so its version is nothing."""
+
 
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can."""
-    return (*key_misfits(plan, hardware), *_memory_misfits(plan, hardware))
+    return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *_memory_misfits(plan, hardware))
 
 
 def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
@@ -34,14 +37,35 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
     planned = plan.frozen.hardware
     here = hardware.hard_keys
     measured = plan.frozen.expected.evidence == "measured"
+    used = (plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_storage)
+    stored = (*used, *(fallback.quantization for fallback in plan.frozen.fallbacks))
+    idle = {key for key, prefix in STORAGES_OF.items() if not any(name.startswith(prefix) for name in stored)}
     misfits = [
         f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is {here.get(key) or 'none'}"
         for key, value in planned.hard_keys.items()
-        if here.get(key) != value and (measured or key in PREDICTED_KEYS)
+        if key not in idle and here.get(key) != value and (measured or key in PREDICTED_KEYS)
     ]
     encoder = plan.frozen.caching.text_encoder_device
     if encoder.startswith("cuda:") and int(encoder[5:]) >= hardware.device.count:
         misfits.append(f"GPUs: the plan encodes captions on {encoder}, this machine has {hardware.device.count}")
+    return tuple(misfits)
+
+
+def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Which of the settings' names mean nothing to this autotune, or something that does not work here."""
+    settings, storage = plan.frozen.settings, plan.frozen.caching.text_encoder_storage
+    used = [(name, getattr(settings, name), name) for name in NAMES]
+    used.append(("storage of text encoders", storage, "quantization"))
+    closed = {gate.name: gate.reason for gate in hardware.gates if not gate.available}
+    if hardware.device.kind != "cuda":
+        closed["batch_memory.pinned"] = f"only CUDA has page-locked memory, this is {hardware.device.kind}"
+    misfits = []
+    for title, value, name in used:
+        gate = "compile" if (name, value) == ("compile", "block") else f"{name}.{value}"
+        if gate in closed:
+            misfits.append(f"{title}: {value} does not work here: {closed[gate]}")
+        elif value not in NAMES[name]:
+            misfits.append(f"{title}: this autotune knows no {value!r}")
     return tuple(misfits)
 
 

@@ -178,7 +178,7 @@ class PhasePeak(Frozen):
 class CachingSettings(Frozen):
     """How captions and images are encoded before training. Fields can be pinned: `--pin caching.FIELD=VALUE`."""
 
-    text_encoder_device: str = "training"
+    text_encoder_device: str = Field(default="training", pattern=r"^(training|cpu|cuda:[0-9]{1,3})$")
     """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
     text_encoder_storage: str = "none"
     """How the weights of their Linear layers are stored; names as for `Candidate.quantization`."""

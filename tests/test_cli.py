@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,13 @@ def test_every_command_explains_itself_in_80_columns(command: str) -> None:
     assert max(map(len, process.stdout.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("group", [[], ["data"], ["profiles"], ["weights"]])
+def test_lists_of_commands_are_not_cut_off(group: list[str]) -> None:
+    listing = autotune(*group, "--help").stdout
+    assert "..." not in listing.partition("Commands:")[2]
+    assert max(map(len, listing.splitlines())) <= 80
+
+
 def test_wrong_usage_exits_with_2() -> None:
     assert autotune("plan").returncode == 2
     assert autotune("no-such-command").returncode == 2
@@ -48,7 +56,7 @@ def test_wrong_usage_exits_with_2() -> None:
     assert autotune("plan", "--model", "x", "--steps", "7", "--epochs", "2").returncode == 2
 
 
-@pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!"])
+@pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!", "9" * 400 + "GiB"])
 def test_an_amount_of_memory_without_a_unit_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="no amount of memory"):
         parse_bytes(text)
@@ -56,3 +64,37 @@ def test_an_amount_of_memory_without_a_unit_is_refused(text: str) -> None:
 
 def test_amounts_of_memory_in_both_kinds_of_units() -> None:
     assert [parse_bytes(text) for text in ("20GiB", " 900 mib", "1.5GB")] == [20 * 2**30, 900 * 2**20, 1_500_000_000]
+
+
+@pytest.mark.parametrize("wrong", [("--price", "inf"), ("--alpha", "inf"), ("--rank", "99999"), ("--batch", "9" * 30)])
+def test_numbers_beyond_any_use_are_refused_before_anything_is_read(wrong: tuple[str, str]) -> None:
+    process = autotune("plan", "--model", "no-such-model", *wrong)
+    assert process.returncode == 2
+    assert wrong[0] in process.stderr
+    assert "no-such-model" not in process.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named_before_the_search(tmp_path: Path) -> None:
+    wanted = tmp_path / "file" / "plan.yaml"
+    wanted.parent.write_text("no folder")
+    process = autotune("plan", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "-o", str(wanted))
+    assert process.returncode == 1
+    assert process.stderr.startswith(f"error: {wanted.parent}: File exists\nhint: check the path")
+
+
+def test_an_interruption_says_so_and_has_a_status_of_its_own() -> None:
+    code = (
+        "import autotune.cli as cli, typer; app = typer.Typer()\n"
+        "@app.command()\ndef work(): raise KeyboardInterrupt\n"
+        "cli.app = app; cli.main()"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 130
+    assert process.stderr.startswith("error: interrupted\nhint: ")
+
+
+def test_the_home_of_nobody_is_a_folder_that_is_not_there() -> None:
+    assert autotune("profiles", "list", "--store", "~nobody-here/x").returncode == 0
+    process = autotune("estimate", "--model", "~nobody-here/x", "--hardware", "nvidia-rtx-4090")
+    assert process.returncode == 2
+    assert "neither a folder nor a known model" in process.stderr

@@ -17,7 +17,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         InvalidInput: it is no size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*", text)
     unit = UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise InvalidInput(f"{text!r} is no amount of memory", hint="write it like 20GiB or 900MiB")

@@ -25,11 +25,11 @@ Caption = Annotated[str | None, typer.Option(help="Caption of images that have n
 Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
 Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")]
 Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")]
-Rank = Annotated[int | None, typer.Option(min=1, help="Rank of the adapter.")]
+Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
 Targets = Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Images per optimizer step (effective batch).")]
+Batch = Annotated[int | None, typer.Option(min=1, max=65536, help="Images per optimizer step (effective batch).")]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of the job.")]
-Price = Annotated[float | None, typer.Option(min=0, help="Price of an hour, for the cost of the job.")]
+Price = Annotated[float | None, typer.Option(min=0, max=1e6, help="Price of an hour, for the cost of the job.")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,9 @@ class JobOptions:
     ] = None
     preview_every: Annotated[int | None, typer.Option(min=0, help="Steps between previews; 0: only at the end.")] = None
     checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints.")] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Of initial weights, order and noise; default 0.")] = None
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Of initial weights, order and noise; default 0.")
+    ] = None
 
     def values(self) -> dict[str, object]:
         """What was said, as a job has it.

@@ -32,7 +32,7 @@ class PlanOptions:
     resolution: Resolution = None
     frames: Frames = None
     rank: Rank = None
-    alpha: Annotated[float | None, typer.Option(min=0.001, help="Of the adapter; by default its usual share.")] = None
+    alpha: Annotated[float | None, typer.Option(min=1e-3, max=1e6, help="By default in proportion to the rank.")] = None
     dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="Of the adapter's inputs; default 0.")] = None
     targets: Targets = None
     batch: Batch = None
@@ -72,6 +72,7 @@ class PlanOptions:
 @takes(PlanOptions, JobOptions)
 def plan(asked: PlanOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
+    from autotune.atomic import require_writable
     from autotune.commands.machine import machine_for
     from autotune.plan_file import write_plan
     from autotune.planner import make_plan
@@ -80,9 +81,10 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     from autotune.planning.surroundings import Surroundings
     from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import knob_lines, plan_lines
+    from autotune.sharing.files import Unreachable
     from autotune.sharing.record import why_no_evidence
     from autotune.sharing.store import remember
-    from autotune.terminal import out, trial_display
+    from autotune.terminal import err, out, trial_display
 
     question = question_asked(asked, job)
     recording = read_recording(asked.replay) if asked.replay else None
@@ -92,6 +94,9 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     if asked.list_knobs:
         out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
         return
+    for target in (asked.output, asked.record):
+        if target is not None:
+            require_writable(target)
     heard = _Heard(machine)
     with trial_display(asked.max_trials) as display:
         made = make_plan(question, machine, heard.events(display), around)
@@ -100,7 +105,10 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
         shared = question.study is not None
         write_recording(asked.record, recording_of(made, heard.proven, heard.known, shared=shared))
     if recording is None and why_no_evidence(made, machine) is None:
-        remember(made, machine, tuple(heard.calibration))
+        try:
+            remember(made, machine, tuple(heard.calibration))
+        except Unreachable as error:  # the plan is made all the same
+            err.print(f"profiles  not kept for the next search: {error.message}", style="yellow", markup=False)
     if asked.as_json:
         typer.echo(made.model_dump_json(indent=1))
         return

@@ -27,6 +27,7 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
         if not misfits:
             typer.echo(f"{plan_file} is valid and fits this machine")
     if misfits:
+        typer.echo(f"hint: make one for this machine: autotune plan --from {plan_file}", err=True)
         raise typer.Exit(4)
 
 
@@ -46,7 +47,7 @@ def explain(plan_file: PlanFile, as_json: Json = False) -> None:
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan.", metavar="A")],
     second: Annotated[Path, typer.Argument(help="Another plan.", metavar="B")],
-    price: Annotated[float | None, typer.Option(min=0, help="Price of an hour, to compare costs.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, max=1e6, help="Price of an hour, to compare costs.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare two plans: settings, memory, time and cost."""

@@ -106,7 +106,7 @@ def sample(
     run_folder: Annotated[Path, typer.Argument(help="Output folder of a training run.", metavar="RUN")],
     prompt: Annotated[str, typer.Option(help="What to show.")],
     count: Annotated[int, typer.Option(min=1, help="Pictures, each from another seed.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the first picture.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; the plan's by default.")] = None,
     control: Annotated[list[Path] | None, typer.Option(help="Control image of an edit model; repeat for more.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="PNG file; in RUN by default.")] = None,

@@ -2,12 +2,10 @@
 
 from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family
-from autotune.knobs.attention import BACKENDS
-from autotune.knobs.quantization import QUALITY_OF
+from autotune.knobs.registry import NAMES
 from autotune.schema import Bucket, Candidate, Workload
 
 MAX_SIDE_PX = 8192
-PRECISIONS = ("bf16", "fp32")
 
 
 def parse_resolution(text: str) -> tuple[int, int]:
@@ -63,16 +61,10 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         InvalidInput: an unknown choice, more checkpointed blocks than there are, or a micro-batch that does not divide
             the effective batch.
     """
-    for name, value, known in (
-        ("quantization", candidate.quantization, tuple(QUALITY_OF)),
-        ("attention", candidate.attention, BACKENDS),
-        ("precision", candidate.precision, PRECISIONS),
-        ("compile", candidate.compile, ("off", "block")),
-        ("allocator", candidate.allocator, ("default", "expandable")),
-        ("batch memory", candidate.batch_memory, ("pageable", "pinned")),
-    ):
+    for name, known in NAMES.items():
+        value = getattr(candidate, name)
         if value not in known:
-            raise InvalidInput(f"there is no {name} called {value!r}", hint=nearest_of(value, known))
+            raise InvalidInput(f"there is no {name.replace('_', ' ')} called {value!r}", hint=nearest_of(value, known))
     blocks = workload.model.num_blocks
     if candidate.checkpointed_blocks > blocks:
         raise InvalidInput(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def resolve_model(model: str) -> ResolvedModel:
     Raises:
         InvalidInput: it is none of these, or the folder lacks something or belongs to no known family.
     """
-    folder = Path(model).expanduser()
+    folder = _folder(model)
     if folder.is_dir():
         return _from_folder(folder, folder.resolve().name)
     name, _, revision = model.partition("@")
@@ -85,7 +86,7 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
     name, _, revision = model.partition("@")
     family = _named(name)
     repo = family.hub_id if family else name
-    if Path(model).expanduser().is_dir() or not REPO.fullmatch(repo):
+    if _folder(model).is_dir() or not REPO.fullmatch(repo):
         return resolve_model(model)
     if family is None:  # what it is made of is said in the repository itself
         index = fetch(repo, revision=revision or "main", components=())
@@ -96,7 +97,11 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
 
 def is_on_hub(model: str) -> bool:
     """Whether `model` names something on the hub rather than a folder."""
-    return not Path(model).expanduser().is_dir()
+    return not _folder(model).is_dir()
+
+
+def _folder(model: str) -> Path:
+    return Path(os.path.expanduser(model))  # noqa: PTH111  Path's raises for a user that there is not
 
 
 def is_family(model: str) -> bool:

@@ -4,7 +4,6 @@ The encoder of Qwen-Image alone takes 16 GB in bf16, so on smaller cards it must
 piece by piece. No search: the first way that is predicted to fit is taken, exact and fast ones first.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -90,10 +89,11 @@ def pinned(pins: Mapping[str, str], setting: Setting) -> CachingSettings:
     except ValidationError as error:
         known = ", ".join(PIN + name for name in CachingSettings.model_fields)
         field = ".".join(map(str, error.errors()[0]["loc"]))
+        if field == "text_encoder_device":
+            wrong = pins[field]
+            raise InvalidInput(f"{wrong!r} is no device for text encoders", hint="training, cpu, or cuda:1") from error
         raise InvalidInput(f"{PIN}{field}: {error.errors()[0]['msg'].lower()}", hint=f"settings: {known}") from error
     device, storage = settings.text_encoder_device, settings.text_encoder_storage
-    if not re.fullmatch(r"training|cpu|cuda:\d+", device):
-        raise InvalidInput(f"{device!r} is no device for text encoders", hint="training, cpu, or a GPU such as cuda:1")
     if device.startswith("cuda:") and int(device[5:]) >= _num_gpus(setting):
         raise InvalidInput(f"there is no {device} here", hint=f"this machine has {_num_gpus(setting)} GPU(s)")
     if storage != "none" and (reason := _unusable(storage, setting)):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from autotune.knobs.caching import shown
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
-from autotune.reporting.text import memory_text, seconds_text, wrapped
+from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
 from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
 from autotune.search.space import SearchSpace
 from autotune.sharing.query import Survey
@@ -34,7 +34,7 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     model = workload.model
     sizes = ", ".join(f"{b.width_px}x{b.height_px} ({b.num_items})" for b in workload.buckets)
     return [
-        f"model     {model.name} ({model.family}, {model.num_parameters / 1e6:,.1f}M parameters)",
+        f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",
         f"data      {sum(b.num_items for b in workload.buckets)} images: {sizes}; "
         f"captions up to {workload.max_text_tokens} tokens",
         f"learning  rank {workload.rank}, effective batch {workload.effective_batch_size}",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autotune.reporting.text import cut, memory_text, seconds_text, wrapped
+from autotune.reporting.text import count_text, cut, memory_text, seconds_text, wrapped
 from autotune.schema import TrialResult
 from autotune.sharing.record import Record, class_of
 from autotune.sharing.summary import Summary
@@ -43,7 +43,7 @@ def record_lines(name: str, record: Record) -> list[str]:
         ("machine", f"{machine.device_name}, {memory_text(machine.total_memory_bytes)}"),
         ("hard keys", ", ".join(f"{key} {value or 'none'}" for key, value in machine.hard_keys.items())),
         ("versions", versions),
-        ("model", f"{work.model.name}, {work.model.num_parameters / 1e9:.2f}B parameters"),
+        ("model", f"{work.model.name}, {count_text(work.model.num_parameters)} parameters"),
         ("work", class_of(work)),
         ("settings", record.settings.label()),
         ("promise", f"{seconds_text(expected.step_seconds)} a step, {memory_text(expected.peak_memory_bytes)}"),

@@ -16,6 +16,11 @@ def memory_text(num_bytes: float | None) -> str:
     return f"{num_bytes / 2**10:.0f} KiB" if num_bytes >= 2**10 else f"{num_bytes:.0f} B"
 
 
+def count_text(number: int) -> str:
+    """`3.7M` or `20.4B`."""
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
 def seconds_text(seconds: float | None) -> str:
     """`45 us`, `0.123 s`, `45 s`, `3 min 05 s`, `2 h 10 min`, or `-` when unknown."""
     if seconds is None:

@@ -5,6 +5,7 @@
 What is read is data from elsewhere: taken only if it is whole, unaltered, valid, filed where it belongs and possible.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,7 @@ def open_store(url: str, **options: Any) -> Store:
     """
     protocol, separator, rest = url.partition("://")
     if not separator or protocol in {"file", "local"}:
-        return Store(LocalFiles(Path(rest if separator else url).expanduser()))
+        return Store(LocalFiles(Path(os.path.expanduser(rest if separator else url))))  # noqa: PTH111  Path's may raise
     return Store(RemoteFiles(url, options))
 
 

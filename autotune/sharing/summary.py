@@ -3,6 +3,7 @@
 The index is a cache: whatever is wrong with it, it is made again from the records.
 """
 
+import contextlib
 from pathlib import Path
 
 import platformdirs
@@ -40,7 +41,8 @@ def summaries(store: Store) -> tuple[Summary, ...]:
     fresh = {name: _summary(name, record) for name, record in store.records(unseen)}
     if fresh:
         index |= fresh
-        write_whole(path, _Index.dump_json(index).decode())
+        with contextlib.suppress(OSError):  # a cache: without it records are opened again
+            write_whole(path, _Index.dump_json(index).decode())
     found = [index[entry.name] for entry in entries if entry.name in index]
     return tuple(sorted(found, key=lambda row: (row.measured_on, row.name), reverse=True))
 

@@ -7,6 +7,7 @@ instance of the family's real class, on this device. Verdicts become gates of th
 <choice>`, and are kept for each machine, set of library versions and kind of work: a plan seldom waits for them.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -147,4 +148,5 @@ def _kept(path: Path) -> dict[str, Gate]:
 
 def _keep(path: Path, gate: Gate) -> None:
     gates = {**_kept(path), gate.name: gate}
-    write_whole(path, "".join(f"{one.model_dump_json()}\n" for one in gates.values()))
+    with contextlib.suppress(OSError):  # a verdict that cannot be kept is found again
+        write_whole(path, "".join(f"{one.model_dump_json()}\n" for one in gates.values()))

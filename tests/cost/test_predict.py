@@ -137,7 +137,10 @@ def test_4_bits_are_dequantised_by_reading_them_and_writing_the_copy_for_each_pr
     work = card.model.traced("bf16", "bnb-nf4", "flash", 1, 0).backward[1].work
     shapes = [(layer.in_features, layer.out_features) for layer in linears(card.model.model("bf16", "bnb-nf4"))]
     expected = sum(nf4_bytes(k * n) + 2 * k * n + 5 * -(-k * n // 64) for k, n in shapes)
-    assert sum(moved * count for (kind, _, _, moved), count in work.items() if kind.startswith("dequantization")) == expected
+    assert (
+        sum(moved * count for (kind, _, _, moved), count in work.items() if kind.startswith("dequantization"))
+        == expected
+    )
     assert card.predict(small).step_time.dequantization_seconds > 0
 
 

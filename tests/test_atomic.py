@@ -1,0 +1,32 @@
+"""Writing whole or not at all, and never over what is no file."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autotune.atomic import require_writable, write_whole
+
+
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for place in (pipe, folder):
+        for write in (require_writable, lambda path: write_whole(path, "text")):
+            with pytest.raises(OSError, match="not a regular file"):
+                write(place)
+    assert pipe.is_fifo()
+    assert sorted(tmp_path.iterdir()) == [folder, pipe]
+
+
+def test_what_cannot_be_written_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
+    wanted = tmp_path / ("x" * 255)
+    with pytest.raises(OSError, match="too long") as refused:
+        write_whole(wanted, "text")
+    assert refused.value.filename == str(wanted)
+
+
+def test_asking_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    require_writable(tmp_path / "plan.yaml")
+    assert list(tmp_path.iterdir()) == []

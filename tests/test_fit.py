@@ -1,0 +1,68 @@
+"""Whether a plan fits a machine: what its settings name must mean something there, and work."""
+
+import pytest
+
+from autotune.fit import hardware_misfits
+from autotune.plan_file import seal
+from autotune.schema import CachingSettings, Gate, HardwareProfile, TrainingPlan
+from tests import builders
+from tests.test_plan_file import make_plan
+
+
+def machine(*closed: Gate, kind: str = "cuda") -> HardwareProfile:
+    open_ = builders.hardware(kind=kind)
+    return open_.model_copy(update={"gates": (*open_.gates, *closed)})
+
+
+def planned(storage: str = "none", **settings: object) -> TrainingPlan:
+    plan = make_plan()
+    hardware = plan.frozen.hardware.model_copy(update={"hard_keys": {}})
+    changes = {
+        "hardware": hardware,
+        "settings": builders.candidate(**settings),
+        "caching": CachingSettings(text_encoder_storage=storage),
+    }
+    return seal(plan.job, plan.frozen.model_copy(update=changes))
+
+
+def test_a_plan_whose_settings_work_here_fits() -> None:
+    assert hardware_misfits(planned(), machine()) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "closed"),
+    [
+        ({"attention": "flash"}, "attention.flash"),
+        ({"quantization": "bnb-nf4"}, "quantization.bnb-nf4"),
+        ({"precision": "bf16"}, "precision.bf16"),
+        ({"compile": "block"}, "compile"),
+        ({"storage": "bnb-nf4"}, "quantization.bnb-nf4"),
+    ],
+)
+def test_what_does_not_work_here_is_named_with_the_reason(settings: dict[str, str], closed: str) -> None:
+    here = machine().model_copy(update={"gates": (Gate(name=closed, available=False, reason="package: not there"),)})
+    (misfit,) = hardware_misfits(planned(**settings), here)
+    assert next(iter(settings.values())) in misfit
+    assert "package: not there" in misfit
+
+
+@pytest.mark.parametrize(
+    "name", ["quantization", "attention", "precision", "compile", "optimizer", "loader", "allocator", "batch_memory"]
+)
+def test_a_name_that_this_autotune_does_not_know_is_refused_rather_than_taken_for_another(name: str) -> None:
+    (misfit,) = hardware_misfits(planned(**{name: "newer"}), machine())
+    assert name in misfit
+    assert "'newer'" in misfit
+
+
+def test_page_locked_memory_needs_cuda() -> None:
+    (misfit,) = hardware_misfits(planned(batch_memory="pinned"), machine(kind="cpu"))
+    assert "batch_memory: pinned does not work here" in misfit
+
+
+@pytest.mark.parametrize(("storage", "matters"), [("none", False), ("torchao-int8", True)])
+def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(storage: str, matters: bool) -> None:
+    plan = planned(quantization=storage)
+    keyed = plan.frozen.hardware.model_copy(update={"hard_keys": {"torchao": "0.1.0"}})
+    misfits = hardware_misfits(seal(plan.job, plan.frozen.model_copy(update={"hardware": keyed})), machine())
+    assert bool(misfits) == matters
