@@ -15,16 +15,16 @@ from autotune.training.events import StepEvent
 QUIET_SECONDS = 60.0
 """Longest silence of a training run whose output goes to a file."""
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, markup=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def _bar() -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeRemainingColumn(compact=True),
         console=err,
         transient=True,
@@ -96,7 +96,7 @@ class TrainingDisplay:
 
     def warn(self, message: str) -> None:
         """Say what needs attention, above the bar."""
-        self.progress.console.print(f"warning: {message}", style="yellow", markup=False)
+        self.progress.console.print(f"warning: {message}", style="yellow")
 
     def _update(self, name: str, done: int, total: int, note: str) -> None:
         if self.task is None:

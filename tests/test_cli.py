@@ -98,3 +98,11 @@ def test_the_home_of_nobody_is_a_folder_that_is_not_there() -> None:
     process = autotune("estimate", "--model", "~nobody-here/x", "--hardware", "nvidia-rtx-4090")
     assert process.returncode == 2
     assert "neither a folder nor a known model" in process.stderr
+
+
+def test_names_with_brackets_are_printed_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    from autotune.terminal import err, out
+
+    for console in (out, err):
+        console.print("model  /models/[/red] [bold]v2")
+    assert [text.strip() for text in capfd.readouterr()] == ["model  /models/[/red] [bold]v2"] * 2

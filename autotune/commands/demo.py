@@ -23,7 +23,7 @@ def demo(
         silence_progress_bars()
         made = make_demo(output, model)
     size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
-    out.print(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}", markup=False)
+    out.print(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
     plan_file, result = output / "plan.yaml", output / "result"
     _announce("autotune probe")
     probe()
@@ -44,10 +44,10 @@ def demo(
     )
     _announce(f"autotune train {plan_file}")
     train(plan_file=plan_file)
-    out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png", markup=False)
+    out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
 
 
 def _announce(command: str) -> None:
     from autotune.terminal import out
 
-    out.print(f"\n$ {command}", style="bold", markup=False)
+    out.print(f"\n$ {command}", style="bold")

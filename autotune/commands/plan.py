@@ -92,7 +92,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     limits = {"max_memory": asked.max_memory, "reserve": asked.reserve, "cap_memory": asked.cap_memory}
     machine = recording.hardware if recording else machine_for(asked.hardware, **limits)
     if asked.list_knobs:
-        out.print("\n".join(knob_lines(list_choices(question, machine))), markup=False)
+        out.print("\n".join(knob_lines(list_choices(question, machine))))
         return
     for target in (asked.output, asked.record):
         if target is not None:
@@ -108,12 +108,12 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
         try:
             remember(made, machine, tuple(heard.calibration))
         except Unreachable as error:  # the plan is made all the same
-            err.print(f"profiles  not kept for the next search: {error.message}", style="yellow", markup=False)
+            err.print(f"profiles  not kept for the next search: {error.message}", style="yellow")
     if asked.as_json:
         typer.echo(made.model_dump_json(indent=1))
         return
-    out.print("\n".join([*plan_lines(made), *origin_lines(made)]), markup=False)
-    out.print(f"written to {asked.output}; train it with: autotune train {asked.output}", markup=False)
+    out.print("\n".join([*plan_lines(made), *origin_lines(made)]))
+    out.print(f"written to {asked.output}; train it with: autotune train {asked.output}")
 
 
 def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
@@ -181,14 +181,14 @@ class _Heard:
 
         budget = self.proven.device.budget_bytes
         return Events(
-            on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow", markup=False),
+            on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow"),
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
             on_machine=lambda machine: setattr(self, "proven", machine),
-            on_note=lambda note: err.print(f"note      {note}", markup=False),
+            on_note=lambda note: err.print(f"note      {note}"),
             on_survey=self._survey,
             on_start=display.start,
             on_trial=display.show,
-            on_doubt=lambda line: err.print(f"profiles  {line}", markup=False),
+            on_doubt=lambda line: err.print(f"profiles  {line}"),
             on_calibration=self.calibration.extend,
             on_predictions=lambda predictions: err.print("\n".join(prediction_lines(predictions, budget))),
         )
@@ -198,7 +198,7 @@ class _Heard:
         from autotune.terminal import err
 
         self.known.extend(survey.known)
-        err.print("\n".join(survey_lines(survey)), end="", markup=False)
+        err.print("\n".join(survey_lines(survey)), end="")
 
 
 def _changed(thing: Any, **values: object) -> Any:

@@ -3,7 +3,6 @@
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,7 +46,7 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     hardware = read_machine(quick=True)
     chosen = _measured_here(asked.plan_file, fetch_weights(chosen), hardware)
     number = chosen.frozen.hardware.num_processes
-    with held_for_run(hardware.device, number, partial(err.print, markup=False)):
+    with held_for_run(hardware.device, number, err.print):
         if number > 1 and not started_by_launcher():
             prepare(chosen, hardware, resume=asked.resume).claim.release()  # so that what is wrong is said once
             raise typer.Exit(launch(number, sys.argv[1:]))
@@ -64,7 +63,7 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
 
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
-        err.print(job_line(plan), markup=False)
+        err.print(job_line(plan))
     with training_display() as display:
         events = Events(
             on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
@@ -75,8 +74,8 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
     if as_json:
         typer.echo(report.model_dump_json(indent=1))
         return
-    out.print("\n".join(report_lines(report)), markup=False)
-    out.print(f"adapter: {Path(plan.job.output) / report.adapter}", markup=False)
+    out.print("\n".join(report_lines(report)))
+    out.print(f"adapter: {Path(plan.job.output) / report.adapter}")
 
 
 def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":
@@ -97,7 +96,6 @@ def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile"
     err.print(
         f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} predicted{changed}; "
         f"written to {sealed_path(path)}",
-        markup=False,
     )
     return sealed
 
