@@ -29,7 +29,7 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def autotune(*arguments: object, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run the command as a user would, in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "autotune", *map(str, arguments)],

@@ -222,7 +222,7 @@ def test_interrupted_search_leaves_no_child_behind(journey: Journey, tmp_path: P
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 2  # the fork server and a trial
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     deadline = time.monotonic() + 10
     while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
         assert time.monotonic() < deadline, "a child outlived the search"

@@ -205,7 +205,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     wait_until(lambda: len(logged(victim.log, "ends")) >= 2)
     os.kill(victim.process.pid or 0, signal.SIGKILL)
     for worker in others:
-        worker.process.join(timeout=60)
+        worker.process.join(timeout=240)
     texts = [worker.output.read_text() for worker in others]
     assert texts[0].startswith("# A training plan"), texts[0]
     assert len(set(texts)) == 1, "exactly one plan is frozen"
@@ -215,10 +215,10 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     assert set(logged(victim.log, "begins")) == set(ended), "the victim's candidate is taken over"
 
     stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*GATES))
-    stranger.process.join(timeout=60)
+    stranger.process.join(timeout=240)
     assert "compute capability: 9.0 there, 8.9 here" in stranger.output.read_text()
     latecomer = start_worker(tmp_path, "latecomer", asked)
-    latecomer.process.join(timeout=60)
+    latecomer.process.join(timeout=240)
     assert latecomer.output.read_text() == texts[0]
     plan = read_plan(_written(tmp_path / "plan.yaml", texts[0]))
     write_recording(tmp_path / "r.jsonl", recording_of(plan, HARDWARE, (), shared=True))

@@ -1,5 +1,6 @@
 """What only folders can suffer: links, devices, crashes, crowds; and git checkouts that two teams merge."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -86,16 +87,21 @@ def test_ten_thousand_records_list_in_under_two_seconds(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(Path(store.where), 10_000)
-    first, again = [], []
+    first, again, parsing = [], [], []
     for attempt in range(3):  # another program may get in the way of one
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache{attempt}"))
+        started = time.perf_counter()
+        for path in Path(store.where).rglob("*.json"):
+            json.loads(path.read_bytes())
+        parsing.append(time.perf_counter() - started)  # .4 s on the machine that the limits are for
         for seconds in (first, again):  # the first makes the index
             started = time.perf_counter()
             rows = summaries(store)
             seconds.append(time.perf_counter() - started)
             assert len(rows) == 10_000
-    assert min(first) < 2
-    assert min(again) < 0.5
+    pace = max(1.0, min(parsing) / 0.4)
+    assert min(first) < 2 * pace
+    assert min(again) < 0.5 * pace
     assert rows[0].device_name == "NVIDIA GeForce RTX 4090"
 
 

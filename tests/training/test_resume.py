@@ -156,7 +156,7 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
         time.sleep(0.02)
     process.kill()
     process.wait()
-    resumed = subprocess.run([*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=200)
+    resumed = subprocess.run([*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=600)
     assert resumed.returncode == 0, resumed.stderr
     assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 40
     plan = read_plan(plan_file)

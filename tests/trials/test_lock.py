@@ -17,18 +17,27 @@ from tests.builders import hardware
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def _hold(path: Path, pipe: Connection, trains: bool) -> None:
+def _hold(path: Path, pipe: Connection, trains: bool, told: Path | None) -> None:
     waits: list[str] = []
-    lock = DeviceLock(path, waits.append, trains=trains)
+
+    def tell(words: str) -> None:
+        waits.append(words)
+        if told is not None:
+            told.touch()
+
+    lock = DeviceLock(path, tell, trains=trains)
     lock.take()
     pipe.send(waits)
     pipe.recv()
     lock.give_back()
 
 
-def _holder(path: Path, *, trains: bool = False) -> tuple["multiprocessing.process.BaseProcess", Connection]:
+def _holder(
+    path: Path, *, trains: bool = False, told: Path | None = None
+) -> tuple["multiprocessing.process.BaseProcess", Connection]:
+    """A process that takes the lock; `told` appears when it begins to wait."""
     ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_hold, args=(path, theirs, trains), daemon=True)
+    process = SPAWN.Process(target=_hold, args=(path, theirs, trains, told), daemon=True)
     process.start()
     return process, ours
 
@@ -99,7 +108,11 @@ def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(tmp_path: 
     with pytest.raises(AutotuneError, match=f"process {os.getpid()}"):
         impatient.take()
     assert "waiting for its end" in waits[0]
-    run, pipe = _holder(path, trains=True)
+    told = tmp_path / "told"
+    run, pipe = _holder(path, trains=True, told=told)
+    deadline = time.monotonic() + 60
+    while not told.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
     time.sleep(0.3)
     assert not search.is_wanted()
     assert not pipe.poll(0)
