@@ -39,6 +39,11 @@ AGAINST_LAYERWISE = (
 """Errors of a layer's outputs, normal weights: int8 0.9% at any size; float8 without scales 2.7% at a standard
 deviation of 0.05, 3.3% at 0.02, 5.7% at 0.01, beyond the 5% of `--quality high`."""
 
+AGAINST_LLM_INT8 = (
+    "on a processor its products are plain operations in fp32 that need 16 bytes an output for a moment; torchao-int8 "
+    "stores as little and multiplies at once"
+)
+
 NF4_BLOCK = 64
 """Weights per absolute maximum."""
 NESTED_BLOCK = 256
@@ -81,11 +86,11 @@ class Quantization(Knob):
             else:
                 admitted.append(name)
         admitted.sort(key=lambda name: name == "none")  # the one that needs least memory first
-        on_request: tuple[Rejected, ...] = ()
-        if LAYERWISE in admitted and "torchao-int8" in admitted:
-            admitted.remove(LAYERWISE)
-            on_request = (Rejected(choice=LAYERWISE, reason=AGAINST_LAYERWISE),)
-        return Choices(tuple(admitted), tuple(rejected), on_request)
+        worse = {LAYERWISE: AGAINST_LAYERWISE} if "torchao-int8" in admitted else {}
+        if worse and setting.hardware.device.kind == "cpu":
+            worse["bnb-int8"] = AGAINST_LLM_INT8
+        on_request = tuple(Rejected(choice=name, reason=why) for name, why in worse.items() if name in admitted)
+        return Choices(tuple(name for name in admitted if name not in worse), tuple(rejected), on_request)
 
     def parity(self, choice: Choice) -> Parity | None:
         return Parity(choice, *TOLERANCES[str(choice)]) if choice in TOLERANCES else None
