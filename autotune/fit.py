@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from autotune.errors import DoesNotFit
 from autotune.knobs.base import Setting
-from autotune.knobs.registry import KNOBS, NAMES
+from autotune.knobs.registry import KNOBS
 from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
 
 KEY_NAMES: Mapping[str, str] = {
@@ -54,17 +54,13 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Which of the settings' names mean nothing to this autotune, or something that does not work here."""
     settings, storage = plan.frozen.settings, plan.frozen.caching.text_encoder_storage
-    used = [(name, getattr(settings, name), name) for name in NAMES]
-    used.append(("storage of text encoders", storage, "quantization"))
-    closed = {gate.name: gate.reason for gate in hardware.gates if not gate.available}
-    if hardware.device.kind != "cuda":
-        closed["batch_memory.pinned"] = f"only CUDA has page-locked memory, this is {hardware.device.kind}"
+    used = [(knob.name, knob, getattr(settings, knob.name)) for knob in KNOBS if knob.names]
+    used += [("storage of text encoders", knob, storage) for _, knob, _ in used if knob.name == "quantization"]
     misfits = []
-    for title, value, name in used:
-        gate = "compile" if (name, value) == ("compile", "block") else f"{name}.{value}"
-        if gate in closed:
-            misfits.append(f"{title}: {value} does not work here: {closed[gate]}")
-        elif value not in NAMES[name]:
+    for title, knob, value in used:
+        if defect := knob.defect(value, hardware):
+            misfits.append(f"{title}: {value} does not work here: {defect}")
+        elif value not in knob.names:
             misfits.append(f"{title}: this autotune knows no {value!r}")
     return tuple(misfits)
 

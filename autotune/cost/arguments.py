@@ -2,7 +2,7 @@
 
 from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family
-from autotune.knobs.registry import NAMES
+from autotune.knobs.registry import KNOBS
 from autotune.schema import Bucket, Candidate, Workload
 
 MAX_SIDE_PX = 8192
@@ -61,10 +61,11 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         InvalidInput: an unknown choice, more checkpointed blocks than there are, or a micro-batch that does not divide
             the effective batch.
     """
-    for name, known in NAMES.items():
-        value = getattr(candidate, name)
-        if value not in known:
-            raise InvalidInput(f"there is no {name.replace('_', ' ')} called {value!r}", hint=nearest_of(value, known))
+    for knob in KNOBS:
+        value = getattr(candidate, knob.name)
+        if knob.names and value not in knob.names:
+            what = knob.name.replace("_", " ")
+            raise InvalidInput(f"there is no {what} called {value!r}", hint=nearest_of(value, knob.names))
     blocks = workload.model.num_blocks
     if candidate.checkpointed_blocks > blocks:
         raise InvalidInput(

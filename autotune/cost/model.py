@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from autotune.cost.allocator import waste_share
-from autotune.cost.kernels import DeviceRules, kernel_for
+from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.cost.quantized import quantize_for_tracing
 from autotune.cost.trace import (
     TRACED_BLOCKS,
@@ -135,7 +135,8 @@ class TracedModel:
         noise = torch.empty_like(batch["latents"])
         for name in blocks:
             setattr(transformer, name, torch.nn.ModuleList())
-        with torch.no_grad():
+        kernel = kernel_for("native", self.rules, self.masked(1))
+        with substitutes(kernel, self.rules), torch.no_grad():
             self.family.predict(transformer, noise, torch.empty(1, device="meta"), batch)
         for name, kept in blocks.items():
             setattr(transformer, name, kept)

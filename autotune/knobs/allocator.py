@@ -14,6 +14,7 @@ class Allocator(Knob):
 
     name = "allocator"
     title = "allocator"
+    names = ("default", "expandable")
     needs_reload = True
 
     def choices(self, setting: Setting) -> Choices:

@@ -24,6 +24,7 @@ class Attention(Knob):
 
     name = "attention"
     title = "attention"
+    names = BACKENDS
 
     def choices(self, setting: Setting) -> Choices:
         admitted: list[Choice] = []

@@ -56,6 +56,11 @@ def parity_gate(knob: str, runs: Choice) -> str:
     return f"parity.{knob}.{runs}"
 
 
+def closed_because(hardware: HardwareProfile, gate: str) -> str | None:
+    """Why the machine's gate of this name is closed; None where it is open or unknown."""
+    return next((g.reason for g in hardware.gates if g.name == gate and not g.available), None)
+
+
 class Knob(ABC):
     """One tunable dimension. Stateless: instances live in the registry."""
 
@@ -63,12 +68,18 @@ class Knob(ABC):
     """The field of `Candidate` it sets."""
     title: ClassVar[str]
     """What people call it, in at most 14 characters."""
+    names: ClassVar[tuple[str, ...]] = ()
+    """Every value on whatever machine, where values are names; empty for numbers."""
     needs_reload: ClassVar[bool] = False
     """Whether another value needs the model loaded anew."""
 
     @abstractmethod
     def choices(self, setting: Setting) -> Choices:
         """The values worth trying for this setting. The first admitted one is the least demanding of memory."""
+
+    def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+        """Why `choice` does not work on this machine at all; None where it may."""
+        return closed_because(hardware, f"{self.name}.{choice}")
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         """Why this knob's value cannot go with the candidate's other values; None when it can."""

@@ -4,8 +4,8 @@ import math
 from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
-from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Candidate, Choice, Rejected
+from autotune.knobs.base import Choices, Knob, Parity, Setting, closed_because
+from autotune.schema import Candidate, Choice, HardwareProfile, Rejected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +27,10 @@ class Compile(Knob):
 
     name = "compile"
     title = "compile"
+    names = ("off", "block")
+
+    def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+        return closed_because(hardware, "compile") if choice == "block" else None
 
     def choices(self, setting: Setting) -> Choices:
         gate = setting.hardware.gate("compile")

@@ -5,7 +5,7 @@ step before it runs. What a step waits for data is in every run's report.
 """
 
 from autotune.knobs.base import Choices, Knob, Setting
-from autotune.schema import Choice, Rejected, Workload
+from autotune.schema import Choice, HardwareProfile, Rejected, Workload
 
 WORKERS = (0, 1, 2, 4)
 AGAINST_NONE = "the host would read and stack the next batch only when the device has done the last"
@@ -42,14 +42,19 @@ class BatchMemory(Knob):
 
     name = "batch_memory"
     title = "batch memory"
+    names = ("pageable", "pinned")
 
     def choices(self, setting: Setting) -> Choices:
         device = setting.hardware.device
-        if device.kind != "cuda":
-            reason = f"only CUDA copies from page-locked memory by itself, this is {device.kind}"
-        elif device.memory_kind == "integrated":
+        reason = self.defect("pinned", setting.hardware)
+        if reason is None and device.memory_kind == "integrated":
             reason = "device and host share one memory: locked pages are lost to both, and the copy is no faster"
-        else:
+        if reason is None:
             against = "copies from pageable memory go through a second buffer, and the host waits for them"
             return Choices(("pinned",), on_request=(Rejected(choice="pageable", reason=against),))
         return Choices(("pageable",), rejected=(Rejected(choice="pinned", reason=reason),))
+
+    def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+        if choice != "pinned" or hardware.device.kind == "cuda":
+            return None
+        return f"only CUDA copies from page-locked memory by itself, this is {hardware.device.kind}"

@@ -19,6 +19,7 @@ class WeightLoader(Knob):
 
     name = "loader"
     title = "loader"
+    names = tuple(LOADERS)
 
     def choices(self, setting: Setting) -> Choices:
         best = _fastest(setting)

@@ -21,6 +21,7 @@ class Precision(Knob):
 
     name = "precision"
     title = "precision"
+    names = ("bf16", "fp32")
     needs_reload = True
 
     def choices(self, setting: Setting) -> Choices:

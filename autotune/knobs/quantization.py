@@ -71,6 +71,7 @@ class Quantization(Knob):
 
     name = "quantization"
     title = "base weights"
+    names = tuple(QUALITY_OF)
     needs_reload = True
 
     def choices(self, setting: Setting) -> Choices:
