@@ -15,6 +15,7 @@ from bitsandbytes import functional
 from bitsandbytes import nn as bnb
 
 from autotune.knobs.bitsandbytes_layer import layer_of
+from tests.profiled import peak_allocated_bytes
 
 STORAGES = ("bnb-nf4", "bnb-int8")
 SLICE_BYTES = 1 << 12
@@ -48,22 +49,11 @@ def test_slices_give_the_bits_of_quantising_whole(shape: tuple[int, int], dtype:
 def test_quantising_takes_the_result_and_some_slices(storage: str) -> None:
     layer = nn.Linear(1024, 4096, dtype=torch.bfloat16)  # 8 MiB
 
-    def peak(call: object) -> int:
-        with torch.profiler.profile(profile_memory=True) as trace:
-            kept = call()  # type: ignore[operator]
-        level = most = 0
-        for event in trace.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                level += event.nbytes()
-                most = max(most, level)
-        del kept
-        return most
-
     slice_bytes = 1 << 18
     stored = layer.weight.numel() // (2 if storage == "bnb-nf4" else 1)
-    sliced = peak(lambda: layer_of(layer, storage, slice_bytes)) - stored
+    sliced = peak_allocated_bytes(lambda: layer_of(layer, storage, slice_bytes)) - stored
     assert sliced < 20 * slice_bytes
-    assert sliced < (peak(lambda: layer_of(layer, storage, 1 << 30)) - stored) / 3
+    assert sliced < (peak_allocated_bytes(lambda: layer_of(layer, storage, 1 << 30)) - stored) / 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

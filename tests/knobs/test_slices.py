@@ -7,6 +7,7 @@ from torchao.quantization import quantize_
 
 from autotune.knobs import quantization
 from autotune.knobs.quantization import _torchao_config, quantised_in_slices
+from tests.profiled import peak_allocated_bytes
 
 
 @pytest.mark.parametrize("choice", ["torchao-int8", "torchao-fp8"])
@@ -35,17 +36,7 @@ def test_working_memory_is_of_a_slice(choice: str, monkeypatch: pytest.MonkeyPat
     layer = nn.Linear(1024, 4096, dtype=torch.bfloat16)  # 8 MiB
     monkeypatch.setattr(quantization, "CPU_SLICE_BYTES", 1 << 18)
 
-    def peak(call):
-        with torch.profiler.profile(profile_memory=True) as trace:
-            call()
-        level = most = 0
-        for event in trace.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                level += event.nbytes()
-                most = max(most, level)
-        return most
-
     stored = 4 << 20
-    sliced = peak(lambda: quantised_in_slices(layer, _torchao_config(choice))) - stored
+    sliced = peak_allocated_bytes(lambda: quantised_in_slices(layer, _torchao_config(choice))) - stored
     assert sliced < 20 * (1 << 18)
-    assert sliced < (peak(lambda: quantize_(layer, _torchao_config(choice))) - stored) / 3
+    assert sliced < (peak_allocated_bytes(lambda: quantize_(layer, _torchao_config(choice))) - stored) / 3

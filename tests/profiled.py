@@ -1,0 +1,18 @@
+"""What torch's own profiler says of memory, for tests that hold a limit against it."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def peak_allocated_bytes(call: Callable[[], object]) -> int:
+    """The most that `call` has allocated at any moment, on a processor; its result is kept until the end."""
+    with torch.profiler.profile(profile_memory=True) as trace:
+        kept = call()
+    level = most = 0
+    for event in trace.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            most = max(most, level)
+    del kept
+    return most
