@@ -97,3 +97,12 @@ def test_leaving_the_runner_leaves_no_child_and_no_log(small_model: Path) -> Non
         log = runner._log
     assert not running.is_running()
     assert not log.exists()
+
+
+@pytest.mark.parametrize("targets", ["attention+mlp", "all-linear"])
+def test_layers_that_the_model_leaves_unused_are_no_defect_of_a_candidate(
+    runner: ProcessTrialRunner, small_model: Path, targets: str
+) -> None:
+    runner.workload = workload(small_model, targets=targets)
+    result = runner.run(FIRST)
+    assert (result.outcome, result.message) == ("ok", "")
