@@ -262,8 +262,8 @@ class Expected(Frozen):
     peak_memory_bytes: int = PositiveInt
     """Of a training step, as the device's allocator counts it."""
     process_memory_bytes: int = NaturalInt
-    """What the process takes besides: on CPU its libraries, on a GPU its context and what the allocator rounds up; where
-    no rehearsal went through all phases, also what another one is predicted to need beyond a step."""
+    """What the process takes besides: on CPU its libraries, on a GPU its context and what the allocator rounds up.
+    Where no rehearsal went through all phases, also what another one is predicted to need beyond a step."""
     phases: tuple[PhasePeak, ...] = ()
     """What each phase of a run took when the winner was rehearsed; empty where none was."""
 

@@ -71,6 +71,7 @@ class FormulaPredictor:
         phase = PhaseMemory.model_construct(name="train", peak_memory_bytes=allocated + GIB)
         return Prediction.model_construct(
             candidate=candidate,
+            peak_memory_bytes=allocated + GIB,
             allocated_memory_bytes=allocated,
             required_memory_bytes=allocated + GIB,
             phases=(phase,),
