@@ -138,7 +138,6 @@ def _strategy(
     number = question.num_processes
     replicated = Parallel("ddp", number) if number > 1 else Parallel()
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
-    budget = cost.hardware.device.budget_bytes
     setting = Setting(cost.hardware, model.family, workload)
     space = _space(question, setting)
     if number == 1 and not _fits(space, cost):
@@ -151,7 +150,7 @@ def _strategy(
             raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
         lighter = _without_too_heavy(space, cost)
-        if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
+        if number == 1 or _fits(lighter, cost):
             return cost, lighter
     except NothingFits:
         if number == 1:
