@@ -188,11 +188,15 @@ def _cost_beside_kept(
 ) -> Predictor:
     """The cost model, of the machine without what stays on it beside training."""
     pins = {name.removeprefix(PIN): value for name, value in question.pins if name.startswith(PIN)}
-    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins, parallel)
+    return beside_kept(Predictor(hardware, workload, model.family, model.config, parts_of(model), pins, parallel))
+
+
+def beside_kept(cost: Predictor) -> Predictor:
+    """The same cost model, of the machine without what stays on it beside training."""
     if not cost.kept_bytes:
         return cost
-    less = with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes))
-    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins, parallel)
+    hardware = cost.hardware
+    reduced = cost.beside(with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes)))
     reduced.caching = cost.caching  # chosen with all of the memory
     return reduced
 
