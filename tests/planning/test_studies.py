@@ -14,8 +14,10 @@ from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.hardware.probe import with_budget
 from autotune.plan_file import plan_text, read_plan
 from autotune.planner import Events, make_plan
+from autotune.planning.case import case_of
 from autotune.planning.question import Question
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
+from autotune.planning.resuming import kept_study
 from autotune.schema import Candidate, TrialResult
 from autotune.search.storage import Place, safe_words
 from autotune.training.describe import Wishes
@@ -122,6 +124,22 @@ def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: Qu
     plan = make_plan(asked, HARDWARE, around=interrupted_after(99, tried))
     assert len(set(tried[:4])) == 1, "it is taken up again first"
     assert [trial.outcome for trial in plan.frozen.trials] == ["ok"] * len(plan.frozen.trials)
+
+
+def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: Question, tmp_path: Path) -> None:
+    worker = start_worker(tmp_path, "first", asked, hangs_at=3)
+    wait_until(lambda: len(logged(worker.log, "begins")) == 3)
+    notes: list[str] = []
+    case = case_of(asked, HARDWARE, surroundings())
+    with kept_study(case, "0.0", notes.append):
+        os.kill(worker.process.pid or 0, signal.SIGKILL)
+        worker.process.join()
+    with kept_study(case, "0.0", notes.append):
+        pass
+    assert notes == [
+        "another search of the same runs: this one joins it, 2 trials known",
+        "an interrupted search of the same goes on: 2 trials known (--fresh forgets them)",
+    ]
 
 
 def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Question) -> None:
