@@ -56,7 +56,6 @@ class Question:
         value = self.said.get(name, getattr(self.job, name, None))
         return None if value is None else str(value)
 
-
     @property
     def caching_pins(self) -> dict[str, str]:
         """Fields of `CachingSettings` that are pinned."""

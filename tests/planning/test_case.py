@@ -21,7 +21,7 @@ def test_the_model_is_shared_out_only_where_it_fits_a_device_in_no_storage(
     """A step needs 8.1 GiB as int8, where the weights alone take 6, and 5.2 as nf4."""
 
     def weight_bytes(cost: FormulaPredictor, candidate: Candidate) -> int:
-        return int(6 * GIB * STORED_BYTES[candidate.quantization] / cost.parallel.num_processes**shared(cost))
+        return int(6 * GIB * STORED_BYTES[candidate.quantization] / cost.parallel.num_processes ** shared(cost))
 
     def shared(cost: FormulaPredictor) -> bool:
         return cost.parallel.strategy == "fsdp2"
