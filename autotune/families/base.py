@@ -161,6 +161,14 @@ class Family(ABC):
         """The repeated blocks that can be checkpointed, in the order they run."""
         return [block for name in self.block_lists for block in getattr(transformer, name)]
 
+    def last_block(self, transformer: "nn.Module") -> str:
+        """Name of the block that runs last, as `named_modules` has it.
+
+        Double-stream models make nothing of the text that comes out of it, so some of its layers never get a gradient.
+        """
+        name = self.block_lists[-1]
+        return f"{name}.{len(getattr(transformer, name)) - 1}"
+
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         """The pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
         import diffusers
