@@ -53,7 +53,7 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
-    configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
+    configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
     go_on = "free some space, then go on from the last checkpoint: --resume"
     try:
         with telling_of_full_disk(prepared.output, hint=go_on), telling_of_short_memory():

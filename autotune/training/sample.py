@@ -7,6 +7,7 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.families.resolve import fetch_model
+from autotune.knobs.allocator import configure_allocator
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
@@ -45,6 +46,7 @@ def sample_run(
     model = fetch_model(plan.job.pinned_model)
     require_controls(model.family, len(control_paths), "the prompt")
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
+    configure_allocator(frozen.settings.allocator)  # before anything is allocated
     encoders = Encoders(model, frozen.caching, frozen.settings, device)
     studio = Studio(encoders)
     steps = num_steps or plan.job.preview_steps
