@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.knobs.block_swap import BlockSwap
+from autotune.plan_file import write_plan
 from autotune.planner import Question, make_plan
 from autotune.reporting.run import report_lines
 from autotune.schema import CachingSettings, RunReport
@@ -112,6 +114,22 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     expected = bench.resolved.family.sample(stock, shot.prompt, shot.bucket, num_steps=2, seed=5)[0]
     (written,) = sample_run(run[0], bench.hardware, PROMPTS[0], bench.cache, seed=5)
     assert Image.open(written).tobytes() == expected.tobytes()
+
+
+def test_sampling_swaps_the_blocks_that_the_plan_swaps(
+    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = run
+    (plain,) = sample_run(folder, bench.hardware, PROMPTS[0], bench.cache, seed=5, output=tmp_path / "plain.png")
+    settings = SETTINGS.model_copy(update={"swapped_blocks": 1, "checkpointed_blocks": 1})
+    write_plan(tmp_path / "run-plan.yaml", bench.plan(settings=settings))
+    shutil.copy(folder / ADAPTER_FILE, tmp_path)
+    visits: list[int] = []
+    fetch = BlockSwap._fetch
+    monkeypatch.setattr(BlockSwap, "_fetch", lambda swap, number: (visits.append(number), fetch(swap, number)))
+    (written,) = sample_run(tmp_path, bench.hardware, PROMPTS[0], bench.cache, seed=5)
+    assert set(visits) == {0}
+    assert Image.open(written).tobytes() == Image.open(plain).tobytes()
 
 
 def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
