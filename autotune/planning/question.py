@@ -53,6 +53,11 @@ class Question:
         value = self.said.get(name, getattr(self.job, name, None))
         return None if value is None else str(value)
 
+    @property
+    def drops_captions(self) -> bool:
+        """Whether the job leaves captions out at random."""
+        return bool(self.said.get("caption_dropout", getattr(self.job, "caption_dropout", 0)))
+
 
 def question_of(plan: TrainingPlan) -> Question:
     """The question that `plan` answered."""

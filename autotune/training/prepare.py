@@ -59,7 +59,7 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     require_weights(model)
     control = Path(job.control) if job.control else None
     dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
-    workload = describe_workload(model, dataset, wishes_of(planned))
+    workload = describe_workload(model, dataset, wishes_of(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
     first = os.environ.get("RANK", "0") == "0"  # of several processes one holds the folder for all
     claim = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model), lock=first)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.knobs.block_swap import BlockSwap
 from autotune.plan_file import write_plan
 from autotune.planner import Question, make_plan
+from autotune.planning.case import list_choices
 from autotune.reporting.run import report_lines
 from autotune.schema import CachingSettings, RunReport
+from autotune.training.describe import Wishes
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
 from autotune.training.metrics import Metrics
@@ -33,6 +36,7 @@ from autotune.training.save import ADAPTER_FILE
 from autotune.weights.adapters import read_adapter
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
+from tests.training.small import make_plan as plan_of
 
 PROMPTS = ("a red circle on a white background", "something else")
 
@@ -215,6 +219,44 @@ def test_control_images_that_the_model_does_not_take_are_refused_before_any_work
         make_plan(
             Question(str(bench.model_folder), said={"data": str(bench.images), "control": str(control)}), bench.hardware
         )
+
+
+@pytest.fixture
+def alike(bench: Bench, tmp_path: Path) -> Path:
+    """Images whose captions have one length."""
+    images = shutil.copytree(bench.images, tmp_path / "images")
+    for caption in images.glob("*.txt"):
+        caption.write_text("a red circle")
+    return images
+
+
+def test_a_plan_without_masks_is_refused_where_captions_are_dropped_among_ones_of_one_length(
+    bench: Bench, alike: Path, tmp_path: Path
+) -> None:
+    def padding(attention: str, caption_dropout: float) -> str:
+        settings = SETTINGS.model_copy(update={"attention": attention})
+        job = {"output": str(tmp_path / "out"), "caption_dropout": caption_dropout}
+        plan = plan_of(bench.model_folder, alike, bench.hardware, settings=settings, **job)
+        assert plan.frozen.workload.text_padding == "exact"
+        prepared = prepare(plan, bench.hardware, resume=False)
+        prepared.claim.release()
+        return prepared.workload.text_padding
+
+    assert padding("_native_flash", 0.0) == "exact"
+    assert padding("native", 0.1) == "masked"
+    with pytest.raises(DoesNotFit, match=r"_native_flash refuses masks.* dropped"):
+        padding("_native_flash", 0.1)
+
+
+def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> None:
+    plain = {"data": str(alike)}
+    asked = Question(str(bench.model_folder), Wishes(size_px=(32, 32), effective_batch_size=2), plain)
+    dropping = replace(asked, said={**plain, "caption_dropout": 0.1})
+    again = replace(asked, job=bench.plan(caption_dropout=0.1).job)
+    for question, masked in ((asked, False), (dropping, True), (again, True)):
+        candidates = list_choices(question, bench.hardware).candidates
+        pairs = {candidate.micro_batch_size for candidate in candidates if candidate.attention == "_native_flash"}
+        assert pairs == ({1} if masked else {1, 2})
 
 
 @pytest.mark.parametrize(
