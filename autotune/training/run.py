@@ -163,14 +163,14 @@ class _Run:
 
     def _finish(self, loop: Loop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
+        if self.processes.is_first:  # before what may still fail
+            with self.watch.phase("saving"):
+                workload = self.plan.frozen.workload
+                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps)
         adapter_loss = loop.evaluate()
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = loop.evaluate()
         transformer.enable_adapters()  # type: ignore[operator]
-        if self.processes.is_first:
-            with self.watch.phase("saving"):
-                workload = self.plan.frozen.workload
-                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps)
         self.processes.wait()
         if self.shots:
             self._sample(adapter)
