@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,38 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monke
     monkeypatch.setattr(studio, "_run", short)
     assert studio.sample(Shot(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert tried == [(512, False), (512, True), (256, True)]
+
+
+def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
+    studio, made, left = Studio(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), [], []
+
+    def sample(shot: Shot) -> list[Any]:
+        if studio.scale > 1:
+            return ["picture"]
+        latents = torch.zeros(1)
+        made.append(weakref.ref(latents))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(studio, "_sample", sample)
+    monkeypatch.setattr(studio, "pipeline", SimpleNamespace(vae=object()))
+    monkeypatch.setattr("autotune.training.preview.give_back_memory", lambda: left.append(made[-1]()))
+    assert studio.sample(Shot(PROMPTS[0], bucket, 2, 0)) == ["picture"]
+    assert left == [None]
+
+
+def test_the_adapter_is_written_before_anything_that_may_still_fail(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(loop: Any) -> float:
+        raise AutotuneError("the cache lost an entry", hint="run again")
+
+    monkeypatch.setattr("autotune.training.loop.Loop.evaluate", lost)
+    with pytest.raises(AutotuneError, match="lost an entry"):
+        train(bench.plan(num_steps=1, output=str(tmp_path)), bench.hardware, bench.cache)
+    assert load_file(tmp_path / ADAPTER_FILE)
 
 
 def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_path: Path) -> None:
