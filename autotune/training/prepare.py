@@ -62,7 +62,7 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     workload = describe_workload(model, dataset, wishes_of(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
     first = os.environ.get("RANK", "0") == "0"  # of several processes one holds the folder for all
-    claim = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model), lock=first)
+    claim = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model, dataset), lock=first)
     return Prepared(model, dataset, workload, Path(job.output), claim)
 
 
@@ -80,7 +80,7 @@ def fetch_weights(plan: TrainingPlan) -> TrainingPlan:
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
 
 
-def _output_bytes(plan: TrainingPlan, model: ResolvedModel) -> int:
+def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) -> int:
     """Of the adapter and all checkpoints: fp32 weights, and with two moments for each in a checkpoint."""
     workload, job = plan.frozen.workload, plan.job
     adapter = add_adapter(
@@ -92,5 +92,8 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel) -> int:
         dtype=torch.float32,
     )
     one = sum(parameter.numel() for parameter in adapter) * 4
-    kept = job.checkpoints_keep_every and job.num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
+    num_steps = job.num_steps
+    if job.num_train_epochs is not None:
+        num_steps = job.num_train_epochs * sum(item.repeats for item in dataset.items) // workload.effective_batch_size
+    kept = job.checkpoints_keep_every and num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
     return one * (1 + 3 * (job.checkpoints_total_limit + 1 + kept))

@@ -226,6 +226,35 @@ def test_a_disk_nearly_full_is_said_before_any_work(
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
 
+def test_a_second_start_asks_only_for_the_room_that_is_not_yet_taken(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "autotune.training.folder.require_free", lambda folder, needed, what, hint: asked.append(needed)
+    )
+    plan = bench.plan(num_steps=4, checkpointing_steps=2, output=str(tmp_path))
+    prepare(plan, bench.hardware, resume=False).claim.release()
+    bench.loop(plan, tmp_path)
+    prepare(plan, bench.hardware, resume=True).claim.release()
+    written = [path.stat().st_size for path in (tmp_path / "checkpoints").glob("*.safetensors")]
+    assert len(written) == 2
+    assert asked == [asked[0], asked[0] - sum(written)]
+
+
+def test_checkpoints_kept_for_good_are_counted_in_epochs_where_these_decide(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "autotune.training.folder.require_free", lambda folder, needed, what, hint: asked.append(needed)
+    )
+    for length in ({"num_steps": 10}, {"num_train_epochs": 8}):  # 40 images in steps of 4
+        plan = bench.plan(checkpointing_steps=1, checkpoints_keep_every=1, output=str(tmp_path), **length)
+        prepare(plan, bench.hardware, resume=False).claim.release()
+    assert asked[0] == asked[1]
+
+
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: Path, part: str, damage: str) -> None:
