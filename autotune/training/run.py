@@ -131,11 +131,11 @@ class _Run:
 
     def _encode(self) -> EncodedDataset:
         """Encode on the first process while the others wait; then they find all of it in the cache."""
+        if not self.processes.is_first:
+            self.processes.wait()
         if self.shots:
             self.events.on_phase("encoding the prompts of previews")
             self.studio.learn(self.shots, self.cache)
-        if not self.processes.is_first:
-            self.processes.wait()
         for line in self.prepared.dataset.left_out:
             self.events.on_warning(line)
         self.events.on_phase("encoding captions and images")
