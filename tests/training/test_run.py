@@ -370,13 +370,14 @@ def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Benc
     assert train(plan, bench.hardware, bench.cache).num_steps == 2
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_job_for_a_tracker_that_is_not_installed_is_refused_at_once(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
 ) -> None:
     monkeypatch.setattr("autotune.training.metrics.find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match="wandb, which is not installed") as error:
-        prepare(bench.plan(report_to="wandb", output=str(tmp_path / "out")), bench.hardware, resume=False)
-    assert "pip install" in error.value.hint
+    with pytest.raises(InvalidInput, match=f"{tracker}, which is not installed") as error:
+        prepare(bench.plan(report_to=tracker, output=str(tmp_path / "out")), bench.hardware, resume=False)
+    assert f"pip install {tracker}" in error.value.hint
     assert not (tmp_path / "out").exists()
 
 
