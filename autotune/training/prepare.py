@@ -17,7 +17,7 @@ from autotune.families.resolve import (
     require_weights,
     resolve_model,
 )
-from autotune.fit import data_misfits, hardware_misfits, model_misfits, require_fit
+from autotune.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
 from autotune.knobs.base import Setting
 from autotune.plan_file import with_job
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
@@ -66,17 +66,21 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     return Prepared(model, dataset, workload, Path(job.output), claim)
 
 
-def fetch_weights(plan: TrainingPlan) -> TrainingPlan:
+def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
     """Bring a hub's model to this machine, with progress bars; the plan returned names the commit.
 
     Nothing is fetched for a folder, or while the data folder is missing: `prepare` will say so.
 
     Raises:
+        DoesNotFit: the plan was made for another machine.
         BadWeights: there is no such repository, its licence is not accepted, or offline files are missing.
     """
     job = plan.job
     if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():
         return plan
+    measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may turn to settings that fit
+    misfits = (hardware_misfits if measured else key_misfits)(plan, hardware)
+    require_fit((*misfits, *device_misfits(plan.frozen.hardware.num_processes, hardware)))
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
 
 

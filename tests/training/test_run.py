@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.knobs.block_swap import BlockSwap
-from autotune.plan_file import write_plan
+from autotune.plan_file import seal, write_plan
 from autotune.planner import Question, make_plan
 from autotune.planning.case import list_choices
 from autotune.reporting.run import report_lines
@@ -29,7 +29,7 @@ from autotune.training.describe import Wishes
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
 from autotune.training.metrics import Metrics
-from autotune.training.prepare import prepare
+from autotune.training.prepare import fetch_weights, prepare
 from autotune.training.preview import Shot, Studio
 from autotune.training.run import train
 from autotune.training.sample import sample_run
@@ -269,6 +269,19 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput):  # and before any trial
         make_plan(Question(str(model), said={"data": str(bench.images)}), bench.hardware)
+
+
+@pytest.mark.parametrize("evidence", ["measured", "predicted"])
+def test_a_plan_of_another_machine_is_refused_before_its_weights_are_fetched(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, evidence: str
+) -> None:
+    plan = bench.plan(model="someone/qwen")
+    expected = plan.frozen.expected.model_copy(update={"evidence": evidence})
+    plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
+    device = bench.hardware.device.model_copy(update={"kind": "mps"})
+    monkeypatch.setattr("autotune.training.prepare.fetch_model", lambda name: pytest.fail("weights were fetched"))
+    with pytest.raises(DoesNotFit, match="kind of device"):
+        fetch_weights(plan, bench.hardware.model_copy(update={"device": device}))
 
 
 def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
