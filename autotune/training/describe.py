@@ -9,8 +9,8 @@ from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.schema import Bucket, Job, Objective, Quality, Workload
 from autotune.training.data.buckets import assign_buckets, make_buckets
+from autotune.training.data.captions import EMPTY_CAPTION
 from autotune.training.data.dataset import Dataset
-from autotune.training.data.recipes import EMPTY_CAPTION
 
 
 @dataclass(frozen=True)
