@@ -45,7 +45,7 @@ class NvmlSource:
             "pcie_max_width": self._get("nvmlDeviceGetMaxPcieLinkWidth"),
             "power_limit_watts": self._get("nvmlDeviceGetEnforcedPowerLimit", _watts),
             "default_power_limit_watts": self._get("nvmlDeviceGetPowerManagementDefaultLimit", _watts),
-            "mig": self._get("nvmlDeviceIsMigDeviceHandle"),
+            "mig": self._get("nvmlDeviceIsMigDeviceHandle", lambda told: getattr(told, "value", told)),  # a c_uint
             "display_active": self._get("nvmlDeviceGetDisplayActive"),
             "other_process_bytes": self._other_process_bytes,
             "links": self._links,
