@@ -156,9 +156,10 @@ def check_link_and_power(patient: Patient) -> Iterator[Finding]:
             what = f"GPU {gpu.index} ({gpu.name}) is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
             fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"
             yield Finding(severity="hurts", name="power-limited", what=what, fix=fix)
-        width, most = gpu.pcie_width, gpu.pcie_max_width
-        if width is not None and (most or 16) >= 16 and width < 16:
-            what = f"GPU {gpu.index} ({gpu.name}) has {width} PCIe lanes of {most or 16}: copies from the host are slow"
+        # NVML's greatest width is what card and slot can do together; every card of the catalogue has 16 lanes.
+        width, full = gpu.pcie_width, 16 if sheet and sheet.pcie_generation else gpu.pcie_max_width or 16
+        if width is not None and width < full:
+            what = f"GPU {gpu.index} ({gpu.name}) has {width} PCIe lanes of {full}: copies from the host are slow"
             fix = "move the card to a full slot; avoid plans that offload"
             yield Finding(severity="hurts", name="narrow-pcie", what=what, fix=fix)
 
