@@ -61,7 +61,7 @@ def torch_for(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
     outdated = driver is not None and older(driver, DRIVERS["12"])  # it runs none of them
     first = "update the driver to 580 or newer, then " if outdated else ""
     build = "cu129" if any(own >= (10, 0) for own in capabilities) else "cu126"
-    if driver is None:
+    if driver is None and not gpus:
         build = "cpu"
     elif (outdated or not older(driver, DRIVERS["13"])) and not any(own < CUDA_13 for own in capabilities):
         build = "cu130"
@@ -119,17 +119,24 @@ def check_driver(patient: Patient) -> Iterator[Finding]:
 
 
 def check_visible_devices(patient: Patient) -> Iterator[Finding]:
-    """CUDA stops at the first entry that it cannot parse."""
+    """CUDA stops at the first entry that is no device; what the driver counts without NVML is what is left then."""
     value = patient.visible_devices
     if value is None:
         return
     entries = [entry.strip() for entry in value.split(",")]
-    wrong = next((entry for entry in entries if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-")))), None)
+    count = len(patient.gpus) if patient.nvml_absent is None and patient.gpus else None
+    wrong = next((entry for entry in entries if not _names_device(entry, count)), None)
     if wrong is not None:
         hidden = "every GPU" if wrong == entries[0] else f"every GPU after {wrong!r}"
-        what = f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: CUDA reads indices or UUIDs, up to the first it cannot"
+        what = f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: CUDA goes up to the first that is no index or UUID"
         fix = "unset CUDA_VISIBLE_DEVICES, or give indices such as 0,1"
         yield Finding(severity="blocks", name="visible-devices", what=what, fix=fix)
+
+
+def _names_device(entry: str, count: int | None) -> bool:
+    if entry.isdigit():
+        return count is None or int(entry) < count
+    return entry.startswith(("GPU-", "MIG-"))
 
 
 def check_busy(patient: Patient) -> Iterator[Finding]:
@@ -138,7 +145,7 @@ def check_busy(patient: Patient) -> Iterator[Finding]:
         held = gpu.other_process_bytes
         if held is not None and held >= BUSY_BYTES:
             what = f"other processes hold {held / GIB:.1f} GiB of GPU {gpu.index} ({gpu.name})"
-            fix = "stop them (nvidia-smi lists them), choose another GPU, or plan with less through --max-memory"
+            fix = "stop them (nvidia-smi lists them), hide this GPU (CUDA_VISIBLE_DEVICES), or plan with --max-memory"
             yield Finding(severity="hurts", name="gpu-busy", what=what, fix=fix)
         if gpu.drives_display:
             what = f"GPU {gpu.index} ({gpu.name}) drives a display, which takes memory as windows open"
