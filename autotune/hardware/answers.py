@@ -190,7 +190,7 @@ def _wsl(_: int) -> bool:
 
 
 def _compiler(_: int) -> str:
-    names = (os.environ.get("CC"), "cc", "gcc", "clang", "cl")
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
     return str(_known(next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"))
 
 

@@ -183,8 +183,12 @@ def check_shared_memory(patient: Patient) -> Iterator[Finding]:
 
 
 def check_host(patient: Patient) -> Iterator[Finding]:
-    """The host's memory kills runs as often as the GPU's."""
+    """The system can run plans at all; and the host's memory kills runs as often as the GPU's."""
     host = patient.host
+    if host.memory_model == "windows":
+        what = "plan and train need Linux or macOS: their locks and warm trial processes do not exist on Windows"
+        fix = "install WSL2 (wsl --install) and autotune inside it; the GPU works there"
+        yield Finding(severity="blocks", name="windows", what=what, fix=fix)
     if host.memory_model == "wsl":
         what = "WSL spills GPU memory to the host without an error: steps become ten times slower"
         fix = "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"

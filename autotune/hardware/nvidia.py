@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import sys
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -122,7 +121,7 @@ class DriverSource:
 
     def _cuda(self) -> Any:
         if self._library is None:
-            library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+            library = ctypes.CDLL("libcuda.so.1")
             status = library.cuInit(0)
             if status != 0:
                 raise Unanswered(f"cuInit failed with error {status}")

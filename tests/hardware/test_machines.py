@@ -163,6 +163,7 @@ def test_bitsandbytes_runs_on_a_processor_from_the_version_that_was_tried(storag
         ("rtx-4090", {"packages": {"torch": "2.6.0"}}, "old-torch"),
         ("rtx-4090", {"packages": {"torchvision_needs": "torch==2.12.0"}}, "torchvision-mismatch"),
         ("no-gpu", {"os": {"nvidia_cards": 1}}, "no-driver"),
+        ("rtx-4090", {"os": {"system": "Windows 11"}}, "windows"),
     ],
 )
 def test_the_doctor_notices(name, sources, finding):
