@@ -195,8 +195,10 @@ def _compiler(_: int) -> str:
 
 
 def _disk_free_bytes(_: int) -> int:
-    """Free where models are kept: Hugging Face's cache, or the nearest folder above it that exists."""
-    folder = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    """Free where models are kept: the hub's cache, or the nearest folder above it that exists."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # by HF_HUB_CACHE, HF_HOME or XDG_CACHE_HOME; imports nothing
+
+    folder = Path(HF_HUB_CACHE).absolute()
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

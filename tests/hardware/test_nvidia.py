@@ -155,3 +155,12 @@ def test_the_real_machine_knows_its_memory_and_packages():
     assert system.ask("packages", "pydantic").startswith("2")
     with pytest.raises(Unanswered, match="not installed"):
         system.ask("packages", "surely-not-installed")
+
+
+def test_models_are_kept_where_the_hub_keeps_them(tmp_path, monkeypatch):
+    looked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: looked.append(folder) or SimpleNamespace(free=7))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "large" / "hub"))
+    (tmp_path / "large").mkdir()
+    assert RealSystem(torch=False).ask("os", "disk_free_bytes") == 7
+    assert looked == [tmp_path / "large"]
