@@ -84,6 +84,23 @@ def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
     assert sum(kind == "rate" for kind, _ in reports) == 27
 
 
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_a_first_measurement_that_fails_or_fails_again_ends_nothing(small_effort, monkeypatch, calls_before):
+    """It is made once more at the end, to see whether the machine kept its pace."""
+    whole, calls = rates.Meter.matmul, []
+
+    def broken(self, dtype, m, k, n):
+        calls.append((dtype, m, k, n))
+        if calls[0] == calls[-1] and len(calls) != calls_before:
+            raise RuntimeError("out of memory")
+        return whole(self, dtype, m, k, n)
+
+    monkeypatch.setattr(rates.Meter, "matmul", broken)
+    reports = reports_of()
+    assert reports[-1] == ("measuring", "done")
+    assert sum(kind == "rate" for kind, _ in reports) == 27 + calls_before
+
+
 def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     none_left = dataclasses.replace(rates.EFFORTS["cpu"], total_seconds=-1.0)
     monkeypatch.setitem(rates.EFFORTS, "cpu", none_left)
