@@ -7,10 +7,10 @@ from torch import nn
 from autotune.weights.building import build_empty, dtype_of_from_pretrained, names_in_transformers
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
 from autotune.weights.loaders import LOADERS
-from autotune.weights.saving import save_file, save_model
+from autotune.weights.saving import save_file
 from autotune.weights.sources import open_source
 from autotune.weights.streaming import fill_random, load_into
-from tests.weights.conftest import bits
+from tests.weights.conftest import bits, save_model
 
 QWEN = {
     "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
