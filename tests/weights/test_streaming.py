@@ -278,13 +278,6 @@ def test_dtypes_follow_the_policy_and_otherwise_the_model(saved):
     assert model.counts.dtype == torch.int64
 
 
-def test_progress_counts_every_byte(saved):
-    calls = []
-    load_into(build_empty(Small), saved[1], on_progress=lambda done, total: calls.append((done, total)))
-    assert calls[-1] == (saved[1].size_bytes, saved[1].size_bytes)
-    assert calls == sorted(calls)
-
-
 def test_a_model_built_wholly_on_meta_is_refused_where_files_cannot_help(saved):
     with torch.device("meta"):
         model = Small()
