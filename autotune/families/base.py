@@ -90,6 +90,7 @@ FLUX_VAE: Mapping[str, Any] = {
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 2,
     "latent_channels": 16,
+    "sample_size": 1024,
     "scaling_factor": 0.3611,
     "shift_factor": 0.1159,
     "use_quant_conv": False,

@@ -3,6 +3,7 @@
 Reports are JSON objects of one entry, a line each: `measuring`, `rate`, `note`, `noisy`; `measuring: done` is the last.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import psutil
 
 from autotune.hardware.answers import RealSystem
-from autotune.hardware.rates import NOISY_ABOVE, Meter, is_noisy
+from autotune.hardware.rates import KERNELS, NOISY_ABOVE, Meter, is_noisy
 from autotune.hardware.reader import Facts, Reader, number, whole
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
@@ -37,10 +38,15 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
     report("measuring", "the start of a process")
     meter = Meter(profile, lambda: conditions_of(profile, system))
     rates: list[Rate] = []
+    first: Callable[[], Rate] | None = None
     overhead = process_overhead(profile)
     if overhead is not None:
         report("rate", overhead.model_dump_json())
-    import diffusers.models.attention_dispatch  # noqa: F401  # a second or two, that are no measurement's
+    import diffusers.models.attention_dispatch  # noqa: F401  # a second or two each, that are no measurement's
+
+    if any(gate.available for gate in profile.gates if gate.name == KERNELS["dequantization.uint8"]):
+        with contextlib.suppress(Exception):  # then its measurement says so
+            import bitsandbytes  # noqa: F401
 
     begin, others = time.perf_counter(), Others()
     for name, call in meter.measurements():
@@ -53,8 +59,13 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
         except Exception as error:  # a kernel that fails here says so, and the rest is still worth having
             report("note", f"not measured: {name}: {error or type(error).__name__}".split("\n")[0][:200])
         else:
+            first = first or call
             report("rate", rates[-1].model_dump_json())
-    if rates and is_noisy(tuple(rates), next(meter.measurements())[1]()):
+    again: Rate | None = None
+    if first is not None:
+        with contextlib.suppress(Exception):  # another process may have taken the memory since
+            again = first()
+    if is_noisy(tuple(rates), again):
         report("noisy", "timings disagreed by more than 10%")
     share = others.share()
     if profile.device.kind == "cpu" and share > NOISY_ABOVE:

@@ -93,7 +93,7 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
     if around.needs_weights:
         _require_weights_and_room(model, hardware)
     dataset = data_of(question, model)
-    whole = describe_workload(model, dataset, question.wishes)
+    whole = describe_workload(model, dataset, question.wishes, drops_captions=question.drops_captions)
     require_even_shares(whole, question.num_processes)
     workload = whole.share(question.num_processes)
     if question.here:
@@ -172,7 +172,8 @@ def _strategy(
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
     model, _ = _resolved(question)
-    workload = describe_workload(model, data_of(question, model), question.wishes)
+    data, drops = data_of(question, model), question.drops_captions
+    workload = describe_workload(model, data, question.wishes, drops_captions=drops)
     return question.space(Setting(hardware, model.family, workload))
 
 

@@ -70,6 +70,11 @@ class Question:
         pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
         return search_space(setting, pins, self.exclusions, also=also)
 
+    @property
+    def drops_captions(self) -> bool:
+        """Whether the job leaves captions out at random."""
+        return bool(self.said.get("caption_dropout", getattr(self.job, "caption_dropout", 0)))
+
 
 def question_of(plan: TrainingPlan) -> Question:
     """The question that `plan` answered."""
