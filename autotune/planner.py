@@ -13,10 +13,10 @@ import optuna
 
 from autotune.hardware.memory import shares_host_memory
 from autotune.plan_file import seal
+from autotune.planning.alternatives import larger_batch_advice
 from autotune.planning.case import Case, case_of
 from autotune.planning.confirming import LEAST_SECONDS, SHARE_OF_SEARCH, confirmed_winner, unverified_rung
 from autotune.planning.freeze import expected, planned_hardware
-from autotune.planning.outlook import larger_batch_advice
 from autotune.planning.question import Question
 from autotune.planning.resuming import kept_study
 from autotune.planning.surroundings import Surroundings

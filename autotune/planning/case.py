@@ -17,7 +17,7 @@ from autotune.families.resolve import (
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
-from autotune.planning.outlook import WHERE_NOTHING_FITS, least_bytes, relaxation
+from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation
 from autotune.planning.question import Question, data_of, job_of
 from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
