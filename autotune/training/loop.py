@@ -93,7 +93,6 @@ class Loop:
             self.first_step = checkpoint.step
             self.optimizer.load_state(checkpoint.tensors)
             self.rate.load_state(checkpoint.state["rate"])
-            self.optimizer.scaler.load_state_dict(checkpoint.state["scaler"])
         self.network = model.transformer
         shift = job.timestep_shift
         by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
@@ -196,7 +195,7 @@ class Loop:
         job, around, last = self.job, self.around, done == self.num_steps
         due = last or stopping or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
         if due and around.processes.is_first:
-            state = {"rate": self.rate.state(), "scaler": self.optimizer.scaler.state_dict()}
+            state = {"rate": self.rate.state()}
             around.checkpoints.save(done, self.optimizer.state(), state)
         if stopping or last:
             around.checkpoints.finish()

@@ -44,9 +44,8 @@ def rehearse(request: RehearsalRequest, tell: Callable[[Any], None]) -> TrialRes
             tell(so_far(result))
 
     def so_far(result: TrialResult) -> TrialResult:
-        known = {"confirms": True, "phases": tuple(watch.peaks.values())}
-        host_bytes = watch.peaks["training"].host_bytes
-        return TrialResult.model_validate({**dict(result), **known, "host_memory_bytes": host_bytes})
+        phases, host_bytes = tuple(watch.peaks.values()), watch.peaks["training"].host_bytes
+        return result.changed(confirms=True, phases=phases, host_memory_bytes=host_bytes)
 
     with tempfile.TemporaryDirectory(prefix="autotune-rehearsal-") as name:
         folder, studio = Path(name), None
