@@ -13,8 +13,8 @@ from autotune.errors import InvalidInput
 from autotune.plan_file import read_plan, write_plan
 from autotune.schema import TrainingPlan, digest_of
 from autotune.training.data.encode import EncodedDataset
-from autotune.training.disk import require_free
 from autotune.training.save import ADAPTER_FILE
+from autotune.training.shortage import require_free
 
 PLAN_FILE = "run-plan.yaml"
 REPORT_FILE = "report.json"

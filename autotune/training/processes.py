@@ -18,7 +18,6 @@ from torch import nn
 
 from autotune.errors import AutotuneError
 from autotune.schema import HardwareProfile, PlannedHardware, Strategy
-from autotune.training.memory import make_current
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)
@@ -95,6 +94,13 @@ def _accelerator(device: torch.device) -> Any:
         broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=True
     )
     return Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[wrapping])
+
+
+def make_current(device: torch.device) -> None:
+    """Start CUDA on `device`: its memory counters exist only then, and libraries launch on the current device."""
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(device)
 
 
 def join(planned: PlannedHardware, device: torch.device) -> Processes:

@@ -13,12 +13,10 @@ from autotune.schema import AdapterVerdict, HardwareProfile, RunReport, Training
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.encode import EncodedDataset, encode_dataset
-from autotune.training.disk import telling_of_full_disk
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
-from autotune.training.memory import telling_of_short_memory
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
@@ -26,6 +24,7 @@ from autotune.training.prepare import Prepared, prepare
 from autotune.training.preview import Shot, Studio, grid, save_image
 from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
+from autotune.training.shortage import telling_of_full_disk, telling_of_short_memory
 from autotune.training.verdict import judge
 
 TRACE_FILE = "trace.json"

@@ -221,7 +221,7 @@ def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, li
 def test_a_disk_nearly_full_is_said_before_any_work(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.training.disk.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("autotune.training.shortage.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(AutotuneError, match="checkpoints and adapter, needs"):
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
