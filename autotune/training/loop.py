@@ -205,7 +205,7 @@ class Loop:
             around.preview(done)
 
     def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader) -> StepEvent:
-        """One step; on CPU the second also measures memory, and like the first is left out of the speed."""
+        """One step; the second also measures memory and, like the first, is left out of the speed."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         if step == self.first_step + 1:
             live = live_tensors(self.model.transformer, self.optimizer)

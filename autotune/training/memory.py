@@ -101,7 +101,7 @@ def forget_host_peak() -> None:
 
 
 def held_peak_bytes(device: torch.device) -> int:
-    """Most that this process has held on `device` in this phase; 0 where nothing but CUDA keeps count."""
+    """Peak of allocated device memory since the phase began; 0 where the device keeps no count of it."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
