@@ -2,10 +2,10 @@
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 
 @contextmanager
@@ -18,7 +18,6 @@ def replacing(path: Path) -> Iterator[Path]:
     part = _new_part(path)
     try:
         yield part
-        part.chmod(0o666 & ~_umask())
         _sync(part)
         part.replace(path)
         _sync(path.parent)
@@ -38,11 +37,12 @@ def write_whole(path: Path, text: str) -> None:
 def _new_part(path: Path) -> Path:
     if path.exists() and not path.is_file():  # replaced, /dev/null would be a file from then on, for everyone
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
-            return Path(file.name)
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the process's mask
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
+    return part
 
 
 def require_writable(path: Path) -> None:
@@ -53,12 +53,6 @@ def require_writable(path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _new_part(path).unlink()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync(path: Path) -> None:

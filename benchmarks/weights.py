@@ -32,7 +32,7 @@ CASES = ("bf16-cold", "bf16-warm", "int8-warm", "nf4-warm", "save")
 QUANTIZED = {"int8": "torchao-int8", "nf4": "bnb-nf4"}
 METHODS = ("from_pretrained", "safetensors", "pread", "fastsafetensors")
 THEN_QUANTIZE = "from_pretrained, quantize_"  # the other way by which people come to a quantised model
-SAVERS = ("save_pretrained", "save_model")
+SAVERS = ("save_pretrained", "save_shards")
 BLOCKS_PER_GB = 5.6  # of the reduced Qwen-Image below, in bf16
 MIB = 1 << 20
 
@@ -78,13 +78,21 @@ def config(num_layers):
 
 
 def write_checkpoint(folder, num_layers):
-    from autotune.weights.saving import save_model
     from autotune.weights.streaming import fill_random
 
     model = build(num_layers)
     fill_random(model, seed=0)
     model.save_config(folder)
-    save_model(folder, model.state_dict(), max_shard_bytes=2 * 10**9)
+    save(folder, model)
+
+
+def save(folder, model):
+    from autotune.weights.saving import save_shards
+
+    state = model.state_dict()
+    sizes = {name: tensor.nbytes for name, tensor in state.items()}
+    stem = "diffusion_pytorch_model"
+    save_shards(folder, sizes, lambda names: {n: state[n] for n in names}, stem=stem, max_shard_bytes=2 * 10**9)
 
 
 def load(method, storage, folder, num_layers):
@@ -161,7 +169,6 @@ def run_load(queue, case, folder, num_layers):
 
 
 def run_save(queue, method, folder, num_layers):
-    from autotune.weights.saving import save_model
     from autotune.weights.streaming import fill_random
 
     model = build(num_layers)
@@ -173,7 +180,7 @@ def run_save(queue, method, folder, num_layers):
             model.save_pretrained(target, max_shard_size="2GB")
             os.sync()  # ours ends on the disk, so the other must too
         else:
-            save_model(Path(target), model.state_dict(), max_shard_bytes=2 * 10**9)
+            save(Path(target), model)
         seconds = time.perf_counter() - start
     queue.put((seconds, memory.peaks["RssAnon"], memory.peaks["RssFile"]))
 

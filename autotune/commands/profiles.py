@@ -109,7 +109,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     store: Where = None,
 ) -> None:
-    """Delete records that are superseded, damaged, or of another trial protocol."""
+    """Delete records that are superseded, damaged, impossible, or of another trial protocol."""
     from autotune.sharing.exchange import prune as delete_useless
 
     reasons = delete_useless(_store(store), older_than_days=older_than, dry_run=dry_run)

@@ -21,13 +21,21 @@ def group() -> None:
 @app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(help="A safetensors file.", metavar="FILE")],
+    no_values: Annotated[bool, typer.Option("--no-values", help="Read the header only: instant at any size.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
+    from autotune.reporting.text import memory_text
     from autotune.reporting.weights import render_file
+    from autotune.terminal import err
     from autotune.weights.inspection import inspect_file
 
-    summary = inspect_file(file)
+    with err.status("counting NaN and infinite values") as status:
+
+        def tell(done: int, total: int) -> None:
+            status.update(f"counting NaN and infinite values: {memory_text(done)} of {memory_text(total)}")
+
+        summary = inspect_file(file, values=not no_values, on_progress=tell)
     typer.echo(summary.model_dump_json(indent=1) if as_json else render_file(summary))
 
 

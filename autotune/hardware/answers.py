@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,26 +140,40 @@ def _cpu(_: int) -> str:
     return _known(platform.processor() or platform.machine() or None, "no name")  # type: ignore[return-value]
 
 
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _limits(file: str) -> Iterator[tuple[Path, list[str]]]:
+    """(control group, content) of the file in this process's group and all around it that limit anything (cgroup v2).
+
+    A container sees its own group as the root; a job of Slurm or a service of systemd is a group further down.
+    """
+    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for group in (CGROUPS / own, *(CGROUPS / own).parents):
+        if group.is_relative_to(CGROUPS) and (group / file).is_file():
+            words = (group / file).read_text().split()
+            if words[0] != "max":
+                yield group, words
+
+
 def _logical_cores(_: int) -> int:
-    """Cores that this process may run on, a container's quota included."""
+    """Cores that this process may run on, quotas of its control groups included."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        most, period = quota.read_text().split()
-        if most != "max":
-            allowed = min(allowed, max(1, int(most) // int(period)))
-    return allowed
+    quotas = (int(most) // int(period) for _, (most, period) in _limits("cpu.max"))
+    return max(1, min((allowed, *quotas)))
 
 
 def _container_free_bytes(_: int) -> int:
-    """What a container's memory limit leaves; page cache inside it can be given back."""
-    root = Path("/sys/fs/cgroup")
-    most = (root / "memory.max").read_text().strip()
-    if most == "max":
+    """What the memory limits of a container or a job leave; page cache inside it can be given back."""
+    left = []
+    for group, (most,) in _limits("memory.max"):
+        used = int((group / "memory.current").read_text())
+        inactive = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        left.append(max(0, int(most) - used + (int(inactive.group(1)) if inactive else 0)))
+    if not left:
         raise Unanswered("no limit")
-    used = int((root / "memory.current").read_text())
-    inactive = re.search(r"^inactive_file (\d+)", (root / "memory.stat").read_text(), re.MULTILINE)
-    return max(0, int(most) - used + (int(inactive.group(1)) if inactive else 0))
+    return min(left)
 
 
 def _container(_: int) -> str:
@@ -176,13 +190,15 @@ def _wsl(_: int) -> bool:
 
 
 def _compiler(_: int) -> str:
-    names = (os.environ.get("CC"), "cc", "gcc", "clang", "cl")
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
     return str(_known(next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"))
 
 
 def _disk_free_bytes(_: int) -> int:
-    """Free where models are kept: Hugging Face's cache, or the nearest folder above it that exists."""
-    folder = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    """Free where models are kept: the hub's cache, or the nearest folder above it that exists."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # by HF_HUB_CACHE, HF_HOME or XDG_CACHE_HOME; imports nothing
+
+    folder = Path(HF_HUB_CACHE).absolute()
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -61,7 +61,7 @@ def torch_for(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
     outdated = driver is not None and older(driver, DRIVERS["12"])  # it runs none of them
     first = "update the driver to 580 or newer, then " if outdated else ""
     build = "cu129" if any(own >= (10, 0) for own in capabilities) else "cu126"
-    if driver is None:
+    if driver is None and not gpus:
         build = "cpu"
     elif (outdated or not older(driver, DRIVERS["13"])) and not any(own < CUDA_13 for own in capabilities):
         build = "cu130"
@@ -119,17 +119,24 @@ def check_driver(patient: Patient) -> Iterator[Finding]:
 
 
 def check_visible_devices(patient: Patient) -> Iterator[Finding]:
-    """CUDA stops at the first entry that it cannot parse."""
+    """CUDA stops at the first entry that is no device; what the driver counts without NVML is what is left then."""
     value = patient.visible_devices
     if value is None:
         return
     entries = [entry.strip() for entry in value.split(",")]
-    wrong = next((entry for entry in entries if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-")))), None)
+    count = len(patient.gpus) if patient.nvml_absent is None and patient.gpus else None
+    wrong = next((entry for entry in entries if not _names_device(entry, count)), None)
     if wrong is not None:
         hidden = "every GPU" if wrong == entries[0] else f"every GPU after {wrong!r}"
-        what = f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: CUDA reads indices or UUIDs, up to the first it cannot"
+        what = f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: CUDA goes up to the first that is no index or UUID"
         fix = "unset CUDA_VISIBLE_DEVICES, or give indices such as 0,1"
         yield Finding(severity="blocks", name="visible-devices", what=what, fix=fix)
+
+
+def _names_device(entry: str, count: int | None) -> bool:
+    if entry.isdigit():
+        return count is None or int(entry) < count
+    return entry.startswith(("GPU-", "MIG-"))
 
 
 def check_busy(patient: Patient) -> Iterator[Finding]:
@@ -138,7 +145,7 @@ def check_busy(patient: Patient) -> Iterator[Finding]:
         held = gpu.other_process_bytes
         if held is not None and held >= BUSY_BYTES:
             what = f"other processes hold {held / GIB:.1f} GiB of GPU {gpu.index} ({gpu.name})"
-            fix = "stop them (nvidia-smi lists them), choose another GPU, or plan with less through --max-memory"
+            fix = "stop them (nvidia-smi lists them), hide this GPU (CUDA_VISIBLE_DEVICES), or plan with --max-memory"
             yield Finding(severity="hurts", name="gpu-busy", what=what, fix=fix)
         if gpu.drives_display:
             what = f"GPU {gpu.index} ({gpu.name}) drives a display, which takes memory as windows open"
@@ -156,9 +163,10 @@ def check_link_and_power(patient: Patient) -> Iterator[Finding]:
             what = f"GPU {gpu.index} ({gpu.name}) is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
             fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"
             yield Finding(severity="hurts", name="power-limited", what=what, fix=fix)
-        width, most = gpu.pcie_width, gpu.pcie_max_width
-        if width is not None and (most or 16) >= 16 and width < 16:
-            what = f"GPU {gpu.index} ({gpu.name}) has {width} PCIe lanes of {most or 16}: copies from the host are slow"
+        # NVML's greatest width is what card and slot can do together; every card of the catalogue has 16 lanes.
+        width, full = gpu.pcie_width, 16 if sheet and sheet.pcie_generation else gpu.pcie_max_width or 16
+        if width is not None and width < full:
+            what = f"GPU {gpu.index} ({gpu.name}) has {width} PCIe lanes of {full}: copies from the host are slow"
             fix = "move the card to a full slot; avoid plans that offload"
             yield Finding(severity="hurts", name="narrow-pcie", what=what, fix=fix)
 
@@ -175,8 +183,12 @@ def check_shared_memory(patient: Patient) -> Iterator[Finding]:
 
 
 def check_host(patient: Patient) -> Iterator[Finding]:
-    """The host's memory kills runs as often as the GPU's."""
+    """The system can run plans at all; and the host's memory kills runs as often as the GPU's."""
     host = patient.host
+    if host.memory_model == "windows":
+        what = "plan and train need Linux or macOS: their locks and warm trial processes do not exist on Windows"
+        fix = "install WSL2 (wsl --install) and autotune inside it; the GPU works there"
+        yield Finding(severity="blocks", name="windows", what=what, fix=fix)
     if host.memory_model == "wsl":
         what = "WSL spills GPU memory to the host without an error: steps become ten times slower"
         fix = "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"

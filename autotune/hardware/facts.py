@@ -111,7 +111,7 @@ def read_device(reader: Reader, host: Host) -> Device:
         InvalidInput: there is no device with the reader's index, or AUTOTUNE_MEMORY_KIND is no kind.
         AutotuneError: a CUDA device whose memory nobody knows.
     """
-    kind = reader.quiet("torch:kind")
+    kind = reader.raw("torch:kind")
     kind = kind if kind in ("cuda", "mps") else "cpu"
     count = (reader.fact("device.count", whole(1, 1024), "torch:count") or 1) if kind == "cuda" else 1
     if reader.index >= count:
@@ -131,7 +131,7 @@ def read_device(reader: Reader, host: Host) -> Device:
 
 def _cuda_device(reader: Reader, count: int) -> Device:
     signals = reader.facts("device", MEMORY_SIGNALS)
-    override = reader.quiet("environment:AUTOTUNE_MEMORY_KIND")
+    override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     told = override if isinstance(override, str) else None
     kind, why = memory_kind(signals.get("integrated"), signals.get("host_page_tables"), told)
     # NVML before torch: it opens no context, so free memory is what it was before us. Where memory is shared, the

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import sys
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,7 +44,7 @@ class NvmlSource:
             "pcie_max_width": self._get("nvmlDeviceGetMaxPcieLinkWidth"),
             "power_limit_watts": self._get("nvmlDeviceGetEnforcedPowerLimit", _watts),
             "default_power_limit_watts": self._get("nvmlDeviceGetPowerManagementDefaultLimit", _watts),
-            "mig": self._get("nvmlDeviceIsMigDeviceHandle"),
+            "mig": self._get("nvmlDeviceIsMigDeviceHandle", lambda told: getattr(told, "value", told)),  # a c_uint
             "display_active": self._get("nvmlDeviceGetDisplayActive"),
             "other_process_bytes": self._other_process_bytes,
             "links": self._links,
@@ -122,7 +121,7 @@ class DriverSource:
 
     def _cuda(self) -> Any:
         if self._library is None:
-            library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+            library = ctypes.CDLL("libcuda.so.1")
             status = library.cuInit(0)
             if status != 0:
                 raise Unanswered(f"cuInit failed with error {status}")

@@ -66,7 +66,7 @@ def examine(system: System, disk_needed_bytes: int) -> Patient:
     reader = Reader(system)
     count = reader.fact("gpus", whole(0, 64), "nvml:count", "driver:count") or 0
     nvml = reader.provenance[-1]
-    visible = reader.quiet("environment:CUDA_VISIBLE_DEVICES")
+    visible = reader.raw("environment:CUDA_VISIBLE_DEVICES")
     return Patient(
         host=read_host(reader),
         versions=read_versions(reader),

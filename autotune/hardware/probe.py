@@ -64,11 +64,11 @@ def profile_of(system: System, index: int = 0) -> HardwareProfile:
 def notes_of(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...]:
     """What a reader of the profile should know, each said once."""
     notes = []
-    if reader.quiet("torch:kind") == "rocm":
+    if reader.raw("torch:kind") == "rocm":
         notes.append("this torch is a ROCm build: AMD GPUs are not supported, the processor is profiled instead")
-    elif reader.quiet("torch:kind") == "cpu" and reader.quiet("nvml:count"):
+    elif reader.raw("torch:kind") == "cpu" and reader.raw("nvml:count"):
         notes.append("there is an NVIDIA GPU, but torch does not use it: `autotune doctor` says why")
-    override = reader.quiet("environment:AUTOTUNE_MEMORY_KIND")
+    override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
     if (versions.cuda_runtime or "").startswith("12."):

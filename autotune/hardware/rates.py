@@ -44,6 +44,8 @@ class Effort:
     matmul_shapes: tuple[tuple[int, int, int], ...]
     tokens: tuple[int, int]
     heads: int
+    kernel_elements: int
+    """Enough that a kernel takes far longer than its launch, which is a rate of its own."""
     copy_bytes: int
     file_bytes: int
     limit_seconds: float
@@ -55,12 +57,12 @@ class Effort:
 EFFORTS: dict[DeviceKind, Effort] = {
     "cuda": Effort(
         ((4096, 3072, 3072), (4096, 3072, 12288), (4096, 12288, 3072), (4096, 3072, 18432)),
-        (4096, 16384), HEADS, 2**30, 2**28, 0.5, 18.0,
+        (4096, 16384), HEADS, 2**26, 2**30, 2**28, 0.5, 18.0,
     ),
-    "mps": Effort(((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**28, 2**28, 0.5, 15.0),
+    "mps": Effort(((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**24, 2**28, 2**28, 0.5, 15.0),
     "cpu": Effort(
         ((128, 3072, 3072), (512, 512, 2048), (256, 256, 256), (128, 3072, 12288)),
-        (256, 512), 4, 2**27, 2**26, 0.3, 12.0,
+        (256, 512), 4, 2**20, 2**27, 2**26, 0.3, 12.0,
     ),
 }  # fmt: skip
 
@@ -161,7 +163,7 @@ class Meter:
 
     def kernel(self, name: str, dtype: str) -> Rate:
         """A kernel that may compute for longer than it moves its bytes, or a conversion of stored weights."""
-        torch, number = self.torch, 1 << 20
+        torch, number = self.torch, self.effort.kernel_elements
         kind = torch.bfloat16 if dtype == "bf16" else torch.float32
         what, variant = name.split(".")
         x = torch.randn(number, device=self.device).to(kind)

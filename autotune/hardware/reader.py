@@ -73,8 +73,8 @@ class Reader:
         self.provenance.append(Provenance(fact=fact, source=None, absent_because="; ".join(reasons)))
         return None
 
-    def quiet(self, question: str) -> object:
-        """The raw answer, or None: for what is no fact of the profile."""
+    def raw(self, question: str) -> object:
+        """The answer as it came, unchecked, or None: for what is no fact of the profile."""
         source, _, what = question.partition(":")
         try:
             return self.system.ask(source, what, self.index)

@@ -7,6 +7,9 @@ from autotune.knobs.registry import KNOBS
 from autotune.reporting.text import memory_text, seconds_text
 from autotune.schema import TrainingPlan
 
+QUANTITIES = ("_bytes", "_seconds", "images_per_second", "num_steps", "cost")
+"""How names end whose values are compared by their ratio; others, such as a rank, are chosen, not measured."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -24,7 +27,7 @@ def differences(
     """What differs, in the order of a plan's report. Units are in the names."""
     ours, theirs = list(_facts(first, price_per_hour)), list(_facts(second, price_per_hour))
     return tuple(
-        Difference(name, a, b, b / a if _is_quantity(a) and _is_quantity(b) and a else None)  # type: ignore[operator]
+        Difference(name, a, b, b / a if name.endswith(QUANTITIES) and a and b is not None else None)  # type: ignore[operator]
         for (name, a), (_, b) in zip(ours, theirs, strict=True)
         if a != b
     )
@@ -50,10 +53,6 @@ def _facts(plan: TrainingPlan, price_per_hour: float | None) -> Iterator[tuple[s
     if price_per_hour is not None:
         yield "cost", price_per_hour * plan.job_seconds / 3600
     yield "search_seconds", frozen.search_seconds
-
-
-def _is_quantity(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and value > 64)
 
 
 def difference_lines(found: Sequence[Difference]) -> list[str]:

@@ -89,17 +89,17 @@ def prune(store: Store, *, older_than_days: int | None = None, dry_run: bool = F
 
 
 def _useless(contents: Iterable[Found], oldest: date | None) -> Iterator[tuple[str, str]]:
-    """Path of each record that is damaged, of another trial protocol, superseded or too old, and which of these.
+    """Path of each record that is bad (see `verify`), of another trial protocol, superseded or too old, and why.
 
     A newer record of the same machine, versions and work supersedes one of no more trials.
     """
     fullest: dict[tuple[object, ...], tuple[str, int]] = {}
     sound: list[tuple[Record, Found]] = []
     for found in contents:
-        if found.record:
+        if found.record and not found.problem:
             sound.append((found.record, found))
         else:
-            yield found.key, found.damage
+            yield found.key, found.problem or found.damage
     for record, found in sorted(sound, key=lambda pair: (pair[0].measured_on, len(pair[0].trials)), reverse=True):
         newer, most = fullest.get(subject := _subject(record), ("", 0))
         name = found.name[:12]

@@ -1,6 +1,8 @@
 """What the stores know about a question: exact records first, then neighbours, and what no longer counts.
 
-A record is advice: `autotune.sharing.advice` says what a search does with it.
+A record is advice: `autotune.sharing.advice` says what a search does with it. On the way it is a `Known`, a record that
+counts here, in the `Survey` that a question gets; then the `Ground` that a search stands on, with the `Lesson` that its
+trials taught the cost model.
 """
 
 import math
@@ -15,8 +17,8 @@ from autotune.sharing.store import Entry, Store, own_store, shipped_store
 MAX_CONSIDERED = 500
 """Records opened for one question: those of the same class of work first."""
 REACH = 10.0
-"""Distance at which a third of a lesson is believed. Rates are in the distance and in the predictions too, so that what
-a lesson adds to predictions carries over further than times themselves would."""
+"""Distance at which a record's lesson weighs 1/e. It corrects predictions, not times, so it carries over between
+machines whose rates differ."""
 KINDS = ("exact", "upgraded", "near")
 
 

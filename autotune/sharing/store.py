@@ -35,11 +35,6 @@ class Entry:
     size: int
 
     @property
-    def folder(self) -> str:
-        """Folder inside the store."""
-        return self.key.rpartition("/")[0]
-
-    @property
     def name(self) -> str:
         """The record's name, as far as its file tells the truth."""
         return self.key.rpartition("/")[2].removesuffix(".json")

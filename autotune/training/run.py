@@ -173,7 +173,10 @@ class _Run:
         self.processes.wait()
         if self.shots:
             self._sample(adapter)
-        verdict = judge(adapter, base_loss=base_loss, adapter_loss=adapter_loss) if self.processes.is_first else None
+        verdict = None
+        if self.processes.is_first:
+            last_block = loop.model.family.last_block(transformer)
+            verdict = judge(adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss)
         report = self._report(loop, verdict, time.monotonic() - started)
         if self.processes.is_first:
             write_whole(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")

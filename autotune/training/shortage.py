@@ -38,8 +38,16 @@ def telling_of_full_disk(folder: Path, *, hint: str) -> Iterator[None]:
         raise AutotuneError(f"the disk of {folder} became full", hint=hint) from error
 
 
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "resource temporarily unavailable")
-"""What errors of other types say then; the last is what starting a thread under a cap on memory says."""
+OUT_OF_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "alloc_failed",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "resource temporarily unavailable",
+)
+"""What errors of other types say then, in lower case. `alloc_failed`: cuBLAS and cuDNN, whose first product at the edge
+of a card finds no room for a handle; the last: starting a thread under a cap on memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,10 +1,11 @@
 """Fetch a pipeline from the hub: only the files that are needed, at a commit that can be written into a plan.
 
-`huggingface_hub` downloads, caches and shows progress. It resumes a file whose connection broke; another process begins
-that file anew, for each download has a temporary file of its own and no option changes it (2.4, with `local_dir`, too).
+`huggingface_hub` downloads, caches and shows progress. A download whose connection broke is resumed within the same
+process; a new process begins that file anew, because each download has a temporary file of its own (2.4).
 Here is only the choice of files, and errors that say what to do.
 """
 
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -60,10 +61,13 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
         return _from_cache(repo, revision, wanted, weights=weights)
     files = needed_files([str(sibling.rfilename) for sibling in info.siblings or ()], wanted, weights=weights)
     try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
+        with _explained(repo, revision):  # the hub describes a gated repository to everyone, and refuses its files
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
     except unreachable as error:
         first = str(error).splitlines()[0]
-        hint = "run the same command again: files that have come whole are kept"
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        room = "free space, or set HF_HOME to a larger disk, and " if full else ""
+        hint = f"{room}run the same command again: files that have come whole are kept"
         raise HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
     return FetchedRepo(repo=repo, revision=folder.name, folder=str(folder))
 

@@ -180,7 +180,7 @@ class FastLoader:
             from fastsafetensors import ParallelLoader  # noqa: F401
         except (ImportError, OSError) as error:
             return f"fastsafetensors does not import: {error}"
-        return None
+        return None if _finds_torchs_cuda() else "fastsafetensors finds no CUDA runtime: not torch's, nor a toolkit's"
 
     def held_bytes(self, stored_bytes: int, *, shares_memory: bool) -> int:
         return CHUNK_BYTES
@@ -206,6 +206,22 @@ class FastLoader:
         )
         with closing(loader), closing(loader.iterate_weights()) as weights:
             yield from weights
+
+
+def _finds_torchs_cuda() -> bool:
+    """Whether fastsafetensors reaches the GPU that torch sees, if any; it looks for one even to read to the processor.
+
+    By itself it asks for `libcudart.so`, which only a toolkit has: so it is first shown what torch has loaded.
+    """
+    import torch
+    from fastsafetensors import cpp
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return True
+    for library in (f"libcudart.so.{torch.version.cuda.partition('.')[0]}", "libcudart.so"):
+        if not cpp.is_cuda_found():
+            cpp.load_library_functions(library)
+    return bool(cpp.is_cuda_found())
 
 
 def _suits_fast(file: WeightFile) -> bool:

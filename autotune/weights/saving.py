@@ -37,27 +37,6 @@ def _storable(tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
     return storable
 
 
-def save_model(
-    folder: Path,
-    tensors: Mapping[str, "Tensor"],
-    *,
-    stem: str = "diffusion_pytorch_model",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    metadata: Mapping[str, str] | None = None,
-) -> tuple[Path, ...]:
-    """Save a model's tensors in the layout that diffusers loads: one file, or shards and an index, written last.
-
-    A save that is interrupted leaves a folder without an index or single file, which is refused, not half loaded.
-    A tensor larger than `max_shard_bytes` gets a shard of its own. Returns the files written.
-    """
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-
-    def read(names: list[str]) -> dict[str, "Tensor"]:
-        return {name: tensors[name] for name in names}
-
-    return save_shards(folder, sizes, read, stem=stem, max_shard_bytes=max_shard_bytes, metadata=metadata)
-
-
 def save_shards(
     folder: Path,
     sizes: Mapping[str, int],
@@ -67,7 +46,12 @@ def save_shards(
     max_shard_bytes: int,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[Path, ...]:
-    """`save_model` for tensors of `sizes` bytes that `read` gives by name, one shard at a time: no more is held."""
+    """Save a model in the layout that diffusers loads: one file, or shards and an index, written last.
+
+    `read` gives tensors by name, those of one shard at a time, and no more is held; their `sizes` are in bytes.
+    A save that is interrupted leaves a folder without an index or single file, which is refused, not half loaded.
+    A tensor larger than `max_shard_bytes` gets a shard of its own. Returns the files written.
+    """
     index = folder / f"{stem}.safetensors.index.json"
     single = folder / f"{stem}.safetensors"
     shards = _into_shards(sizes, max_shard_bytes)

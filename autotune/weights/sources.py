@@ -28,11 +28,6 @@ class WeightSource:
         """Every tensor's file and entry, by name, in reading order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.size_bytes for _, entry in self.places.values())
-
     def __iter__(self) -> Iterator[tuple[WeightFile, TensorEntry]]:
         """Entries in reading order: file by file, by offset."""
         return iter(self.places.values())

@@ -28,9 +28,6 @@ Transform = Callable[[str, "nn.Module"], "nn.Module | None"]
 """Called once with a module's qualified name and the module, as soon as all parameters and buffers of its own have
 arrived. It may change the module in place, or return another to put in its place."""
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes read so far, and in all."""
-
 TRIM_EVERY_BYTES = 4 << 20
 """Of tensors loaded, until memory that is free is given back."""
 
@@ -46,7 +43,6 @@ def load_into(
     dtype_policy: DtypePolicy | None = None,
     rename: Callable[[str], str] | None = None,
     transform: Transform | None = None,
-    on_progress: Progress | None = None,
 ) -> None:
     """Load `source` into `model`, tensor by tensor, onto `device`; the model ends in evaluation mode.
 
@@ -66,7 +62,7 @@ def load_into(
     slots = _slots(model)
     names = {stored: rename(stored) if rename else stored for stored in source.places}
     _check(model, slots, source, names)
-    total, done, trimmed = source.size_bytes, 0, 0
+    done = trimmed = 0
     arrivals = _Arrivals(model, slots, transform)
     with closing(chosen.stream(source, target)) as stream:
         for stored, tensor in stream:
@@ -80,8 +76,6 @@ def load_into(
             if done - trimmed >= TRIM_EVERY_BYTES:
                 _return_freed_memory()
                 trimmed = done
-            if on_progress:
-                on_progress(done, total)
     arrivals.finish(target)
     _return_freed_memory()
 

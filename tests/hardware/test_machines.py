@@ -150,11 +150,19 @@ def test_bitsandbytes_runs_on_a_processor_from_the_version_that_was_tried(storag
     assert newer.gate(f"quantization.{storage}").available
 
 
+@pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8"])
+@pytest.mark.parametrize(("version", "usable"), [("0.17.0", False), ("0.18.0", True)])
+def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was_tried(storage, version, usable):
+    gate = profile_of(changed("rtx-4090", packages={"torchao": version})).gate(f"quantization.{storage}")
+    assert gate.available is usable
+
+
 @pytest.mark.parametrize(
     ("name", "sources", "finding"),
     [
         ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": "all"}}, "visible-devices"),
         ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, "visible-devices"),
+        ("two-gpus", {"environment": {"CUDA_VISIBLE_DEVICES": "0,7"}}, "visible-devices"),
         ("rtx-4090", {"environment": {"DIFFUSERS_ATTN_BACKEND": "sage"}}, "sage-chosen"),
         ("rtx-4090", {"os": {"compiler": {"absent": "none on PATH"}}}, "no-compiler"),
         ("rtx-4090", {"os": {"disk_free_bytes": 20 * GIB}}, "little-disk"),
@@ -162,6 +170,7 @@ def test_bitsandbytes_runs_on_a_processor_from_the_version_that_was_tried(storag
         ("rtx-4090", {"packages": {"torch": "2.6.0"}}, "old-torch"),
         ("rtx-4090", {"packages": {"torchvision_needs": "torch==2.12.0"}}, "torchvision-mismatch"),
         ("no-gpu", {"os": {"nvidia_cards": 1}}, "no-driver"),
+        ("rtx-4090", {"os": {"system": "Windows 11"}}, "windows"),
     ],
 )
 def test_the_doctor_notices(name, sources, finding):
@@ -171,7 +180,11 @@ def test_the_doctor_notices(name, sources, finding):
 
 @pytest.mark.parametrize("value", ["0", "0,1", "GPU-8f1c", "MIG-aa", "1"])
 def test_the_doctor_accepts_indices_and_uuids(value):
-    assert "visible-devices" not in found(changed("rtx-4090", environment={"CUDA_VISIBLE_DEVICES": value}))
+    assert "visible-devices" not in found(changed("two-gpus", environment={"CUDA_VISIBLE_DEVICES": value}))
+
+
+def test_without_nvml_hidden_gpus_are_not_counted_so_no_index_is_too_high():
+    assert "visible-devices" not in found(changed("no-nvml", environment={"CUDA_VISIBLE_DEVICES": "3"}))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +205,12 @@ def test_the_doctor_names_the_torch_for_a_driver_before_one_is_installed(driver,
         nvml={"driver": driver, "devices": [card]},
     )
     assert build in found(system)["no-torch"].fix
+
+
+def test_a_gpu_whose_driver_version_is_unknown_gets_no_build_for_processors():
+    without = {"absent": "this torch is built without CUDA"}
+    told = found(changed("no-nvml", packages={"torch_cuda": without}, torch={"cuda": without}))
+    assert "cu126" in told["cpu-only-torch"].fix
 
 
 def test_a_driver_that_runs_no_build_of_torch_is_updated_first():

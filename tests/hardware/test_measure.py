@@ -10,6 +10,7 @@ import pytest
 
 from autotune.hardware import measure as measuring
 from autotune.hardware import rates
+from autotune.hardware.catalogue import catalogue
 from autotune.hardware.probe import measured, profile_of
 from autotune.schema import Rate
 from tests.hardware.fleet import machine
@@ -35,6 +36,7 @@ def small_effort(monkeypatch, tmp_path):
         matmul_shapes=((8, 64, 64), (8, 64, 128)),
         tokens=(16, 32),
         heads=1,
+        kernel_elements=2**10,
         copy_bytes=2**16,
         file_bytes=2**18,
         limit_seconds=0.01,
@@ -82,12 +84,43 @@ def test_a_failing_kernel_costs_its_own_rate_only(small_effort, monkeypatch):
     assert sum(kind == "rate" for kind, _ in reports) == 27
 
 
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_a_first_measurement_that_fails_or_fails_again_ends_nothing(small_effort, monkeypatch, calls_before):
+    """It is made once more at the end, to see whether the machine kept its pace."""
+    whole, calls = rates.Meter.matmul, []
+
+    def broken(self, dtype, m, k, n):
+        calls.append((dtype, m, k, n))
+        if calls[0] == calls[-1] and len(calls) != calls_before:
+            raise RuntimeError("out of memory")
+        return whole(self, dtype, m, k, n)
+
+    monkeypatch.setattr(rates.Meter, "matmul", broken)
+    reports = reports_of()
+    assert reports[-1] == ("measuring", "done")
+    assert sum(kind == "rate" for kind, _ in reports) == 27 + calls_before
+
+
 def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     none_left = dataclasses.replace(rates.EFFORTS["cpu"], total_seconds=-1.0)
     monkeypatch.setitem(rates.EFFORTS, "cpu", none_left)
     reports = reports_of()
     assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
     assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 27
+
+
+def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enough_for_small_cards(monkeypatch):
+    """A launch takes a GPU's driver and Python some 5 us; a step charges it by itself."""
+    meter = rates.Meter(profile_of(machine("no-gpu")), lambda: None)
+    moved = []
+    monkeypatch.setattr(meter, "time", lambda call: call())
+    monkeypatch.setattr(meter, "rate", lambda name, work, timings, unit: moved.append(work))
+    for name in rates.KERNELS:
+        meter.kernel(name, "bf16")
+    each = rates.EFFORTS["cuda"].kernel_elements / rates.EFFORTS["cpu"].kernel_elements
+    fastest = max(gpu.memory_gb_per_second for gpu in catalogue()) * 1e9
+    assert each * min(moved) / fastest > 4 * 5e-6
+    assert each * max(moved) < 2 * rates.EFFORTS["cuda"].copy_bytes  # as the copies take
 
 
 def child(code, **options):

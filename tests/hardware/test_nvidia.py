@@ -1,5 +1,6 @@
 """The edge to NVML and the driver API, against stand-ins with the real calling conventions."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from autotune.hardware import nvidia
 from autotune.hardware.answers import RealSystem
 from autotune.hardware.nvidia import DriverSource, NvmlSource
+from autotune.hardware.reader import FLAG
 from autotune.hardware.system import Unanswered
 
 LIBCUDA = """
@@ -95,6 +97,9 @@ class FakeNvml:
     def nvmlDeviceGetEnforcedPowerLimit(self, handle):
         return 350_000
 
+    def nvmlDeviceIsMigDeviceHandle(self, handle):
+        return ctypes.c_uint(handle == "GPU-0")
+
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=1000)
         return [mine, SimpleNamespace(pid=1, usedGpuMemory=30 if handle == "GPU-0" else None)]
@@ -116,6 +121,7 @@ def test_nvml_answers_in_our_units_and_by_uuid(monkeypatch):
     assert ask["cuda_driver"](0) == "13.0"
     assert ask["free_bytes"](0) == 60
     assert ask["power_limit_watts"](0) == 350.0
+    assert [FLAG.validate_python(ask["mig"](index)) for index in (0, 1)] == [False, True]
     assert ask["links"](0) == [(0, "nvlink")]
     assert ask["other_process_bytes"](1) == 30  # ours is left out, and a process seen twice counts once
     with pytest.raises(Unanswered, match="1 other processes"):
@@ -149,3 +155,12 @@ def test_the_real_machine_knows_its_memory_and_packages():
     assert system.ask("packages", "pydantic").startswith("2")
     with pytest.raises(Unanswered, match="not installed"):
         system.ask("packages", "surely-not-installed")
+
+
+def test_models_are_kept_where_the_hub_keeps_them(tmp_path, monkeypatch):
+    looked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: looked.append(folder) or SimpleNamespace(free=7))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "large" / "hub"))
+    (tmp_path / "large").mkdir()
+    assert RealSystem(torch=False).ask("os", "disk_free_bytes") == 7
+    assert looked == [tmp_path / "large"]

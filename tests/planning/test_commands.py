@@ -7,6 +7,7 @@ import pytest
 
 from autotune.plan_file import read_plan, seal, write_plan
 from autotune.planning.sealing import sealed_path
+from autotune.reporting.difference import differences
 from autotune.schema import FrozenPart
 from tests.conftest import Journey, autotune_here
 
@@ -58,6 +59,16 @@ def test_two_plans_are_compared(capfd: pytest.CaptureFixture[str], journey: Jour
     assert "2.00x" in text
     same = autotune_here(capfd, "diff", journey.plan_file, journey.plan_file)
     assert same.stdout == "the plans do not differ\n"
+
+
+def test_a_rank_is_chosen_not_measured_so_two_have_no_ratio(journey: Journey) -> None:
+    frozen = journey.plan.frozen.model_dump(mode="json")
+    plans = []
+    for rank in (96, 128):
+        frozen["workload"]["rank"] = rank
+        plans.append(seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
+    (found,) = differences(*plans)
+    assert (found.name, found.first, found.second, found.ratio) == ("workload.rank", 96, 128, None)
 
 
 def test_train_measures_a_predicted_plan_once_and_writes_it_beside(

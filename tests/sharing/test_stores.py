@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -153,6 +152,16 @@ def test_prune_deletes_what_is_superseded_old_damaged_or_of_another_protocol(ope
     assert prune(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
 
 
+def test_a_record_that_cannot_be_true_supersedes_nothing_and_is_pruned(opened: Open) -> None:
+    good = record()
+    instant = trial(candidate(quantization="torchao-int8"), 1e-6, 21 * GIB)
+    impossible = record(measured_on=date(2026, 5, 1), trials=(instant, *TRIALS))
+    opened().add(good, impossible)
+    (told,) = prune(opened())
+    assert told.startswith(f"{impossible.name[:12]} cannot be true")
+    assert names(opened()) == {good.name}
+
+
 def test_a_newer_record_of_fewer_trials_replaces_nothing(opened: Open) -> None:
     opened().add(record(), record(measured_on=date(2026, 5, 1), trials=TRIALS[1:2]))
     assert prune(opened()) == ()
@@ -205,6 +214,5 @@ def test_an_entry_knows_its_place_without_opening_the_file(opened: Open) -> None
     made = record()
     opened().add(made)
     (entry,) = opened().entries()
-    assert (entry.folder, entry.name, entry.size) == (made.folder, made.name, len(made.content))
-    assert replace(entry, size=0).key == f"{made.folder}/{made.name}.json"
+    assert (entry.key, entry.name, entry.size) == (f"{made.folder}/{made.name}.json", made.name, len(made.content))
     assert json.loads(made.content)["schema_version"] == 1

@@ -23,7 +23,7 @@ from autotune.knobs.block_swap import BlockSwap
 from autotune.plan_file import seal, write_plan
 from autotune.planner import Question, make_plan
 from autotune.planning.case import list_choices
-from autotune.reporting.run import report_lines
+from autotune.reporting.run import report_lines, verdict_lines
 from autotune.schema import CachingSettings, RunReport
 from autotune.training.describe import Wishes
 from autotune.training.encoders import Encoders
@@ -34,6 +34,7 @@ from autotune.training.preview import Shot, Studio
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
+from autotune.training.verdict import judge
 from autotune.weights.adapters import read_adapter
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
@@ -108,6 +109,23 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, Ru
     assert re.search(r"  saving +- +[\d.]+ [MG]iB", text)
     assert "24 layers, all moved, all finite" in text
     assert "loss on fresh noise" in text
+
+
+def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(output=str(tmp_path / "run"), num_steps=2)
+    workload = plan.frozen.workload.model_copy(update={"targets": "all-linear"})
+    report = train(seal(plan.job, plan.frozen.model_copy(update={"workload": workload})), bench.hardware, bench.cache)
+    verdict = report.verdict
+    assert verdict is not None
+    still = {name for name, norm in verdict.layer_norms.items() if not norm}
+    assert still
+    assert all(name.startswith("transformer_blocks.5.") for name in still)
+    assert verdict.num_unmoved == 0
+    (line, _) = verdict_lines(verdict)
+    assert f"all moved but {len(still)} of the last block" in line
+    assert "from 0 " not in line
+    earlier = judge(tmp_path / "run" / ADAPTER_FILE, last_block="another", base_loss=None, adapter_loss=None)
+    assert f"{len(still)} NEVER MOVED, all finite" in verdict_lines(earlier)[0]
 
 
 def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(

@@ -1,5 +1,6 @@
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ def every_dtype() -> dict[str, Any]:
     tensors["empty"] = torch.zeros(0, 4)
     tensors["large"] = torch.randn(300, 1000, generator=generator)
     return tensors
+
+
+def save_model(folder: Path, tensors: Mapping[str, Any], max_shard_bytes: int) -> tuple[Path, ...]:
+    """A model's file, or shards and index, as `weights convert` writes them."""
+    from autotune.weights.saving import save_shards
+
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    stem = "diffusion_pytorch_model"
+    return save_shards(
+        folder, sizes, lambda names: {n: tensors[n] for n in names}, stem=stem, max_shard_bytes=max_shard_bytes
+    )
 
 
 def raw_file(header: Any, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -22,6 +22,7 @@ class FakeHub:
     def __init__(self) -> None:
         self.repos: dict[str, Path] = {}
         self.gated: set[str] = set()
+        """Described to everyone, as the real hub does; files need an accepted licence."""
         self.break_once: set[str] = set()
         """Files whose first download ends half-way."""
         self.broken: set[str] = set()
@@ -58,7 +59,7 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
             path = self.path.split("?")[0]
             hub.requests.append((self.command, path, self.headers.get("Range")))
             name = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
-            if name in hub.gated:
+            if name in hub.gated and "/resolve/" in path:
                 self.reply(403, b"{}", GATED)
             elif name not in hub.repos:
                 self.reply(404, b"{}", ABSENT)

@@ -13,9 +13,9 @@ from autotune.weights.errors import CorruptFile, MissingWeights
 from autotune.weights.files import read_file
 from autotune.weights.layer import Layer
 from autotune.weights.loaders import read_all
-from autotune.weights.saving import save_file, save_model
+from autotune.weights.saving import save_file
 from autotune.weights.sources import open_source
-from tests.weights.conftest import bits
+from tests.weights.conftest import bits, save_model
 from tests.weights.test_streaming import QWEN
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"

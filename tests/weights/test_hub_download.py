@@ -1,5 +1,6 @@
 """What really comes over the wire, from a hub of our own."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -77,9 +78,21 @@ def test_a_hub_that_fails_during_a_download_says_that_it_can_be_continued(hub: F
     assert not set(came) & set(hub.downloads)
 
 
-@pytest.mark.parametrize(("name", "word"), [("team/gated", "licence"), ("team/absent", "spelling")])
-def test_gated_and_absent_repositories_say_so(hub: FakeHub, name: str, word: str) -> None:
-    hub.gated.add("team/gated")
+def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(
+    repo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "blob")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(HubError, match="No space left") as caught:
+        fetch(repo, components=["vae"])
+    assert "HF_HOME" in caught.value.hint
+
+
+@pytest.mark.parametrize(("name", "word"), [("team/small", "licence"), ("team/absent", "spelling")])
+def test_gated_and_absent_repositories_say_so(hub: FakeHub, repo: str, name: str, word: str) -> None:
+    hub.gated.add(repo)
     with pytest.raises(HubError) as caught:
         fetch_model(name)
     assert word in caught.value.hint

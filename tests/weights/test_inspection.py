@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from autotune.commands.weights import app
 from autotune.reporting.weights import render_file
 from autotune.weights import inspection
 from autotune.weights.errors import CorruptFile
@@ -40,6 +42,15 @@ def test_without_values_only_the_header_is_read(tmp_path, monkeypatch):
     summary = inspect_file(tmp_path / "a.safetensors", values=False)
     assert summary.num_nonfinite is None
     assert "not counted" in render_file(summary)
+
+
+def test_the_command_can_leave_values_unread(tmp_path, monkeypatch):
+    save_file(tmp_path / "a.safetensors", {"a": torch.tensor([float("nan")])})
+    run = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.safetensors")])
+    assert "values that are not finite: 1" in run.output
+    monkeypatch.setattr(inspection, "read_tensor", None)
+    run = CliRunner().invoke(app, ["inspect", str(tmp_path / "a.safetensors"), "--no-values"])
+    assert (run.exit_code, "not counted" in run.output) == (0, True)
 
 
 def test_progress_ends_at_the_whole(tmp_path):

@@ -84,7 +84,7 @@ print(json.dumps(peak(lambda: reshard(Path(source), Path(target), max_shard_byte
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
-    from autotune.weights.saving import save_model
+    from tests.weights.conftest import save_model
 
     folder = tmp_path_factory.mktemp("checkpoint")
     weight = torch.randn(4096, 2048).to(torch.bfloat16)

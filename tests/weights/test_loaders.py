@@ -12,9 +12,9 @@ from autotune.errors import InvalidInput
 from autotune.weights import loaders
 from autotune.weights.errors import TruncatedFile
 from autotune.weights.loaders import LOADERS, loader_called, read_all, read_tensor
-from autotune.weights.saving import save_file, save_model
+from autotune.weights.saving import save_file
 from autotune.weights.sources import open_source
-from tests.weights.conftest import bits
+from tests.weights.conftest import bits, save_model
 
 CPU = torch.device("cpu")
 USABLE = [name for name, loader in LOADERS.items() if loader.unavailable(CPU) is None]

@@ -81,6 +81,7 @@ def main() -> None:
     if made is None:
         return
     text = re.sub(r"checkpointing_steps: \d+", f"checkpointing_steps: {CHECKPOINT_EVERY}", plan_file.read_text())
+    text = re.sub(r"report_to: \w+", "report_to: none", text)  # tensorboard may not be there; metrics.jsonl is
     plan_file.write_text(re.sub(r"preview_every: \d+", "preview_every: 0", text))
     expected = made["frozen"]["expected"]
     beside = sum(phase["seconds"] for phase in expected["phases"] if phase["name"] != "training")
