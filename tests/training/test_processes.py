@@ -96,9 +96,9 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         "autotune.training.run.encode_dataset", lambda *_, **named: done.append("data") or SimpleNamespace(problems=())
     )
     run = SimpleNamespace(
-        shots=["shot"],
+        previews=["preview"],
         cache=None,
-        studio=SimpleNamespace(learn=lambda *_: done.append("prompts")),
+        sampler=SimpleNamespace(encode_prompts=lambda *_: done.append("prompts")),
         processes=SimpleNamespace(is_first=False, wait=lambda: done.append("wait")),
         events=Events(),
         plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),
