@@ -95,6 +95,9 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
         misfits.append(
             f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"
         )
+    controls = actual.num_control_images
+    if controls > planned.num_control_images:
+        misfits.append(f"data: {controls} control images for an item, the plan is for {planned.num_control_images}")
     conflicts = (knob.conflict(plan.frozen.settings, setting) for knob in KNOBS)
     misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
     share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size

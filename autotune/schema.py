@@ -262,7 +262,8 @@ class Expected(Frozen):
     peak_memory_bytes: int = PositiveInt
     """Of a training step, as the device's allocator counts it."""
     process_memory_bytes: int = NaturalInt
-    """What the process takes besides: on CPU its libraries, on a GPU its context."""
+    """What the process takes besides: on CPU its libraries, on a GPU its context and what the allocator rounds up.
+    Where no rehearsal went through all phases, also what another one is predicted to need beyond a step."""
     phases: tuple[PhasePeak, ...] = ()
     """What each phase of a run took when the winner was rehearsed; empty where none was."""
 
@@ -358,10 +359,11 @@ class AdapterVerdict(Frozen):
 
     num_layers: int = NaturalInt
     num_unmoved: int = NaturalInt
-    """Layers whose update is still zero: no gradient reached them."""
+    """Layers before the last block whose update is still zero: no gradient reached them."""
     num_not_finite: int = NaturalInt
     layer_norms: dict[str, float]
-    """Frobenius norm of each layer's update, up @ down * alpha / rank; 0 stands for one that is not finite."""
+    """Frobenius norm of each layer's update, up @ down * alpha / rank; 0 stands for one that is not finite. Layers of
+    the last block may keep 0: where the model makes nothing of the text that comes out of it, nothing trains them."""
     base_loss: float | None
     """Mean loss without the adapter on images and noise of steps that were not trained on."""
     adapter_loss: float | None

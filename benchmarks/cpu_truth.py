@@ -12,8 +12,8 @@ from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
 from autotune.families.precision import cast_as_loaded
 from autotune.knobs.precision import torch_dtype
-from autotune.knobs.registry import KNOBS
 from autotune.schema import Candidate, Workload
+from autotune.training.model import apply_knobs
 from autotune.training.step import AdapterOptimizer, optimizer_step
 
 
@@ -35,9 +35,7 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
     torch.manual_seed(0)
     transformer = family.build_transformer(config)
     cast_as_loaded(transformer.eval(), dtype)  # as loaded; the adapter alone is in training mode
-    for knob in KNOBS:
-        if knob.needs_reload:
-            knob.apply(transformer, family, getattr(candidate, knob.name))
+    apply_knobs(family, transformer, candidate, needs_reload=True)
     parameters = add_adapter(
         family,
         transformer,
@@ -47,9 +45,7 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
         dtype=dtype,
         dropout=workload.lora_dropout,
     )
-    for knob in KNOBS:
-        if not knob.needs_reload:
-            knob.apply(transformer, family, getattr(candidate, knob.name))
+    apply_knobs(family, transformer, candidate, needs_reload=False)
     return transformer, parameters
 
 

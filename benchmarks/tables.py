@@ -28,7 +28,7 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.base import Setting
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import reload_key
 from autotune.schema import Bucket, Candidate, HardwareProfile, TrialResult, Workload
 from autotune.search.space import search_space
 from autotune.trials.runner import ProcessTrialRunner
@@ -96,8 +96,7 @@ def configurations(table: Table, hardware: HardwareProfile, workload: Workload) 
     """Those kept of the search space, those that share a loaded model side by side."""
     space = search_space(Setting(hardware, FAMILIES[table.family], workload))
     kept = [c for c in space.candidates if all(getattr(c, knob) in table.keep[knob] for knob in table.keep)]
-    reload = [knob.name for knob in KNOBS if knob.needs_reload]
-    return sorted(kept, key=lambda candidate: [str(getattr(candidate, name)) for name in reload])
+    return sorted(kept, key=lambda candidate: [str(value) for value in reload_key(candidate)])
 
 
 def quieter(trials: Iterable[TrialResult]) -> list[TrialResult]:

@@ -1,5 +1,6 @@
 """What several parts share: caches of their own, and one real journey made by the commands as a user runs them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from threads; children inherit this
 
@@ -85,7 +87,13 @@ class Journey:
 
 
 @pytest.fixture(scope="session")
-def journey(tmp_path_factory: pytest.TempPathFactory) -> Journey:
-    """The demo, run once as a process."""
-    folder = tmp_path_factory.mktemp("journey") / "demo"
-    return Journey(folder, autotune("demo", "--output", folder))
+def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey:
+    """The demo, run as a process once for all test workers."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "journey"
+    folder.mkdir(exist_ok=True)
+    told = folder / "process.json"
+    with FileLock(folder / "lock"):
+        if not told.exists():
+            told.write_text(json.dumps(vars(autotune("demo", "--output", folder / "demo"))))
+    return Journey(folder / "demo", subprocess.CompletedProcess(**json.loads(told.read_text())))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.fit import hardware_misfits
+from autotune.fit import data_misfits, hardware_misfits
 from autotune.plan_file import seal
 from autotune.schema import CachingSettings, Gate, HardwareProfile, TrainingPlan
 from tests import builders
@@ -66,3 +66,12 @@ def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(stor
     keyed = plan.frozen.hardware.model_copy(update={"hard_keys": {"torchao": "0.1.0"}})
     misfits = hardware_misfits(seal(plan.job, plan.frozen.model_copy(update={"hardware": keyed})), machine())
     assert bool(misfits) == matters
+
+
+def test_more_control_images_than_planned_are_another_class_of_data() -> None:
+    plan = planned()
+    work = builders.workload(num_control_images=1)
+    plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
+    setting = builders.setting(machine(), builders.workload(num_control_images=3, max_text_tokens=64))
+    assert data_misfits(plan, builders.setting(machine(), work)) == ()
+    assert data_misfits(plan, setting) == ("data: 3 control images for an item, the plan is for 1",)

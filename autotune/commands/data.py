@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.commands.options import Caption, Control, Json, Trigger
+from autotune.commands.options import Caption, Control, Frames, Json, Trigger
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -20,6 +20,7 @@ def check(
     folder: Annotated[Path, typer.Argument(help="Folder of images with same-stem .txt captions.", metavar="DIR")],
     model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image",
     resolution: Annotated[int | None, typer.Option(min=1, help="Side of a square image, in pixels.")] = None,
+    frames: Frames = None,
     caption: Caption = None,
     trigger: Trigger = None,
     control: Control = None,
@@ -34,7 +35,7 @@ def check(
     family = family_named(model)
     report = check_dataset(
         folder,
-        Reading(caption=caption, trigger=trigger, control=control),
+        Reading(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
         resolution_px=resolution or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
     )

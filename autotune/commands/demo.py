@@ -1,13 +1,13 @@
 """`autotune demo`: the other commands, one after the other, on a small real pipeline."""
 
+import contextlib
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from autotune.commands.plan import plan
-from autotune.commands.probe import probe
-from autotune.commands.train import train
 
 
 def demo(
@@ -25,29 +25,30 @@ def demo(
     size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
     out.print(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
     plan_file, result = output / "plan.yaml", output / "result"
-    _announce("autotune probe")
-    probe()
-    extra = f" --control {made.control}" if made.control else ""
-    extra += f" --frames {made.num_frames}" if made.num_frames > 1 else ""
-    sizes = f"--resolution 64 --steps 60{extra}"
-    _announce(f"autotune plan --model {made.model} --data {made.images} {sizes} -o {plan_file}")
-    plan(
-        model=str(made.model),
-        data=str(made.images),
-        control=made.control,
-        frames=made.num_frames,
-        output=plan_file,
-        resolution="64",
-        num_steps=60,
-        run_output=str(result),
-        search_time=600.0,  # a twentieth of such a short run would be a minute, too little on a busy machine
-    )
-    _announce(f"autotune train {plan_file}")
-    train(plan_file=plan_file)
+    asked: list[object] = ["--model", made.model, "--data", made.images, "--resolution", 64, "--steps", 60]
+    asked += ["--control", made.control] if made.control else []
+    asked += ["--frames", made.num_frames] if made.num_frames > 1 else []
+    # By default a search takes a minute for so short a run, too little on a busy machine.
+    asked += ["--search-time", 600, "--run-output", result, "-o", plan_file]
+    _run("probe")
+    _run("plan", *asked)
+    _run("train", plan_file)
     out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
 
 
-def _announce(command: str) -> None:
+def _run(*words: object) -> None:
+    """Show a command and run it as a user would, in a process of its own.
+
+    Raises:
+        typer.Exit: it failed, with its status.
+    """
     from autotune.terminal import out
 
-    out.print(f"\n$ {command}", style="bold")
+    command = [str(word) for word in words]
+    out.print(f"\n$ autotune {shlex.join(command)}", style="bold")
+    process = subprocess.Popen([sys.executable, "-m", "autotune", *command])
+    while process.poll() is None:
+        with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
+            process.wait()
+    if process.returncode:
+        raise typer.Exit(process.returncode)

@@ -44,7 +44,7 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
 
     silence_progress_bars()
     hardware = read_machine(quick=True)
-    chosen = _measured_here(asked.plan_file, fetch_weights(chosen), hardware)
+    chosen = _measured_here(asked.plan_file, fetch_weights(chosen, hardware), hardware)
     number = chosen.frozen.hardware.num_processes
     with held_for_run(hardware.device, number, err.print):
         if number > 1 and not started_by_launcher():

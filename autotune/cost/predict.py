@@ -82,8 +82,14 @@ class Predictor:
     @cached_property
     def encoder_size(self) -> EncoderSize:
         """What decides how captions can be encoded."""
-        precision = str(Precision().choices(self._setting).admitted[0])
+        precision = self._usual[0]
         return size_of(self.model.parts, precision, self.model.vae_cost(precision).weight_bytes)
+
+    @cached_property
+    def _usual(self) -> tuple[str, str, str]:
+        """Precision, attention and its kernel that any machine of this kind has."""
+        precision = str(Precision().choices(self._setting).admitted[0])
+        return precision, "native", kernel_for("native", self.rules, False)
 
     @cached_property
     def caching(self) -> tuple[CachingSettings, Reason]:
@@ -115,7 +121,8 @@ class Predictor:
     def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
         """Learn from all `trials` at once and from others' `lessons`; what is not among them is forgotten."""
         pairs = [(t.candidate, residual) for t in trials if (residual := self.residual(t))]
-        measured = all(self.rates_of(candidate).measured for candidate, _ in pairs)
+        rates = [self.rates_of(candidate) for candidate, _ in pairs] or [Rates(self.hardware, *self._usual)]
+        measured = all(each.measured for each in rates)
         self.calibration = Calibration.of(pairs, rates_measured=measured, lessons=lessons)
 
     def residual(self, trial: TrialResult) -> Residual | None:
@@ -213,7 +220,7 @@ class Predictor:
         if self.rules == "cpu":
             return 0.0
         most = sum(self.model.counts) - 1
-        share = min(1.0, candidate.checkpointed_blocks / most)
+        share = min(1.0, candidate.checkpointed_blocks / max(1, most))
         if share in (0.0, 1.0):
             return self._waste_at(candidate, composed)
         ends = []

@@ -90,6 +90,7 @@ FLUX_VAE: Mapping[str, Any] = {
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 2,
     "latent_channels": 16,
+    "sample_size": 1024,
     "scaling_factor": 0.3611,
     "shift_factor": 0.1159,
     "use_quant_conv": False,
@@ -159,6 +160,14 @@ class Family(ABC):
     def blocks(self, transformer: "nn.Module") -> list["nn.Module"]:
         """The repeated blocks that can be checkpointed, in the order they run."""
         return [block for name in self.block_lists for block in getattr(transformer, name)]
+
+    def last_block(self, transformer: "nn.Module") -> str:
+        """Name of the block that runs last, as `named_modules` has it.
+
+        Double-stream models make nothing of the text that comes out of it, so some of its layers never get a gradient.
+        """
+        name = self.block_lists[-1]
+        return f"{name}.{len(getattr(transformer, name)) - 1}"
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         """The pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""

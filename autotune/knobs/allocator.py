@@ -1,6 +1,7 @@
 """How CUDA's caching allocator grows: fixed segments, or ones that expand. A rule settles it, no search."""
 
 import os
+import sys
 
 from autotune.knobs.base import Choices, Knob, Setting
 from autotune.schema import Choice, Rejected
@@ -30,6 +31,10 @@ class Allocator(Knob):
 
 
 def configure_allocator(choice: Choice) -> None:
-    """Set what torch will read when CUDA starts in this process; what the user has set stays."""
-    if choice == "expandable" and not any(name in os.environ for name in VARIABLES):
-        os.environ.update(dict.fromkeys(VARIABLES, "expandable_segments:True"))
+    """Have torch's allocator grow as chosen in this process; what the user has set stays."""
+    if choice != "expandable" or any(name in os.environ for name in VARIABLES):
+        return
+    os.environ.update(dict.fromkeys(VARIABLES, "expandable_segments:True"))
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():  # by the probe's questions: the variables are read no more
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -41,7 +41,8 @@ class Attention(Knob):
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         masked = setting.family.masks(candidate.micro_batch_size, setting.workload.text_padding)
         if masked and candidate.attention in REFUSES_MASKS:
-            return f"{candidate.attention} refuses masks, and captions of different lengths in one batch need one"
+            name = candidate.attention
+            return f"{name} refuses masks, and captions of different lengths in one batch, dropped ones too, need one"
         return None
 
     def parity(self, choice: Choice) -> Parity | None:

@@ -25,7 +25,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choices:
-    """The values that may be tried, safest first, and those that may not, with the reason."""
+    """The values that may be tried, and those that may not, with the reason."""
 
     admitted: tuple[Choice, ...]
     rejected: tuple[Rejected, ...] = ()
@@ -75,7 +75,7 @@ class Knob(ABC):
 
     @abstractmethod
     def choices(self, setting: Setting) -> Choices:
-        """The values worth trying for this setting. The first admitted one is the least demanding of memory."""
+        """The values worth trying for this setting, those that need less memory first where that differs."""
 
     def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         """Why `choice` does not work on this machine at all; None where it may."""

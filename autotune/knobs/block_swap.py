@@ -39,15 +39,12 @@ class BlockSwap:
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
         """Of the blocks on the device: when their weights have arrived; None where copies are immediate."""
         self.last = -1
-        self.adapters_came: set[int] = set()
         for number, block in enumerate(blocks):
             _bring(block, device)  # an optimizer may look at them before anything runs
             block.register_forward_pre_hook(partial(self._before, number))
 
     def _before(self, number: int, block: nn.Module, *_: Any) -> None:
-        if number not in self.adapters_came:  # they are added where the weights are: perhaps on the host, and later
-            _bring(block, self.device)
-            self.adapters_came.add(number)
+        _bring(block, self.device)  # adapters are added where the weights are: perhaps on the host, at any time
         following = self._following(number)
         for other in [other for other in self.arrivals if other not in (number, following)]:
             self._forget(other)
@@ -92,7 +89,7 @@ class BlockSwap:
 def _bring(block: nn.Module, device: torch.device) -> None:
     """Move what is trained to the device, for good."""
     for parameter in block.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.device != device:
             parameter.data = parameter.data.to(device)
 
 

@@ -86,7 +86,7 @@ class Quantization(Knob):
                 rejected.append(Rejected(choice=name, reason=gate.reason))
             else:
                 admitted.append(name)
-        admitted.sort(key=lambda name: name == "none")  # the one that needs least memory first
+        admitted.sort(key=lambda name: STORED_BYTES[str(name)])
         worse = {LAYERWISE: AGAINST_LAYERWISE} if "torchao-int8" in admitted else {}
         if worse and setting.hardware.device.kind == "cpu":
             worse["bnb-int8"] = AGAINST_LLM_INT8

@@ -17,12 +17,11 @@ from autotune.families.resolve import (
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
-from autotune.knobs.caching import PIN
 from autotune.planning.outlook import WHERE_NOTHING_FITS, least_bytes, relaxation
 from autotune.planning.question import Question, data_of, job_of
 from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
-from autotune.search.space import SearchSpace, search_space, without
+from autotune.search.space import SearchSpace, without
 from autotune.training.describe import describe_workload, require_even_shares
 from autotune.weights.errors import BadWeights
 
@@ -74,7 +73,7 @@ class Case:
 
     def relaxation(self) -> str:
         """What to ask instead where nothing fits."""
-        return relaxation(self.workload, self.space, self.cost)
+        return relaxation(self.question, self.space, self.cost)
 
 
 def case_of(question: Question, hardware: HardwareProfile, around: Surroundings) -> Case:
@@ -88,12 +87,12 @@ def case_of(question: Question, hardware: HardwareProfile, around: Surroundings)
     if around.needs_weights:
         _require_weights_and_room(model, hardware)
     dataset = data_of(question, model)
-    whole = describe_workload(model, dataset, question.wishes)
+    whole = describe_workload(model, dataset, question.wishes, drops_captions=question.drops_captions)
     require_even_shares(whole, question.num_processes)
     workload = whole.share(question.num_processes)
     if question.here:
         setting = Setting(hardware, model.family, workload)
-        hardware = around.prove(setting, _space(question, setting, also=WHERE_NOTHING_FITS).choices, model)
+        hardware = around.prove(setting, question.space(setting, also=WHERE_NOTHING_FITS).choices, model)
     cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
     job = job_of(question, model, dataset, whole.effective_batch_size)
     left_out = dataset.left_out if dataset else ()
@@ -138,11 +137,10 @@ def _strategy(
     number = question.num_processes
     replicated = Parallel("ddp", number) if number > 1 else Parallel()
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
-    budget = cost.hardware.device.budget_bytes
     setting = Setting(cost.hardware, model.family, workload)
-    space = _space(question, setting)
+    space = question.space(setting)
     if number == 1 and not _fits(space, cost):
-        wider = _space(question, setting, also=WHERE_NOTHING_FITS)
+        wider = question.space(setting, also=WHERE_NOTHING_FITS)
         space = wider if _fits(wider, cost) else space
     if number > 1:
         why = "several processes share the weights out instead"
@@ -150,8 +148,8 @@ def _strategy(
         if not space.candidates:
             raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
-        lighter = _without_too_heavy(space, cost)
-        if number == 1 or cost.predict(lighter.candidates[0]).required_memory_bytes <= budget:
+        lighter = _without_too_heavy(question, space, cost)
+        if number == 1 or _fits(lighter, cost):
             return cost, lighter
     except NothingFits:
         if number == 1:
@@ -159,22 +157,18 @@ def _strategy(
     why = "the model is shared out over the processes, for which weights must be plain"
     plain = without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
     if not plain.candidates:
-        hint = relaxation(workload, space, cost)
+        hint = relaxation(question, space, cost)
         raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=hint)
     cost = _cost_beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
-    return cost, _without_too_heavy(plain, cost)
+    return cost, _without_too_heavy(question, plain, cost)
 
 
 def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
     model, _ = _resolved(question)
-    workload = describe_workload(model, data_of(question, model), question.wishes)
-    return _space(question, Setting(hardware, model.family, workload))
-
-
-def _space(question: Question, setting: Setting, also: str | None = None) -> SearchSpace:
-    pins = [pin for pin in question.pins if not pin[0].startswith(PIN)]
-    return search_space(setting, pins, question.exclusions, also=also)
+    data, drops = data_of(question, model), question.drops_captions
+    workload = describe_workload(model, data, question.wishes, drops_captions=drops)
+    return question.space(Setting(hardware, model.family, workload))
 
 
 def _fits(space: SearchSpace, cost: Predictor) -> bool:
@@ -188,17 +182,21 @@ def _cost_beside_kept(
     question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
 ) -> Predictor:
     """The cost model, of the machine without what stays on it beside training."""
-    pins = {name.removeprefix(PIN): value for name, value in question.pins if name.startswith(PIN)}
-    cost = Predictor(hardware, workload, model.family, model.config, parts_of(model), pins, parallel)
+    known = (model.family, model.config, parts_of(model), question.caching_pins)
+    return beside_kept(Predictor(hardware, workload, *known, parallel))
+
+
+def beside_kept(cost: Predictor) -> Predictor:
+    """The same cost model, of the machine without what stays on it beside training."""
     if not cost.kept_bytes:
         return cost
-    less = with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes))
-    reduced = Predictor(less, workload, model.family, model.config, cost.parts, pins, parallel)
+    hardware = cost.hardware
+    reduced = cost.beside(with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes)))
     reduced.caching = cost.caching  # chosen with all of the memory
     return reduced
 
 
-def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
+def _without_too_heavy(question: Question, space: SearchSpace, cost: Predictor) -> SearchSpace:
     """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
     budget = cost.hardware.device.budget_bytes
     sizes: dict[str, int] = {}
@@ -212,7 +210,7 @@ def _without_too_heavy(space: SearchSpace, cost: Predictor) -> SearchSpace:
     }
     if len(dropped) == len(sizes):
         least = min(dropped, key=lambda name: sizes[str(name)])
-        hint = relaxation(cost.workload, space, cost)
+        hint = relaxation(question, space, cost)
         raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
     return without(space, "quantization", dropped)
 

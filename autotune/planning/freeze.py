@@ -44,8 +44,12 @@ def expected(
     """
     cost.calibrate(trials)
     rehearsals = [trial for trial in trials if trial.confirms and trial.candidate == best.candidate]
+    phases = rehearsals[-1].phases if rehearsals else ()
     prediction = cost.predict(best.candidate)
-    overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
+    if any(phase.name == "caching" for phase in phases):  # each phase was measured: what the allocator does not count
+        overhead = prediction.peak_memory_bytes - prediction.allocated_memory_bytes
+    else:  # what the neediest phase is predicted to take beyond a training step
+        overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
     if cost.hardware.device.kind == "cpu":
         host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
         overhead = host - best.peak_memory_bytes
@@ -55,7 +59,7 @@ def expected(
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=best.peak_memory_bytes if trials else prediction.allocated_memory_bytes,
         process_memory_bytes=max(0, overhead) + cost.kept_bytes,
-        phases=rehearsals[-1].phases if rehearsals else (),
+        phases=phases,
         other_seconds=job_time(
             cost,
             prediction,

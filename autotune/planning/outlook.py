@@ -3,13 +3,18 @@
 All of it is predicted, none of it guessed.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autotune.cost.predict import Predictor
+from autotune.errors import InvalidInput, NothingFits
 from autotune.families.base import Family
 from autotune.knobs.base import Setting
+from autotune.knobs.registry import KNOBS
+from autotune.planning.question import Question
 from autotune.schema import Bucket, Candidate, Workload
-from autotune.search.space import SearchSpace, search_space
+from autotune.search.space import SearchSpace
 
 GIB = 2**30
 SMALLER = (0.75, 0.5)
@@ -31,19 +36,19 @@ def least_bytes(candidates: Sequence[Candidate], cost: Predictor) -> int:
     return min(cost.predict(candidate).required_memory_bytes for candidate in safest or candidates)
 
 
-def relaxation(workload: Workload, space: SearchSpace, cost: Predictor) -> str:
-    """What to ask instead, where nothing of `space` fits: each was predicted to fit, alone."""
+def relaxation(question: Question, space: SearchSpace, cost: Predictor) -> str:
+    """What to ask instead, where nothing of `space` fits: each was predicted to fit, alone, with all else as asked."""
     budget, needed = cost.hardware.device.budget_bytes, least_bytes(space.candidates, cost)
-    found = [f"{what} ({need / GIB:.1f} GiB)" for what, need in _relaxed(workload, cost) if need <= budget]
+    found = [f"{what} ({need / GIB:.1f} GiB)" for what, need in _relaxed(question, cost) if need <= budget]
     memory = f"a device on which a run may take {needed / GIB:.1f} GiB (--max-memory, where one is set)"
     if found:
         return f"predicted to fit: {', or '.join(found)}; or take {memory}"
     return f"no smaller quality, resolution, rank or batch is predicted to fit; take {memory}"
 
 
-def _relaxed(workload: Workload, cost: Predictor) -> Iterator[tuple[str, int]]:
+def _relaxed(question: Question, cost: Predictor) -> Iterator[tuple[str, int]]:
     """Options, each with the least memory that a run would need with it."""
-    family, hardware = cost.family, cost.hardware
+    workload, family = cost.workload, cost.family
     qualities = ("exact", "high", "compact")
     options: list[tuple[str, dict[str, object]]] = [
         (f"--quality {quality}", {"quality": quality}) for quality in qualities[qualities.index(workload.quality) + 1 :]
@@ -54,13 +59,26 @@ def _relaxed(workload: Workload, cost: Predictor) -> Iterator[tuple[str, int]]:
         if (bucket := _smaller(workload.largest_bucket, share, family)) is not None
         for side in (max(1, round(workload.resolution_px * share)),)
     ]
-    options += [("--batch 1", {"effective_batch_size": 1})] if workload.effective_batch_size > 1 else []
+    least_batch = f"--batch {cost.parallel.num_processes}"
+    options += [(least_batch, {"effective_batch_size": 1})] if workload.effective_batch_size > 1 else []
     options += [("--rank 4", {"rank": 4})] if workload.rank > 4 else []
-    for option, changes in options:
-        relaxed = Workload.model_validate({**dict(workload), **changes})
-        space = search_space(Setting(hardware, family, relaxed), also=WHERE_NOTHING_FITS)
-        own = Predictor(hardware, relaxed, family, cost.config, cost.parts, parallel=cost.parallel)
-        yield option, least_bytes(space.candidates, own)
+    asked = [(option, question, Workload.model_validate({**dict(workload), **changes})) for option, changes in options]
+    if named := [word for word, wish in (("--pin", question.pins), ("--exclude", question.exclusions)) if wish]:
+        asked.append((f"without {' and '.join(named)}", replace(question, pins=(), exclusions=()), workload))
+    for option, other, relaxed in asked:
+        with contextlib.suppress(InvalidInput, NothingFits):  # a pinned value may not go with it
+            yield option, _needed(other, relaxed, cost)
+
+
+def _needed(question: Question, workload: Workload, cost: Predictor) -> int:
+    """Least memory that a run needs for `workload` as `question` has it."""
+    hardware, family, alone = cost.hardware, cost.family, cost.parallel.num_processes == 1
+    space = question.space(Setting(hardware, family, workload), also=WHERE_NOTHING_FITS if alone else None)
+    known = (family, cost.config, cost.parts, question.caching_pins)
+    own = Predictor(hardware, workload, *known, cost.parallel)
+    if question.caching_pins and cost.kept_bytes:
+        own.caching = cost.caching  # chosen with all of the memory
+    return least_bytes(space.candidates, own)
 
 
 def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:
@@ -86,12 +104,15 @@ def larger_batch_advice(cost: Predictor, best: Candidate, step_seconds: float, b
         budget_bytes: what a run may take.
     """
     effective = cost.workload.effective_batch_size
-    now = effective / step_seconds
+    now, setting = effective / step_seconds, Setting(cost.hardware, cost.family, cost.workload)
     best_gain, best_batch = WORTH_TELLING, 0
     for batch in (effective * factor for factor in LARGER):
         for blocks in range(cost.workload.model.num_blocks):
             values = {**dict(best), "micro_batch_size": batch, "checkpointed_blocks": blocks}
-            prediction = cost.predict(Candidate.model_validate(values))
+            candidate = Candidate.model_validate(values)
+            if any(knob.conflict(candidate, setting) for knob in KNOBS):
+                continue
+            prediction = cost.predict(candidate)
             gain = batch / prediction.step_seconds / now
             if prediction.required_memory_bytes <= budget_bytes and gain > best_gain:
                 best_gain, best_batch = gain, batch

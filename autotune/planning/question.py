@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from autotune.families.resolve import ResolvedModel
+from autotune.knobs.base import Setting
+from autotune.knobs.caching import PIN
 from autotune.plan_file import job_from
 from autotune.schema import Job, TrainingPlan
+from autotune.search.space import SearchSpace, search_space
 from autotune.search.storage import Place
 from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import Wishes, check_job, wishes_of
@@ -52,6 +55,25 @@ class Question:
         """The job's field called `name`, if it has one."""
         value = self.said.get(name, getattr(self.job, name, None))
         return None if value is None else str(value)
+
+    @property
+    def caching_pins(self) -> dict[str, str]:
+        """Fields of `CachingSettings` that are pinned."""
+        return {name.removeprefix(PIN): value for name, value in self.pins if name.startswith(PIN)}
+
+    def space(self, setting: Setting, also: str | None = None) -> SearchSpace:
+        """What may be tried for `setting`, with the values on request of the knob `also`.
+
+        Raises:
+            InvalidInput, NothingFits: as `search_space`.
+        """
+        pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
+        return search_space(setting, pins, self.exclusions, also=also)
+
+    @property
+    def drops_captions(self) -> bool:
+        """Whether the job leaves captions out at random."""
+        return bool(self.said.get("caption_dropout", getattr(self.job, "caption_dropout", 0)))
 
 
 def question_of(plan: TrainingPlan) -> Question:

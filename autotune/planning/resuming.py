@@ -14,7 +14,7 @@ import platformdirs
 from autotune.errors import AutotuneError, NothingFits
 from autotune.planning.case import Case
 from autotune.schema import digest_of
-from autotune.search.sampler import standing_of
+from autotune.search.sampler import release_dead, standing_of
 from autotune.search.storage import Place, opened_study, safe_words
 from autotune.search.study import frozen_plan
 
@@ -58,16 +58,20 @@ def _file_of_its_own(path: Path, case: Case, on_note: Callable[[str], None]) -> 
 
 
 def _goes_on(place: Place, case: Case, on_note: Callable[[str], None]) -> bool:
-    """Whether a search was interrupted there: not where it has its plan, or nobody can read it."""
+    """Whether a search was interrupted there, or is running: not where it has its plan, or nobody can read it."""
     try:
         study = opened_study(place, case.identity)
-        known = len(standing_of(study).results)
+        release_dead(study)
+        standing = standing_of(study)
         if frozen_plan(study) is not None:
             return False
     except AutotuneError:
         return False
-    if known:
-        trials = "one trial" if known == 1 else f"{known} trials"
+    known = len(standing.results)
+    trials = "one trial" if known == 1 else f"{known or 'no'} trials"
+    if standing.taken or standing.undecided:  # of a process that lives
+        on_note(f"another search of the same runs: this one joins it, {trials} known")
+    elif known:
         on_note(f"an interrupted search of the same goes on: {trials} known (--fresh forgets them)")
     return True
 

@@ -1,10 +1,11 @@
 """A predicted plan arrives at its machine: one trial tells whether its settings hold, and the plan becomes measured.
 
+As in a search, what changes the computation is tried only once its adapter gradients agree with the reference's there.
 Only settings that the plan itself names are turned to: the chosen ones, then its fallbacks, each of which needs less
 memory than the one before. Work, quality and effective batch stay as they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autotune.cost.parallel import Parallel
@@ -12,10 +13,22 @@ from autotune.cost.predict import Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.families.resolve import parts_of, resolve_model
 from autotune.fit import key_misfits, model_misfits, require_fit
+from autotune.knobs.base import Setting, closed_because, parity_gate
+from autotune.knobs.caching import shown
+from autotune.knobs.registry import KNOBS
 from autotune.plan_file import read_plan, seal, write_plan
+from autotune.planning.case import beside_kept
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.surroundings import Run, Surroundings
-from autotune.schema import Candidate, FrozenPart, HardwareProfile, Reason, TrainingPlan, TrialResult
+from autotune.schema import (
+    Candidate,
+    FrozenPart,
+    HardwareProfile,
+    PlannedHardware,
+    Reason,
+    TrainingPlan,
+    TrialResult,
+)
 from autotune.search.study import search_cost_seconds, timed
 from autotune.search.winner import measured_scores, winner_of
 
@@ -58,27 +71,45 @@ def seal_on_arrival(
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)
     cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
-    candidates = _predicted_to_fit(plan, cost)
+    caching = plan.frozen.caching
+    cost.caching = (caching, Reason(knob="caching", chosen=shown(caching), why="as planned"))
+    cost = beside_kept(cost)
+    candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
+    against = _too_large(candidates, cost)
+    if fitting := [candidate for candidate in candidates if candidate not in against]:
+        choices = {knob.name: tuple({getattr(one, knob.name): None for one in fitting}) for knob in KNOBS}
+        proven = around.prove(Setting(hardware, model.family, work), choices, model)
+        against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, proven))}
+    if not (usable := [candidate for candidate in candidates if candidate not in against]):
+        raise DoesNotFit(
+            f"neither the plan's settings nor its fallbacks can be used here; the last: {against[candidates[-1]]}",
+            hint=PLAN_AGAIN,
+        )
     with around.trials(plan.job.pinned_model, cost) as run:
-        trials = _until_one_runs(candidates, run, on_trial)
-    sealed = seal(plan.job, _measured(plan, cost, trials))
+        trials = _until_one_runs(usable, run, on_trial)
+    here = planned_hardware(hardware, parallel)
+    sealed = seal(plan.job, _measured(plan, here, cost, trials, against))
     write_plan(sealed_path(path), sealed)
     return sealed
 
 
-def _predicted_to_fit(plan: TrainingPlan, cost: Predictor) -> list[Candidate]:
-    """What may be tried: an over-allocation can hang a machine whose memory is shared."""
+def _too_large(candidates: Sequence[Candidate], cost: Predictor) -> dict[Candidate, str]:
+    """What may not be tried, and why: an over-allocation can hang a machine whose memory is shared."""
     budget = cost.hardware.device.budget_bytes
-    candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
     needed = {candidate: cost.predict(candidate).required_memory_bytes for candidate in candidates}
-    fitting = [candidate for candidate in candidates if needed[candidate] <= budget]
-    if not fitting:
-        raise DoesNotFit(
-            f"the plan's smallest settings need {min(needed.values()) / 2**30:.1f} GiB, a run may take "
-            f"{budget / 2**30:.1f} GiB here",
-            hint=PLAN_AGAIN,
-        )
-    return fitting
+    return {
+        candidate: f"needs {needed_bytes / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
+        for candidate, needed_bytes in needed.items()
+        if needed_bytes > budget
+    }
+
+
+def _wrong(candidate: Candidate, proven: HardwareProfile) -> str | None:
+    """Why what it computes is not the same on this machine, or None."""
+    chosen = ((knob, getattr(candidate, knob.name)) for knob in KNOBS)
+    gates = ((f"{knob.title} {value}", parity_gate(knob.name, parity.runs)) for knob, value in chosen
+             if (parity := knob.parity(value)))  # fmt: skip
+    return next((f"{what}: {why}" for what, gate in gates if (why := closed_because(proven, gate))), None)
 
 
 def _until_one_runs(
@@ -97,18 +128,25 @@ def _until_one_runs(
     )
 
 
-def _measured(plan: TrainingPlan, cost: Predictor, trials: tuple[TrialResult, ...]) -> FrozenPart:
+def _measured(
+    plan: TrainingPlan,
+    hardware: PlannedHardware,
+    cost: Predictor,
+    trials: tuple[TrialResult, ...],
+    against: Mapping[Candidate, str],
+) -> FrozenPart:
     frozen = plan.frozen
     best = winner_of(measured_scores(trials), frozen.workload.objective)
     assert best is not None  # the last trial ran
+    failed = against.get(frozen.settings, f"{trials[0].outcome}: {trials[0].message}")
     after = (frozen.settings, *frozen.fallbacks).index(best.candidate)
     return FrozenPart.model_validate(
         {
             **dict(frozen),
-            "hardware": planned_hardware(cost.hardware, cost.parallel),
+            "hardware": hardware,
             "settings": best.candidate,
             "expected": expected(best, trials, cost, frozen.workload, plan.job, frozen.expected.price_per_hour),
-            "reasons": tuple(_reason(reason, plan, best.candidate, trials[0]) for reason in frozen.reasons),
+            "reasons": tuple(_reason(reason, best.candidate, failed) for reason in frozen.reasons),
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),
             "trials": trials,
@@ -117,11 +155,9 @@ def _measured(plan: TrainingPlan, cost: Predictor, trials: tuple[TrialResult, ..
     )
 
 
-def _reason(reason: Reason, plan: TrainingPlan, settings: Candidate, first: TrialResult) -> Reason:
+def _reason(reason: Reason, settings: Candidate, failed: str) -> Reason:
     chosen = getattr(settings, reason.knob, reason.chosen)
     if chosen == reason.chosen:
         return reason
-    ran = first.candidate == plan.frozen.settings and first.outcome != "ok"
-    failed = f"{first.outcome}: {first.message}" if ran else "they need more memory than a run may take"
     why = f"the predicted settings do not run here ({failed}); this fallback does"
     return Reason(knob=reason.knob, chosen=chosen, why=why, rejected=reason.rejected)

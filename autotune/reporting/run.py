@@ -36,9 +36,13 @@ def error_lines(error: QuantizationError, storage: str) -> list[str]:
 
 def verdict_lines(verdict: AdapterVerdict) -> list[str]:
     """What to think of the adapter."""
-    norms = sorted((norm, name) for name, norm in verdict.layer_norms.items())
+    norms = sorted((norm, name) for name, norm in verdict.layer_norms.items() if norm)
+    unused = verdict.num_layers - len(norms) - verdict.num_unmoved - verdict.num_not_finite
+    norms = norms or [(0.0, "any")]
     (least, low), (most, high) = norms[0], norms[-1]
     moved = "all moved" if not verdict.num_unmoved else f"{verdict.num_unmoved} NEVER MOVED"
+    if unused:
+        moved += f" but {unused} of the last block, whose output for text the model leaves unused"
     finite = "all finite" if not verdict.num_not_finite else f"{verdict.num_not_finite} NOT FINITE"
     lines = [
         f"adapter: {verdict.num_layers} layers, {moved}, {finite}; norm of update {median(n for n, _ in norms):.3g}, "

@@ -126,10 +126,13 @@ class ResidualSearch:
         self.cost.calibrate(results, self.lessons(results))
         tried = {result.candidate for result in results} | set(taken)
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
+        # Without a step it was the weights themselves that missed the quality floor: no attention changes that.
+        too_far = {r.candidate.quantization for r in results if r.outcome == "numerics" and not r.step_seconds}
         limit = self._limit_bytes(results)
         found = []
         for candidate in self.space.candidates:
-            if candidate in tried or (candidate.attention, candidate.quantization) in barred:
+            storage = candidate.quantization
+            if candidate in tried or storage in too_far or (candidate.attention, storage) in barred:
                 continue
             prediction = self.cost.predict(candidate)
             required = _cautious(prediction)

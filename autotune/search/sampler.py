@@ -2,8 +2,8 @@
 
 Trial numbers are tickets. A storage gives them out one by one, and a worker chooses only after all lower numbers have
 chosen, seeing what they took: so nothing is measured twice, without a lock. A trial that failed belonged to a worker
-that died (trials themselves never fail: an out-of-memory result is a completed one with a violated constraint), and
-whoever draws the next ticket takes its candidate over.
+that died or stopped (trials themselves never fail: an out-of-memory result is a completed one with a violated
+constraint), and whoever draws the next ticket takes its candidate over.
 """
 
 import os
@@ -31,6 +31,8 @@ RESULT = "result"
 """Trial attribute: the TrialResult as JSON."""
 CANDIDATE = "candidate"
 """Trial attribute: the Candidate as JSON; present once its worker has chosen."""
+STOPPED = "stopped"
+"""Trial attribute: its worker ended it, and was not taken down by it."""
 OWNER = "owner"
 """Trial attribute: whose it is, as `place/process/start`."""
 MOST_DEATHS = 2
@@ -47,7 +49,7 @@ class Standing:
     taken: tuple[Candidate, ...]
     """Being tried at this moment."""
     abandoned: tuple[Candidate, ...]
-    """Their workers died."""
+    """Their workers died or stopped."""
     undecided: tuple[int, ...]
     """Numbers of trials whose workers have not chosen yet."""
 
@@ -60,10 +62,12 @@ def standing_of(study: Study, before: int | None = None) -> Standing:
     running = [t for t in trials if t.state == TrialState.RUNNING and RESULT not in t.user_attrs]
     taken = [_candidate_of(t) for t in running if CANDIDATE in t.user_attrs]
     died = [t for t in trials if t.state == TrialState.FAIL and CANDIDATE in t.user_attrs]
-    deaths = Counter(_candidate_of(t) for t in died)
+    deaths: Counter[Candidate] = Counter()
+    for trial in died:
+        deaths[_candidate_of(trial)] += STOPPED not in trial.user_attrs  # none, too, is counted
     for known in (*taken, *(result.candidate for result in results)):
         deaths.pop(known, None)
-    message = f"{MOST_DEATHS} workers died of it"
+    message = f"it took its process down {MOST_DEATHS} times"
     lost = [TrialResult(candidate=c, outcome="crash", message=message) for c, n in deaths.items() if n >= MOST_DEATHS]
     return Standing(
         results=(*results, *lost),

@@ -15,6 +15,7 @@ from autotune.search.sampler import (
     CANDIDATE,
     OWNER,
     RESULT,
+    STOPPED,
     ResidualSampler,
     Standing,
     owner_here,
@@ -118,7 +119,11 @@ def _tried(trial: Trial, search: ResidualSearch, run: Run, on_trial: Callable[[T
     values = {name: trial.suggest_categorical(name, choices) for name, choices in search.space.choices.items()}
     candidate = Candidate.model_validate(values)
     trial.set_user_attr(CANDIDATE, candidate.model_dump_json())
-    result = timed(run, candidate)
+    try:
+        result = timed(run, candidate)
+    except BaseException:  # interrupted, or the device is not to be had: the candidate did nothing
+        trial.set_user_attr(STOPPED, True)
+        raise
     trial.set_user_attr(RESULT, result.model_dump_json())
     trial.set_constraint("runs", 0.0 if result.outcome == "ok" else 1.0)
     on_trial(result)

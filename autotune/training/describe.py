@@ -9,6 +9,7 @@ from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.schema import Bucket, Job, Objective, Quality, Workload
 from autotune.training.data.buckets import assign_buckets, make_buckets
+from autotune.training.data.captions import EMPTY_CAPTION
 from autotune.training.data.dataset import Dataset
 
 
@@ -65,8 +66,10 @@ def check_job(job: Job, family: Family) -> None:
         raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
 
 
-def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wishes) -> Workload:
-    """The workload of training `model` on `dataset`.
+def describe_workload(
+    model: ResolvedModel, dataset: Dataset | None, wishes: Wishes, *, drops_captions: bool = False
+) -> Workload:
+    """The workload of training `model` on `dataset`; with `drops_captions` the empty caption is among the others.
 
     Without a dataset it is one bucket, captions of the family's usual length, and one control image for edit models.
 
@@ -86,7 +89,7 @@ def describe_workload(model: ResolvedModel, dataset: Dataset | None, wishes: Wis
     num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
     buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, family.size_multiple_px)
-    lengths = _text_lengths(model, dataset, buckets, wishes.text_tokens)
+    lengths = _text_lengths(model, dataset, buckets, wishes.text_tokens, drops_captions)
     rank = positive("rank", given(wishes.rank, defaults.rank))
     return Workload(
         model=model.spec,
@@ -129,7 +132,11 @@ def _num_controls(family: Family, dataset: Dataset | None) -> int:
 
 
 def _text_lengths(
-    model: ResolvedModel, dataset: Dataset | None, buckets: tuple[Bucket, ...], text_tokens: int | None
+    model: ResolvedModel,
+    dataset: Dataset | None,
+    buckets: tuple[Bucket, ...],
+    text_tokens: int | None,
+    drops_captions: bool,
 ) -> list[int]:
     usual = positive("text tokens", given(text_tokens, model.family.defaults.text_tokens))
     if model.texts is None or dataset is None:
@@ -139,8 +146,11 @@ def _text_lengths(
         [sizes[index]] * len(item.control_paths)
         for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
     ]
+    captions = [item.caption for item in dataset.items]
+    if drops_captions:
+        captions, controls = [*captions, EMPTY_CAPTION], [*controls, controls[0]]
     try:
-        return model.family.count_text_tokens(model.texts, [item.caption for item in dataset.items], controls)
+        return model.family.count_text_tokens(model.texts, captions, controls)
     except (OSError, ValueError, KeyError) as error:
         raise InvalidInput(
             f"the tokenizer in {model.texts} cannot be read: {str(error).splitlines()[0]}",

@@ -55,7 +55,7 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
     Raises:
         InvalidInput: it holds another run, or this one and `resume` was not asked for; another run is writing to it
             now; it lies in the data folder, or cannot be written.
-        AutotuneError: its disk has less than `needed_bytes` free.
+        AutotuneError: its disk has less free than is still to be written of `needed_bytes`.
     """
     folder = Path(plan.job.output)
     if plan.job.data and folder.resolve().is_relative_to(Path(plan.job.data).resolve()):
@@ -79,14 +79,15 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
             f"cannot write to the output folder {folder}: {error.strerror}", hint="choose another with --output"
         ) from error
     hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
-    require_free(folder, needed_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
+    written_bytes = sum(path.stat().st_size for path in _checkpoints(folder))
+    require_free(folder, needed_bytes - written_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
     return claim
 
 
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:
     if (folder / ADAPTER_FILE).exists():
         raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")
-    if _has_checkpoints(folder):
+    if _checkpoints(folder):
         raise InvalidInput(
             f"{folder} holds the checkpoints of a run that did not end",
             hint="go on with it: add --resume; or choose another folder with --output",
@@ -95,7 +96,7 @@ def _require_unused(folder: Path, plan: TrainingPlan) -> None:
 
 def _require_same(folder: Path, plan: TrainingPlan) -> None:
     """Compare with the plan that the folder was begun with: sooner than its checkpoints can be."""
-    if not _has_checkpoints(folder) or not (folder / PLAN_FILE).is_file():
+    if not _checkpoints(folder) or not (folder / PLAN_FILE).is_file():
         return
     before, now = learned(read_plan(folder / PLAN_FILE)), learned(plan)
     changed = [name for name in now if before.get(name) != now[name]]
@@ -106,5 +107,5 @@ def _require_same(folder: Path, plan: TrainingPlan) -> None:
         )
 
 
-def _has_checkpoints(folder: Path) -> bool:
-    return any((folder / CHECKPOINTS).glob("checkpoint-*.safetensors"))
+def _checkpoints(folder: Path) -> list[Path]:
+    return list((folder / CHECKPOINTS).glob("checkpoint-*.safetensors"))

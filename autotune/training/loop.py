@@ -98,7 +98,9 @@ class Loop:
         shift = job.timestep_shift
         by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
         self.levels = NoiseLevels(by_tokens, job.timestep_sampling)
-        self.watch = MemoryWatch(around.budget_bytes)
+        expected = plan.frozen.expected  # on a CPU the whole process is looked at
+        promised = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
+        self.watch = MemoryWatch(around.budget_bytes, promised)
         self.peak_bytes = 0
         self.seconds: list[float] = []
         self.data_seconds: list[float] = []

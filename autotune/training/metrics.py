@@ -63,10 +63,10 @@ def _line(event: StepEvent) -> str:
 
 def require_tracker(report_to: str) -> None:
     """Raise InvalidInput where a job wants curves from a package that is not installed."""
-    if report_to == "wandb" and find_spec("wandb") is None:
+    if report_to != "none" and find_spec(report_to) is None:
         raise InvalidInput(
-            "the job reports to wandb, which is not installed",
-            hint='pip install "lora-autotune[wandb]", or set report_to in the plan\'s job to tensorboard or none',
+            f"the job reports to {report_to}, which is not installed",
+            hint=f"pip install {report_to}, or set report_to in the plan's job to none",
         )
 
 

@@ -124,14 +124,14 @@ def load_transformer(
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
         transform = quantize_on_arrival(family, transformer, settings.quantization)
-    if settings.swapped_blocks:
+    meter = ErrorMeter(family.blocks(transformer))
+    if transform and settings.quantization != "none" and model.folder is not None:
+        transform = meter.around(transform)
+    if settings.swapped_blocks:  # once they are measured, on the device
         transform = waits_on_host(family, transformer, settings.swapped_blocks, transform)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
         return transformer.eval(), None
-    meter = ErrorMeter(family.blocks(transformer))
-    if transform and settings.quantization != "none":
-        transform = meter.around(transform)
     source = open_source(weights_in(model.folder / "transformer"))
     load_into(transformer, source, loader=settings.loader, device=str(device), dtype_policy=policy, transform=transform)
     return transformer.eval(), meter.result()

@@ -15,6 +15,9 @@ from autotune.training.memory import forget_host_peak, host_peak_bytes
 ALARM_SHARE = 0.85
 """Of the budget: beyond it a run is one fragmented allocation away from its end."""
 
+SURPRISE = 1.05
+"""Times the promised peak: a run planned to fill its budget alarms only where it takes more than that."""
+
 WINDOW_STEPS = 50
 NUM_WINDOWS = 6
 LEAK_SHARE = 0.02
@@ -71,10 +74,11 @@ def _larger(one: int | None, other: int | None) -> int | None:
 
 
 class MemoryWatch:
-    """Looks at the memory after each step; each warning is given once."""
+    """Looks at the memory after each step; each warning is given once. The promise is the peak that was planned."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, promised_bytes: int) -> None:
         self.budget_bytes = budget_bytes
+        self.alarm_bytes = max(ALARM_SHARE * budget_bytes, SURPRISE * promised_bytes)
         self.window: list[int] = []
         self.floors: list[int] = []
         self.given: set[str] = set()
@@ -82,23 +86,19 @@ class MemoryWatch:
     def look(self, memory_bytes: int, peak_bytes: int) -> str | None:
         """A warning, or None; the memory between steps shows a leak, the peak how near the budget is."""
         self.window.append(memory_bytes)
-        if peak_bytes > ALARM_SHARE * self.budget_bytes:
+        if "budget" not in self.given and peak_bytes > self.alarm_bytes:
+            self.given.add("budget")
             share = peak_bytes / self.budget_bytes
-            return self._once(
-                "budget", f"memory is at {peak_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
-            )
+            return f"memory is at {peak_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
         if len(self.window) < WINDOW_STEPS:
             return None
         self.floors = [*self.floors, min(self.window)][-NUM_WINDOWS:]
         self.window = []
         slope = leak_bytes_per_step(self.floors)
-        return self._once("leak", f"memory grows by {slope / 2**20:.2f} MiB per step") if slope else None
-
-    def _once(self, kind: str, message: str) -> str | None:
-        if kind in self.given:
+        if "leak" in self.given or not slope:
             return None
-        self.given.add(kind)
-        return message
+        self.given.add("leak")
+        return f"memory grows by {slope / 2**20:.2f} MiB per step"
 
 
 def leak_bytes_per_step(floors: list[int]) -> float:

@@ -17,7 +17,7 @@ from autotune.families.resolve import (
     require_weights,
     resolve_model,
 )
-from autotune.fit import data_misfits, hardware_misfits, model_misfits, require_fit
+from autotune.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
 from autotune.knobs.base import Setting
 from autotune.plan_file import with_job
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
@@ -59,28 +59,32 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     require_weights(model)
     control = Path(job.control) if job.control else None
     dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
-    workload = describe_workload(model, dataset, wishes_of(planned))
+    workload = describe_workload(model, dataset, wishes_of(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
     first = os.environ.get("RANK", "0") == "0"  # of several processes one holds the folder for all
-    claim = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model), lock=first)
+    claim = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model, dataset), lock=first)
     return Prepared(model, dataset, workload, Path(job.output), claim)
 
 
-def fetch_weights(plan: TrainingPlan) -> TrainingPlan:
+def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
     """Bring a hub's model to this machine, with progress bars; the plan returned names the commit.
 
     Nothing is fetched for a folder, or while the data folder is missing: `prepare` will say so.
 
     Raises:
+        DoesNotFit: the plan was made for another machine.
         BadWeights: there is no such repository, its licence is not accepted, or offline files are missing.
     """
     job = plan.job
     if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():
         return plan
+    measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may turn to settings that fit
+    misfits = (hardware_misfits if measured else key_misfits)(plan, hardware)
+    require_fit((*misfits, *device_misfits(plan.frozen.hardware.num_processes, hardware)))
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
 
 
-def _output_bytes(plan: TrainingPlan, model: ResolvedModel) -> int:
+def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) -> int:
     """Of the adapter and all checkpoints: fp32 weights, and with two moments for each in a checkpoint."""
     workload, job = plan.frozen.workload, plan.job
     adapter = add_adapter(
@@ -92,5 +96,8 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel) -> int:
         dtype=torch.float32,
     )
     one = sum(parameter.numel() for parameter in adapter) * 4
-    kept = job.checkpoints_keep_every and job.num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
+    num_steps = job.num_steps
+    if job.num_train_epochs is not None:
+        num_steps = job.num_train_epochs * sum(item.repeats for item in dataset.items) // workload.effective_batch_size
+    kept = job.checkpoints_keep_every and num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
     return one * (1 + 3 * (job.checkpoints_total_limit + 1 + kept))

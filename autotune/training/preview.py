@@ -6,6 +6,7 @@ encoded data too. Later the same pipeline runs without any text encoder and gets
 code of its own for this.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -106,11 +107,10 @@ class Studio:
     def sample(self, shot: Shot) -> list[Image.Image]:
         """The frames of one shot. Where memory is short the VAE works in tiles, then the picture is halved."""
         while True:
-            try:
+            with contextlib.suppress(torch.OutOfMemoryError):
                 return self._sample(shot)
-            except torch.OutOfMemoryError:
-                give_back_memory()
-                self._shrink(shot)
+            give_back_memory()  # outside: the error held what the pass had made
+            self._shrink(shot)
 
     def _shrink(self, shot: Shot) -> None:
         vae = self.pipeline.vae

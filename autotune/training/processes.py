@@ -164,7 +164,8 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "autotune", *arguments)
     except ChildFailedError as failure:
-        return int(failure.get_first_failure()[1].exitcode) % 256
+        code = int(failure.get_first_failure()[1].exitcode)
+        return code if code >= 0 else 128 - code  # as a shell tells of a signal
     except SignalException:
         return 75
     return 0

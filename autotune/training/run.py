@@ -53,7 +53,7 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
-    configure_allocator(plan.frozen.settings.allocator)  # before anything starts CUDA here
+    configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
     go_on = "free some space, then go on from the last checkpoint: --resume"
     try:
         with telling_of_full_disk(prepared.output, hint=go_on), telling_of_short_memory():
@@ -131,11 +131,11 @@ class _Run:
 
     def _encode(self) -> EncodedDataset:
         """Encode on the first process while the others wait; then they find all of it in the cache."""
+        if not self.processes.is_first:
+            self.processes.wait()
         if self.shots:
             self.events.on_phase("encoding the prompts of previews")
             self.studio.learn(self.shots, self.cache)
-        if not self.processes.is_first:
-            self.processes.wait()
         for line in self.prepared.dataset.left_out:
             self.events.on_warning(line)
         self.events.on_phase("encoding captions and images")
@@ -163,18 +163,21 @@ class _Run:
 
     def _finish(self, loop: Loop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
+        if self.processes.is_first:  # before what may still fail
+            with self.watch.phase("saving"):
+                workload = self.plan.frozen.workload
+                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps)
         adapter_loss = loop.evaluate()
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = loop.evaluate()
         transformer.enable_adapters()  # type: ignore[operator]
-        if self.processes.is_first:
-            with self.watch.phase("saving"):
-                workload = self.plan.frozen.workload
-                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps)
         self.processes.wait()
         if self.shots:
             self._sample(adapter)
-        verdict = judge(adapter, base_loss=base_loss, adapter_loss=adapter_loss) if self.processes.is_first else None
+        verdict = None
+        if self.processes.is_first:
+            last_block = loop.model.family.last_block(transformer)
+            verdict = judge(adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss)
         report = self._report(loop, verdict, time.monotonic() - started)
         if self.processes.is_first:
             write_whole(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")

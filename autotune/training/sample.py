@@ -7,6 +7,8 @@ import torch
 
 from autotune.errors import InvalidInput
 from autotune.families.resolve import fetch_model
+from autotune.knobs.allocator import configure_allocator
+from autotune.knobs.swapping import Swapping
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
@@ -45,6 +47,7 @@ def sample_run(
     model = fetch_model(plan.job.pinned_model)
     require_controls(model.family, len(control_paths), "the prompt")
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
+    configure_allocator(frozen.settings.allocator)  # before anything is allocated
     encoders = Encoders(model, frozen.caching, frozen.settings, device)
     studio = Studio(encoders)
     steps = num_steps or plan.job.preview_steps
@@ -53,8 +56,10 @@ def sample_run(
     ]
     studio.learn(shots[:1], Cache(cache_folder))
     encoders.release()
-    studio.attach(load_transformer(model, frozen.settings, device)[0])
+    transformer, _ = load_transformer(model, frozen.settings, device)
+    studio.attach(transformer)
     studio.load_adapter(folder / ADAPTER_FILE)
+    Swapping().apply(transformer, model.family, frozen.settings.swapped_blocks)
     written = []
     for number, shot in enumerate(shots, start=1):
         on_progress(f"sampling {number} of {count}")

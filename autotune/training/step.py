@@ -175,6 +175,7 @@ def optimizer_step(
             optimizer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         position += size
         total = total.to(loss.device) + loss.detach()
+        del loss  # else what LLM.int8's layers keep, on their graph nodes, would stay through the next micro-batch
     norm = optimizer.step()
     if average:
         average([total])

@@ -8,8 +8,8 @@ from autotune.weights.adapters import read_adapter
 from autotune.weights.layer import Layer
 
 
-def judge(adapter: Path, *, base_loss: float | None, adapter_loss: float | None) -> AdapterVerdict:
-    """The verdict on an adapter file, with losses that were measured apart.
+def judge(adapter: Path, *, last_block: str, base_loss: float | None, adapter_loss: float | None) -> AdapterVerdict:
+    """The verdict on an adapter file, with losses that were measured apart. See `Family.last_block`.
 
     Raises:
         BadWeights: the file cannot be read back.
@@ -17,7 +17,7 @@ def judge(adapter: Path, *, base_loss: float | None, adapter_loss: float | None)
     norms = {name: update_norm(layer) for name, layer in read_adapter(adapter).layers.items()}
     return AdapterVerdict(
         num_layers=len(norms),
-        num_unmoved=sum(norm == 0 for norm in norms.values()),
+        num_unmoved=sum(norm == 0 and not name.startswith(f"{last_block}.") for name, norm in norms.items()),
         num_not_finite=sum(not math.isfinite(norm) for norm in norms.values()),
         layer_norms={name: norm if math.isfinite(norm) else 0.0 for name, norm in norms.items()},
         base_loss=base_loss,

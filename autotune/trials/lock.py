@@ -19,6 +19,8 @@ from pathlib import Path
 import platformdirs
 
 from autotune.errors import AutotuneError
+from autotune.hardware.nvidia import DriverSource
+from autotune.hardware.system import Unanswered
 from autotune.schema import Device
 
 SEARCH, RUN = "search", "training run"
@@ -31,7 +33,15 @@ def lock_path(device: Device) -> Path:
     """Where the lock of a device lies: a GPU may have several users, a processor is tried by one."""
     name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:60]
     folder = Path(tempfile.gettempdir()) if device.kind == "cuda" else platformdirs.user_cache_path("autotune")
-    return folder / f"autotune-{device.kind}-{device.index}-{name}.lock"
+    return folder / f"autotune-{device.kind}-{_card(device)}-{name}.lock"
+
+
+def _card(device: Device) -> str:
+    """Which card it is, whatever CUDA_VISIBLE_DEVICES makes of its index; the index where no driver tells."""
+    if device.kind == "cuda":
+        with contextlib.suppress(Unanswered, OSError, AttributeError):
+            return DriverSource().uuid(device.index)
+    return str(device.index)
 
 
 _logger = logging.getLogger(__name__)

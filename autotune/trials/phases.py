@@ -50,7 +50,7 @@ def rehearse(request: RehearsalRequest, tell: Callable[[Any], None]) -> TrialRes
 
     with tempfile.TemporaryDirectory(prefix="autotune-rehearsal-") as name:
         folder, studio = Path(name), None
-        shot = _shot(request, folder)
+        shot = _shot(request, model, folder)
         if model.folder is not None:
             with phase("caching"):
                 studio = _cache(request, model, device, shot, folder / "cache")
@@ -69,14 +69,18 @@ def rehearse(request: RehearsalRequest, tell: Callable[[Any], None]) -> TrialRes
     return so_far(result)
 
 
-def _shot(request: RehearsalRequest, folder: Path) -> Shot:
+def _shot(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Shot:
     """The largest shape of the workload, with a caption of about its length."""
-    work = request.workload
-    caption = " ".join(["photo"] * max(1, int(work.max_text_tokens * WORDS_PER_TOKEN)))
+    work, bucket = request.workload, request.workload.largest_bucket
+    size = (bucket.width_px, bucket.height_px)
     paths = [folder / f"control-{number}.png" for number in range(work.num_control_images)]
     for path in paths:
-        Image.new("RGB", (work.largest_bucket.width_px, work.largest_bucket.height_px), "gray").save(path)
-    return Shot(caption, work.largest_bucket, PREVIEW_STEPS, 0, tuple(paths))
+        Image.new("RGB", size, "gray").save(path)
+    tokens = work.max_text_tokens
+    if paths and model.texts is not None:  # most of which stand for the control images
+        tokens -= model.family.count_text_tokens(model.texts, [""], [[size] * len(paths)])[0]
+    caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
+    return Shot(caption, bucket, PREVIEW_STEPS, 0, tuple(paths))
 
 
 def _cache(request: RehearsalRequest, model: ResolvedModel, device: torch.device, shot: Shot, cache: Path) -> Studio:

@@ -154,12 +154,18 @@ class Steps:
         return peak, time.perf_counter() - started
 
     def broken(self, outcome: StepOutcome) -> str | None:
-        """Why what was computed cannot be training: a non-finite loss, or layers that never moved."""
+        """Why what was computed cannot be training: a non-finite loss, or layers that never moved.
+
+        Of the last block some layers may stay still (`Family.last_block`): what has no backward pass shows in all.
+        """
         if not math.isfinite(outcome.loss):
             return "the loss is not finite"
-        unmoved = sum(1 for master in self.optimizer.masters if not self.optimizer.adamw.state.get(master))
+        last = {id(parameter) for parameter in self.model.family.blocks(self.model.transformer)[-1].parameters()}
+        pairs = zip(self.optimizer.parameters, self.optimizer.masters, strict=True)
+        state = self.optimizer.adamw.state
+        unmoved = sum(1 for parameter, master in pairs if id(parameter) not in last and not state.get(master))
         if outcome.gradient_norm == 0 or unmoved:
-            return f"no gradient reached {unmoved or 'any'} adapter tensors: this attention has no backward pass"
+            return f"no gradient reached {unmoved or 'any'} adapter tensors"
         return None
 
 

@@ -113,4 +113,6 @@ def cap_memory(allowance: Allowance) -> None:
         torch.mps.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.mps.recommended_max_memory()))
     elif sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (cap_bytes if hard == resource.RLIM_INFINITY else min(cap_bytes, hard), hard)
+        )

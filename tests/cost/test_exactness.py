@@ -123,6 +123,14 @@ def test_peak_agrees_with_the_profiler_at_any_number_of_checkpointed_blocks(pred
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.02)
 
 
+@BITSANDBYTES
+def test_nothing_of_a_micro_batch_is_left_when_the_next_begins(predictor):
+    """LLM.int8 keeps its inputs on nodes of the graph, so they live as long as the loss."""
+    own, candidate = predictor("flux1-dev"), candidate_of("fp32", "bnb-int8", size=1)
+    truth = run(FAMILIES["flux1-dev"], TINY["flux1-dev"], own.workload, candidate, num_timed=0)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.02)
+
+
 def test_what_dropout_keeps_is_predicted(predictor):
     plain = predictor("qwen-image")
     work = plain.workload.model_copy(update={"lora_dropout": 0.3})

@@ -188,6 +188,25 @@ def test_one_trial_corrects_all_and_uncertainty_shrinks():
     assert after[first].time_uncertainty < after[other].time_uncertainty < before[other].time_uncertainty
 
 
+def test_no_trial_leaves_the_uncertainty_as_it_is():
+    """Of a datasheet's rates and of measured ones."""
+    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=2)
+    for machine in (gpu("nvidia-rtx-4090"), cpu()):
+        own = Predictor(machine, workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+        before = own.predict(candidate)
+        own.calibrate(())
+        assert own.predict(candidate) == before
+
+
+def test_a_model_of_one_block_can_be_predicted():
+    config = {**TINY["qwen-image"], "num_layers": 1}
+    work = workload_of("qwen-image")
+    work = work.model_copy(update={"model": work.model.model_copy(update={"num_blocks": 1})})
+    own = Predictor(gpu("nvidia-rtx-4090"), work, FAMILIES["qwen-image"], config)
+    for blocks in (0, 1):
+        assert own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks)).peak_memory_bytes > 0
+
+
 def test_less_memory_than_predicted_is_learned_for_kept_activations_too():
     own = Predictor(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
     candidate = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")

@@ -1,6 +1,8 @@
 """The published models, built without their weights, have the published sizes."""
 
+import diffusers
 import pytest
+import torch
 
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES, family_named
@@ -21,6 +23,15 @@ def test_name_and_hub_id_give_the_published_model(name):
     by_name, by_hub_id = resolve_model(name).spec, resolve_model(FAMILIES[name].hub_id).spec
     assert (by_name.num_parameters, by_name.num_blocks) == PUBLISHED[name]
     assert by_name == by_hub_id
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_autoencoders_decode_in_tiles_of_the_published_size(name):
+    parts = FAMILIES[name].parts
+    with torch.device("meta"):
+        vae = getattr(diffusers, parts.vae_class)(**parts.vae_config)
+    sides = [getattr(vae, side, None) for side in ("tile_sample_min_size", "tile_sample_min_height")]
+    assert max(filter(None, sides)) == (1024 if parts.vae_class == "AutoencoderKL" else 256)
 
 
 def test_each_pipeline_class_belongs_to_one_family():

@@ -6,12 +6,14 @@ import random
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from autotune.plan_file import seal
 from autotune.schema import Candidate
 from autotune.training.events import Events
 from autotune.training.run import train
+from autotune.training.sample import sample_run
 from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_source
 from tests.training.small import make_plan, write_model_and_images
@@ -43,6 +45,17 @@ def test_a_run_tells_memory_of_every_phase_and_writes_an_adapter(data, hardware,
         assert report.measured_peak_memory_bytes
     assert load_file(tmp_path / "out" / report.adapter)
     assert report.verdict.num_unmoved == 0
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("storage", ["none", "torchao-int8"])
+def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(data, hardware, settings, tmp_path, storage):
+    swapped = settings.model_copy(update={"swapped_blocks": 1, "quantization": storage})
+    plan = make_plan(*data, hardware, settings=swapped, output=str(tmp_path / "out"), preview_prompts=("a red square",))
+    report = train(plan, hardware, tmp_path / "cache")
+    assert report.verdict.num_unmoved == 0
+    (written,) = sample_run(tmp_path / "out", hardware, "a red square", tmp_path / "cache", seed=plan.job.seed)
+    assert Image.open(written).size == Image.open(tmp_path / "out" / "sample_with_adapter.png").size
 
 
 @pytest.mark.anywhere

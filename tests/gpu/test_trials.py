@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from autotune.knobs.allocator import VARIABLES
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.quantization import QUALITY_OF
 from autotune.schema import Candidate
@@ -104,6 +105,23 @@ def test_batches_reach_the_device_from_either_memory(runner, precision, memory):
 def test_the_allocator_is_set_before_cuda_starts(runner, precision, choice):
     answer = runner.ask(AskAllocator(candidate(precision, allocator=choice), runner.device), (choice,))
     assert answer is (choice == "expandable")
+
+
+def test_a_run_gets_its_allocator_though_the_probe_has_started_cuda():
+    script = """
+from autotune.hardware.probe import probe
+from autotune.knobs.allocator import configure_allocator
+import torch
+probe(quick=True)
+assert torch.cuda.is_initialized()
+configure_allocator("expandable")
+torch.zeros(1, device="cuda")
+print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split()[-2:] == ["True", "True"]
 
 
 def test_the_planning_process_holds_no_memory_of_the_card(model):

@@ -150,6 +150,13 @@ def test_bitsandbytes_runs_on_a_processor_from_the_version_that_was_tried(storag
     assert newer.gate(f"quantization.{storage}").available
 
 
+@pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8"])
+@pytest.mark.parametrize(("version", "usable"), [("0.17.0", False), ("0.18.0", True)])
+def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was_tried(storage, version, usable):
+    gate = profile_of(changed("rtx-4090", packages={"torchao": version})).gate(f"quantization.{storage}")
+    assert gate.available is usable
+
+
 @pytest.mark.parametrize(
     ("name", "sources", "finding"),
     [

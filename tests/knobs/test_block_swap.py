@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autotune.knobs import block_swap
 from autotune.knobs.block_swap import BlockSwap, waits_on_host
 from autotune.knobs.quantization import quantize_on_arrival
 
@@ -88,6 +89,19 @@ def test_the_block_that_comes_next_is_on_its_way():
     forward, backward = order[:5], order[5:]
     assert forward == [(0, {0, 1}), (1, {1, 2}), (2, {2, 3}), (3, {3, 4}), (4, {4})]
     assert backward == [(4, {3, 4}), (3, {2, 3}), (2, {1, 2}), (1, {0, 1}), (0, {0})]
+
+
+def test_an_adapter_that_comes_after_training_is_brought_to_the_device_too(monkeypatch):
+    """peft puts what it loads where the base weights lie: on the host."""
+    model, brought = Model(), []
+    BlockSwap(model.blocks, CPU)
+    gradients(model)
+    for block in model.blocks:
+        block["adapter"] = nn.Linear(32, 32)
+    monkeypatch.setattr(block_swap, "_bring", lambda block, device: brought.append((block, device)))
+    with torch.no_grad():
+        model(torch.randn(3, 32))
+    assert brought == [(block, CPU) for block in model.blocks]
 
 
 def test_weights_that_arrive_for_a_swapped_block_are_transformed_first():

@@ -1,6 +1,9 @@
 """Knobs that a rule settles: what they admit where, and why the rest is not tried."""
 
+import os
+
 import pytest
+import torch
 
 from autotune.families.registry import family_named
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
@@ -30,15 +33,33 @@ def test_discrete_cards_get_expandable_segments_and_shared_memory_does_not():
     assert Allocator().choices(setting(kind="cpu")).admitted == ("default",)
 
 
-def test_what_the_user_told_the_allocator_stays(monkeypatch):
+@pytest.fixture
+def told(monkeypatch):
+    """What the running allocator is told; no variable is set at first, nor after the test."""
     for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    settings = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    return settings
+
+
+def test_what_the_user_told_the_allocator_stays(monkeypatch, told):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv(VARIABLES[1], "max_split_size_mb:128")
     configure_allocator("expandable")
-    import os
-
     assert VARIABLES[0] not in os.environ
     assert os.environ[VARIABLES[1]] == "max_split_size_mb:128"
+    assert not told
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_expandable_segments_reach_an_allocator_that_has_read_its_variables_already(monkeypatch, told, started):
+    """The probe's questions start CUDA, and then the variables have been read."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    configure_allocator("expandable")
+    assert all(os.environ[name] == "expandable_segments:True" for name in VARIABLES)
+    assert told == (["expandable_segments:True"] if started else [])
 
 
 def test_swapping_is_on_request_where_device_and_host_have_memories_of_their_own():

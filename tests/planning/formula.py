@@ -18,12 +18,13 @@ from autotune.prediction import PhaseMemory, Prediction
 from autotune.schema import CachingSettings, Candidate, ModelSpec, Reason, Residual, TrialResult
 
 GIB = 2**30
+KEPT_BYTES = 5 * GIB
+"""What stays on the device where text encoders and VAE are kept."""
 
 
 class FormulaPredictor:
     """Twelve GiB of weights, activations by pixels and blocks that keep them, a quarter more time where recomputed."""
 
-    kept_bytes = 0
     caching = (CachingSettings(), Reason(knob="caching", chosen="release", why="test"))
 
     def __init__(
@@ -34,6 +35,10 @@ class FormulaPredictor:
         self.parallel = parallel or Parallel()
         self._setting = Setting(hardware, family, workload)
         self.calibrate(())
+
+    @property
+    def kept_bytes(self) -> int:
+        return KEPT_BYTES if self.caching[0].residency == "keep" else 0
 
     def weight_bytes(self, candidate: Candidate) -> int:
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55))
@@ -71,6 +76,7 @@ class FormulaPredictor:
         phase = PhaseMemory.model_construct(name="train", peak_memory_bytes=allocated + GIB)
         return Prediction.model_construct(
             candidate=candidate,
+            peak_memory_bytes=allocated + GIB,
             allocated_memory_bytes=allocated,
             required_memory_bytes=allocated + GIB,
             phases=(phase,),

@@ -7,7 +7,7 @@ import pytest
 from autotune.planner import make_plan
 from autotune.planning.case import Case, case_of
 from autotune.planning.confirming import confirmed_winner, unverified_rung
-from autotune.schema import Candidate, PhasePeak, TrialResult
+from autotune.schema import Candidate, Expected, PhasePeak, TrialResult
 from tests.builders import GIB, trial
 from tests.conftest import Journey
 from tests.planning.machines import HARDWARE, question, surroundings
@@ -80,6 +80,25 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
     assert expected.required_memory_bytes == 22 * GIB + expected.process_memory_bytes
     smaller = [t for t in plan.frozen.trials if t.candidate in plan.frozen.fallbacks[:1] and t.outcome == "ok"]
     assert smaller or not plan.frozen.fallbacks
+
+
+def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted_to_need() -> None:
+    """The text encoder needs more than a step: its phase takes what it was measured to, and the context."""
+    phases = [
+        PhasePeak(name=name, seconds=1.0, device_bytes=size * GIB, host_bytes=GIB)
+        for name, size in (("caching", 17), ("loading", 11), ("training", 12))
+    ]
+
+    def planned(*rehearsed: PhasePeak) -> Expected:
+        def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
+            return longer(candidate, 0.5, memory=12 * GIB, phases=rehearsed)
+
+        asked = question(max_trials=1)
+        return make_plan(asked, HARDWARE, around=replace(surroundings(), rehearse=rehearse)).frozen.expected  # type: ignore[arg-type]
+
+    whole, without_caching = planned(*phases), planned(*phases[1:])
+    assert 17 * GIB < whole.required_memory_bytes == 17 * GIB + whole.process_memory_bytes < 19 * GIB
+    assert without_caching.process_memory_bytes > 2 * GIB, "predicted for caching, which nothing measured"
 
 
 def test_a_real_plan_was_rehearsed_through_every_phase(journey: Journey) -> None:

@@ -8,10 +8,15 @@ import pytest
 from PIL import Image
 
 from autotune.errors import NothingFits
+from autotune.knobs.registry import KNOBS
 from autotune.planner import make_plan
+from autotune.planning.outlook import larger_batch_advice
 from autotune.planning.question import question_of
+from autotune.prediction import Prediction
+from autotune.schema import Candidate
 from autotune.search.study import Limits
 from tests import builders
+from tests.planning.formula import FormulaPredictor
 from tests.planning.machines import GATES, HARDWARE, question, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
@@ -36,11 +41,43 @@ def test_every_relaxation_that_is_named_really_fits() -> None:
         make_plan(replace(tight, wishes=replace(tight.wishes, **options[option](value))), hardware)
 
 
+def test_no_relaxation_is_named_that_a_pin_forbids() -> None:
+    hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=10 * 2**30)
+    pinned = question(pins=(("quantization", "none"),), here=False)
+    with pytest.raises(NothingFits) as caught:
+        make_plan(pinned, hardware)
+    assert "--quality" not in caught.value.hint
+    assert "without --pin (" in caught.value.hint
+    assert make_plan(replace(pinned, pins=()), hardware).frozen.settings.quantization == "torchao-int8"
+    excluded = question(exclusions=(("quantization", "torchao-int8"),), here=False)
+    with pytest.raises(NothingFits, match="weights alone") as caught:
+        make_plan(excluded, hardware)
+    assert "without --exclude (" in caught.value.hint
+
+
 def test_a_larger_batch_is_mentioned_with_its_price() -> None:
     plan = make_plan(question(), HARDWARE, around=surroundings())
     for text in plan.frozen.advice:
         assert re.search(r"an effective batch of (4|8) is predicted to train 1\.\d\dx", text)
         assert "changes what is learned" in text
+
+
+@pytest.mark.parametrize("settings", [{"attention": "flash"}, {"swapped_blocks": 40}])
+def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings: dict[str, object]) -> None:
+    """A batch of captions that differ in length needs a mask; swapped blocks have to recompute."""
+    work = builders.workload(effective_batch_size=1)
+    setting = builders.setting(HARDWARE, work)
+    asked: list[Candidate] = []
+
+    class Watched(FormulaPredictor):
+        def predict(self, candidate: Candidate) -> Prediction:
+            asked.append(candidate)
+            return super().predict(candidate)
+
+    cost = Watched(HARDWARE, work, setting.family, {})
+    larger_batch_advice(cost, builders.candidate(**settings), 100.0, 100 * 2**30)  # type: ignore[arg-type]
+    assert not [one for one in asked for knob in KNOBS if knob.conflict(one, setting)]
+    assert bool(asked) is ("swapped_blocks" in settings)
 
 
 def test_the_same_question_can_be_asked_again() -> None:

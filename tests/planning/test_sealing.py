@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import DoesNotFit
+from autotune.hardware.probe import with_budget
 from autotune.hardware.store import hardware_named
-from autotune.plan_file import read_plan, with_job, write_plan
+from autotune.knobs.base import parity_gate
+from autotune.plan_file import read_plan, seal, with_job, write_plan
 from autotune.planner import make_plan
 from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
-from autotune.schema import Candidate, TrainingPlan, TrialResult
+from autotune.schema import CachingSettings, Candidate, Gate, HardwareProfile, TrainingPlan, TrialResult
 from tests import builders
+from tests.planning.formula import KEPT_BYTES
 from tests.planning.machines import answer, question, surroundings
 
 HERE = builders.hardware("attention.native", "precision.bf16", compute_capability=(8, 9))
@@ -88,3 +91,46 @@ def test_another_kind_of_machine_is_refused(predicted: TrainingPlan, tmp_path: P
     other = builders.hardware("attention.native", compute_capability=(9, 0))
     with pytest.raises(DoesNotFit, match="compute capability"):
         seal_on_arrival(tmp_path / "plan.yaml", predicted, other, around=surroundings())
+
+
+def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
+    """The same plan with other contents of its frozen part."""
+    return seal(plan.job, plan.frozen.model_copy(update=changes))
+
+
+def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: TrainingPlan, tmp_path: Path) -> None:
+    released = seal_on_arrival(tmp_path / "a.yaml", predicted, HERE, around=surroundings()).frozen.expected
+    keeping = edited(predicted, caching=CachingSettings(residency="keep"))
+    kept = seal_on_arrival(tmp_path / "b.yaml", keeping, HERE, around=surroundings()).frozen
+    assert kept.expected.required_memory_bytes == released.required_memory_bytes + KEPT_BYTES
+    assert kept.hardware.budget_bytes == HERE.device.budget_bytes
+    tight = with_budget(HERE, predicted.frozen.expected.required_memory_bytes)
+    alone = edited(predicted, fallbacks=())
+    seal_on_arrival(tmp_path / "c.yaml", alone, tight, around=surroundings())
+    with pytest.raises(DoesNotFit, match="a run may take"):
+        seal_on_arrival(tmp_path / "d.yaml", edited(keeping, fallbacks=()), tight, around=surroundings())
+
+
+def test_what_computes_something_else_here_is_not_tried(predicted: TrainingPlan, tmp_path: Path) -> None:
+    usual = predicted.frozen.settings
+    unproven = usual.model_copy(update={"attention": "_native_cudnn"})
+    asked: list[object] = []
+
+    def prove(setting: object, choices: dict[str, tuple[object, ...]], model: object) -> HardwareProfile:
+        asked.append(choices["attention"])
+        wrong = Gate(name=parity_gate("attention", "_native_cudnn"), available=False, reason="differs by 3")
+        return HERE.model_copy(update={"gates": (*HERE.gates, wrong)})
+
+    around = replace(surroundings(), prove=prove)  # type: ignore[arg-type]
+    reasons = tuple(
+        reason.model_copy(update={"chosen": "_native_cudnn"} if reason.knob == "attention" else {})
+        for reason in predicted.frozen.reasons
+    )
+    plan = edited(predicted, settings=unproven, fallbacks=(usual,), reasons=reasons)
+    sealed = seal_on_arrival(tmp_path / "plan.yaml", plan, HERE, around=around).frozen
+    assert asked == [("_native_cudnn", "native")]
+    assert [trial.candidate for trial in sealed.trials] == [usual]
+    (why,) = (reason.why for reason in sealed.reasons if reason.knob == "attention")
+    assert "differs by 3" in why
+    with pytest.raises(DoesNotFit, match="differs by 3"):
+        seal_on_arrival(tmp_path / "b.yaml", edited(plan, fallbacks=()), HERE, around=around)

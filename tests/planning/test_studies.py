@@ -14,8 +14,10 @@ from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.hardware.probe import with_budget
 from autotune.plan_file import plan_text, read_plan
 from autotune.planner import Events, make_plan
+from autotune.planning.case import case_of
 from autotune.planning.question import Question
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
+from autotune.planning.resuming import kept_study
 from autotune.schema import Candidate, TrialResult
 from autotune.search.storage import Place, safe_words
 from autotune.training.describe import Wishes
@@ -108,6 +110,38 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
     assert len(notes) == 1
 
 
+def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: Question) -> None:
+    tried: list[Candidate] = []
+    refused = AutotuneError("a training run uses this device", hint="wait")
+    for error in (KeyboardInterrupt(), refused, KeyboardInterrupt()):
+
+        def stopped(candidate: Candidate, error: BaseException = error) -> TrialResult:
+            tried.append(candidate)
+            raise error
+
+        with pytest.raises(type(error)):
+            make_plan(asked, HARDWARE, around=surroundings(stopped))
+    plan = make_plan(asked, HARDWARE, around=interrupted_after(99, tried))
+    assert len(set(tried[:4])) == 1, "it is taken up again first"
+    assert [trial.outcome for trial in plan.frozen.trials] == ["ok"] * len(plan.frozen.trials)
+
+
+def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: Question, tmp_path: Path) -> None:
+    worker = start_worker(tmp_path, "first", asked, hangs_at=3)
+    wait_until(lambda: len(logged(worker.log, "begins")) == 3)
+    notes: list[str] = []
+    case = case_of(asked, HARDWARE, surroundings())
+    with kept_study(case, "0.0", notes.append):
+        os.kill(worker.process.pid or 0, signal.SIGKILL)
+        worker.process.join()
+    with kept_study(case, "0.0", notes.append):
+        pass
+    assert notes == [
+        "another search of the same runs: this one joins it, 2 trials known",
+        "an interrupted search of the same goes on: 2 trials known (--fresh forgets them)",
+    ]
+
+
 def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Question) -> None:
     tried: list[Candidate] = []
     rehearsed: list[Candidate] = []
@@ -184,7 +218,7 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
     plan = make_plan(asked, HARDWARE, around=surroundings())
     crashed = [trial for trial in plan.frozen.trials if trial.outcome == "crash"]
     assert [trial.candidate for trial in crashed] == list(deadly)
-    assert "2 workers died of it" in crashed[0].message
+    assert "took its process down 2 times" in crashed[0].message
 
 
 def test_a_study_of_another_question_or_machine_says_so() -> None:

@@ -113,6 +113,19 @@ def test_search_survives_any_outcome_everywhere(cost: Predictor, outcome: Outcom
         require_winner(measured_scores(results), "throughput", lambda: "by asking less")
 
 
+@pytest.mark.parametrize(("steps", "trials_of_int8"), [((), 1), ((1.0, 1.0, 1.0), 2)])
+def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradients_bar_a_pair(
+    cost: Predictor, steps: tuple[float, ...], trials_of_int8: int
+) -> None:
+    def run(candidate: Candidate) -> TrialResult:
+        if candidate.quantization == "none":
+            return machine(cost, 1)(candidate)
+        return builders.trial(candidate, None, outcome="numerics", step_seconds=steps)
+
+    results = search(cost, run, max_trials=20)
+    assert sum(result.candidate.quantization != "none" for result in results) == trials_of_int8
+
+
 def test_search_ends_when_everything_is_tried(cost: Predictor) -> None:
     work = builders.workload(quality="exact", effective_batch_size=1)
     narrow = search_space(builders.setting(builders.hardware("attention.native", "precision.bf16"), work))

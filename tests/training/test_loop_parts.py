@@ -154,12 +154,25 @@ def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path:
 
 
 def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
-    watch = MemoryWatch(budget_bytes=10**9)
+    watch = MemoryWatch(budget_bytes=10**9, promised_bytes=10**8)
     told = [watch.look(10**8 + step * 10**5, 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
     assert [message for message in told if message] == ["memory grows by 0.10 MiB per step"]
     told = [watch.look(10**8, 9 * 10**8) for _ in range(3)]
     assert [message is not None for message in told] == [True, False, False]
     assert "90% of what a run may take" in str(told[0])
+
+
+def test_a_leak_is_noticed_in_a_run_that_is_near_its_budget() -> None:
+    watch = MemoryWatch(budget_bytes=10**9, promised_bytes=10**8)
+    told = [watch.look(8 * 10**8 + step * 10**5, 9 * 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
+    assert [message.split()[1] for message in told if message] == ["is", "grows"]
+    assert len(watch.window) < WINDOW_STEPS
+
+
+def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_more() -> None:
+    watch = MemoryWatch(budget_bytes=10**9, promised_bytes=9 * 10**8)
+    assert watch.look(10**8, 9 * 10**8) is None
+    assert "96% of what a run may take" in str(watch.look(10**8, int(9.6 * 10**8)))
 
 
 @given(st.integers(10**6, 10**9), st.lists(st.integers(-5000, 5000), min_size=NUM_WINDOWS, max_size=NUM_WINDOWS))

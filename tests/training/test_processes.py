@@ -1,21 +1,26 @@
 """Two processes learn what one learns."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.plan_file import write_plan
+from autotune.training.events import Events
 from autotune.training.metrics import read_metrics
 from autotune.training.prepare import prepare
-from autotune.training.processes import join
+from autotune.training.processes import join, launch
+from autotune.training.run import _Run
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.sharding import is_sharded
 from tests.training.conftest import CPU, Bench
@@ -49,6 +54,39 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(
     assert left.keys() == right.keys()
     for name in left:
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)])
+def test_a_process_that_ended_badly_gives_the_status_that_one_alone_would(
+    monkeypatch: pytest.MonkeyPatch, code: int, expected: int
+) -> None:
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="")
+
+    def failing(*arguments: str) -> None:
+        raise ChildFailedError("train", {0: failure})
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, executable: failing)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    assert launch(2, ["train"]) == expected
+
+
+def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(
+        "autotune.training.run.encode_dataset", lambda *_, **named: done.append("data") or SimpleNamespace(problems=())
+    )
+    run = SimpleNamespace(
+        shots=["shot"],
+        cache=None,
+        studio=SimpleNamespace(learn=lambda *_: done.append("prompts")),
+        processes=SimpleNamespace(is_first=False, wait=lambda: done.append("wait")),
+        events=Events(),
+        plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),
+        prepared=SimpleNamespace(dataset=SimpleNamespace(left_out=()), workload=SimpleNamespace(buckets=())),
+        encoders=SimpleNamespace(release=lambda: done.append("release")),
+    )
+    _Run._encode(run)  # type: ignore[arg-type]
+    assert done == ["wait", "prompts", "data", "release"]
 
 
 def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> None:

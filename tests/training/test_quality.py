@@ -7,7 +7,8 @@ from torch import nn
 from autotune.knobs.quantization import QUALITY_OF, quantize_inside
 from autotune.reporting.run import error_lines
 from autotune.schema import QuantizationError
-from autotune.training.model import load_model
+from autotune.training import quality
+from autotune.training.model import load_model, load_transformer
 from autotune.training.quality import LIMITS, ErrorMeter, QualityMissed, require_quality
 from tests.builders import BITSANDBYTES
 from tests.training.conftest import CPU, Bench
@@ -100,3 +101,27 @@ def test_loading_real_weights_reports_it_and_plain_weights_have_none(bench: Benc
     assert bench.trained.quantization_error is None
     (line,) = error_lines(loaded.quantization_error, storage)
     assert "off their real outputs" in line
+
+
+def test_layers_of_swapped_blocks_are_measured_before_they_leave_the_device(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home: set[int] = set()
+    measure, move = quality._outputs, nn.Linear.to
+    devices: list[str] = []
+
+    def moved(layer: nn.Linear, *to: object, **how: object) -> nn.Linear:
+        home.add(id(layer))
+        return move(layer, *to, **how)
+
+    def outputs(layer: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        devices.append("host" if id(layer) in home else "device")
+        return measure(layer, inputs)
+
+    monkeypatch.setattr(nn.Linear, "to", moved)
+    monkeypatch.setattr(quality, "_outputs", outputs)
+    swapping = {"quantization": "torchao-int8", "checkpointed_blocks": 1, "swapped_blocks": 1}
+    settings = SETTINGS.model_copy(update=swapping)
+    load_transformer(bench.resolved, settings, CPU)
+    assert home
+    assert set(devices) == {"device"}

@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,21 +18,27 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
+from autotune.knobs.block_swap import BlockSwap
+from autotune.plan_file import seal, write_plan
 from autotune.planner import Question, make_plan
-from autotune.reporting.run import report_lines
+from autotune.planning.case import list_choices
+from autotune.reporting.run import report_lines, verdict_lines
 from autotune.schema import CachingSettings, RunReport
+from autotune.training.describe import Wishes
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
 from autotune.training.metrics import Metrics
-from autotune.training.prepare import prepare
+from autotune.training.prepare import fetch_weights, prepare
 from autotune.training.preview import Shot, Studio
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
+from autotune.training.verdict import judge
 from autotune.weights.adapters import read_adapter
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
+from tests.training.small import make_plan as plan_of
 
 PROMPTS = ("a red circle on a white background", "something else")
 
@@ -103,6 +111,23 @@ def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, Ru
     assert "loss on fresh noise" in text
 
 
+def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(output=str(tmp_path / "run"), num_steps=2)
+    workload = plan.frozen.workload.model_copy(update={"targets": "all-linear"})
+    report = train(seal(plan.job, plan.frozen.model_copy(update={"workload": workload})), bench.hardware, bench.cache)
+    verdict = report.verdict
+    assert verdict is not None
+    still = {name for name, norm in verdict.layer_norms.items() if not norm}
+    assert still
+    assert all(name.startswith("transformer_blocks.5.") for name in still)
+    assert verdict.num_unmoved == 0
+    (line, _) = verdict_lines(verdict)
+    assert f"all moved but {len(still)} of the last block" in line
+    assert "from 0 " not in line
+    earlier = judge(tmp_path / "run" / ADAPTER_FILE, last_block="another", base_loss=None, adapter_loss=None)
+    assert f"{len(still)} NEVER MOVED, all finite" in verdict_lines(earlier)[0]
+
+
 def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]
 ) -> None:
@@ -112,6 +137,22 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     expected = bench.resolved.family.sample(stock, shot.prompt, shot.bucket, num_steps=2, seed=5)[0]
     (written,) = sample_run(run[0], bench.hardware, PROMPTS[0], bench.cache, seed=5)
     assert Image.open(written).tobytes() == expected.tobytes()
+
+
+def test_sampling_swaps_the_blocks_that_the_plan_swaps(
+    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = run
+    (plain,) = sample_run(folder, bench.hardware, PROMPTS[0], bench.cache, seed=5, output=tmp_path / "plain.png")
+    settings = SETTINGS.model_copy(update={"swapped_blocks": 1, "checkpointed_blocks": 1})
+    write_plan(tmp_path / "run-plan.yaml", bench.plan(settings=settings))
+    shutil.copy(folder / ADAPTER_FILE, tmp_path)
+    visits: list[int] = []
+    fetch = BlockSwap._fetch
+    monkeypatch.setattr(BlockSwap, "_fetch", lambda swap, number: (visits.append(number), fetch(swap, number)))
+    (written,) = sample_run(tmp_path, bench.hardware, PROMPTS[0], bench.cache, seed=5)
+    assert set(visits) == {0}
+    assert Image.open(written).tobytes() == Image.open(plain).tobytes()
 
 
 def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +173,38 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monke
     monkeypatch.setattr(studio, "_run", short)
     assert studio.sample(Shot(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert tried == [(512, False), (512, True), (256, True)]
+
+
+def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
+    studio, made, left = Studio(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), [], []
+
+    def sample(shot: Shot) -> list[Any]:
+        if studio.scale > 1:
+            return ["picture"]
+        latents = torch.zeros(1)
+        made.append(weakref.ref(latents))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(studio, "_sample", sample)
+    monkeypatch.setattr(studio, "pipeline", SimpleNamespace(vae=object()))
+    monkeypatch.setattr("autotune.training.preview.give_back_memory", lambda: left.append(made[-1]()))
+    assert studio.sample(Shot(PROMPTS[0], bucket, 2, 0)) == ["picture"]
+    assert left == [None]
+
+
+def test_the_adapter_is_written_before_anything_that_may_still_fail(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(loop: Any) -> float:
+        raise AutotuneError("the cache lost an entry", hint="run again")
+
+    monkeypatch.setattr("autotune.training.loop.Loop.evaluate", lost)
+    with pytest.raises(AutotuneError, match="lost an entry"):
+        train(bench.plan(num_steps=1, output=str(tmp_path)), bench.hardware, bench.cache)
+    assert load_file(tmp_path / ADAPTER_FILE)
 
 
 def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_path: Path) -> None:
@@ -171,6 +244,35 @@ def test_a_disk_nearly_full_is_said_before_any_work(
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
 
+def test_a_second_start_asks_only_for_the_room_that_is_not_yet_taken(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "autotune.training.folder.require_free", lambda folder, needed, what, hint: asked.append(needed)
+    )
+    plan = bench.plan(num_steps=4, checkpointing_steps=2, output=str(tmp_path))
+    prepare(plan, bench.hardware, resume=False).claim.release()
+    bench.loop(plan, tmp_path)
+    prepare(plan, bench.hardware, resume=True).claim.release()
+    written = [path.stat().st_size for path in (tmp_path / "checkpoints").glob("*.safetensors")]
+    assert len(written) == 2
+    assert asked == [asked[0], asked[0] - sum(written)]
+
+
+def test_checkpoints_kept_for_good_are_counted_in_epochs_where_these_decide(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "autotune.training.folder.require_free", lambda folder, needed, what, hint: asked.append(needed)
+    )
+    for length in ({"num_steps": 10}, {"num_train_epochs": 8}):  # 40 images in steps of 4
+        plan = bench.plan(checkpointing_steps=1, checkpoints_keep_every=1, output=str(tmp_path), **length)
+        prepare(plan, bench.hardware, resume=False).claim.release()
+    assert asked[0] == asked[1]
+
+
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: Path, part: str, damage: str) -> None:
@@ -187,6 +289,19 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
         make_plan(Question(str(model), said={"data": str(bench.images)}), bench.hardware)
 
 
+@pytest.mark.parametrize("evidence", ["measured", "predicted"])
+def test_a_plan_of_another_machine_is_refused_before_its_weights_are_fetched(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, evidence: str
+) -> None:
+    plan = bench.plan(model="someone/qwen")
+    expected = plan.frozen.expected.model_copy(update={"evidence": evidence})
+    plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
+    device = bench.hardware.device.model_copy(update={"kind": "mps"})
+    monkeypatch.setattr("autotune.training.prepare.fetch_model", lambda name: pytest.fail("weights were fetched"))
+    with pytest.raises(DoesNotFit, match="kind of device"):
+        fetch_weights(plan, bench.hardware.model_copy(update={"device": device}))
+
+
 def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
     control = shutil.copytree(bench.images, tmp_path / "control")
     with pytest.raises(InvalidInput, match="qwen-image takes none") as caught:
@@ -197,6 +312,44 @@ def test_control_images_that_the_model_does_not_take_are_refused_before_any_work
         make_plan(
             Question(str(bench.model_folder), said={"data": str(bench.images), "control": str(control)}), bench.hardware
         )
+
+
+@pytest.fixture
+def alike(bench: Bench, tmp_path: Path) -> Path:
+    """Images whose captions have one length."""
+    images = shutil.copytree(bench.images, tmp_path / "images")
+    for caption in images.glob("*.txt"):
+        caption.write_text("a red circle")
+    return images
+
+
+def test_a_plan_without_masks_is_refused_where_captions_are_dropped_among_ones_of_one_length(
+    bench: Bench, alike: Path, tmp_path: Path
+) -> None:
+    def padding(attention: str, caption_dropout: float) -> str:
+        settings = SETTINGS.model_copy(update={"attention": attention})
+        job = {"output": str(tmp_path / "out"), "caption_dropout": caption_dropout}
+        plan = plan_of(bench.model_folder, alike, bench.hardware, settings=settings, **job)
+        assert plan.frozen.workload.text_padding == "exact"
+        prepared = prepare(plan, bench.hardware, resume=False)
+        prepared.claim.release()
+        return prepared.workload.text_padding
+
+    assert padding("_native_flash", 0.0) == "exact"
+    assert padding("native", 0.1) == "masked"
+    with pytest.raises(DoesNotFit, match=r"_native_flash refuses masks.* dropped"):
+        padding("_native_flash", 0.1)
+
+
+def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> None:
+    plain = {"data": str(alike)}
+    asked = Question(str(bench.model_folder), Wishes(size_px=(32, 32), effective_batch_size=2), plain)
+    dropping = replace(asked, said={**plain, "caption_dropout": 0.1})
+    again = replace(asked, job=bench.plan(caption_dropout=0.1).job)
+    for question, masked in ((asked, False), (dropping, True), (again, True)):
+        candidates = list_choices(question, bench.hardware).candidates
+        pairs = {candidate.micro_batch_size for candidate in candidates if candidate.attention == "_native_flash"}
+        assert pairs == ({1} if masked else {1, 2})
 
 
 @pytest.mark.parametrize(
@@ -248,13 +401,14 @@ def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Benc
     assert train(plan, bench.hardware, bench.cache).num_steps == 2
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_job_for_a_tracker_that_is_not_installed_is_refused_at_once(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
 ) -> None:
     monkeypatch.setattr("autotune.training.metrics.find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match="wandb, which is not installed") as error:
-        prepare(bench.plan(report_to="wandb", output=str(tmp_path / "out")), bench.hardware, resume=False)
-    assert "pip install" in error.value.hint
+    with pytest.raises(InvalidInput, match=f"{tracker}, which is not installed") as error:
+        prepare(bench.plan(report_to=tracker, output=str(tmp_path / "out")), bench.hardware, resume=False)
+    assert f"pip install {tracker}" in error.value.hint
     assert not (tmp_path / "out").exists()
 
 

@@ -22,7 +22,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def workload(model: Path, side_px: int = 64) -> Workload:
+def workload(model: Path, side_px: int = 64, targets: str = "attention") -> Workload:
     return Workload(
         model=resolve_model(str(model)).spec,
         resolution_px=side_px,
@@ -31,7 +31,7 @@ def workload(model: Path, side_px: int = 64) -> Workload:
         text_padding="masked",
         rank=4,
         lora_alpha=4.0,
-        targets="attention",
+        targets=targets,
         effective_batch_size=4,
     )
 

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.schema import CachingSettings, TrialResult
+from autotune.families.registry import family_named
+from autotune.families.resolve import resolve_model
+from autotune.schema import CachingSettings, TrialResult, Workload
+from autotune.trials.phases import _shot
+from autotune.trials.requests import RehearsalRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 from tests.trials.conftest import FIRST, GIB, workload
@@ -41,3 +45,19 @@ def test_the_phase_that_fails_is_named(small_model: Path) -> None:
         result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "oom", result
     assert "in the caching phase" in result.message
+
+
+def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(tmp_path: Path) -> None:
+    """The control image's tokens count as the caption's in a workload, and come by themselves in a rehearsal."""
+    family, longest = family_named("qwen-image-edit"), " ".join(["photo"] * 20)
+    family.write_small_pipeline(tmp_path / "model", [longest], seed=0)
+    model = resolve_model(str(tmp_path / "model"))
+    assert model.texts is not None
+    (tokens,) = family.count_text_tokens(model.texts, [longest], [[(64, 64)]])
+    values = {"max_text_tokens": tokens, "num_control_images": 1}
+    work = Workload.model_validate({**dict(workload(tmp_path / "model")), **values})
+    request = RehearsalRequest(str(tmp_path), work, FIRST, "cpu", 3, caching=CachingSettings(), most_seconds=1.0)
+    shot = _shot(request, model, tmp_path)
+    assert len(shot.control_paths) == 1
+    (rehearsed,) = family.count_text_tokens(model.texts, [shot.prompt], [[(64, 64)]])
+    assert tokens - 15 < rehearsed <= tokens

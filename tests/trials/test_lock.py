@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError
+from autotune.hardware.nvidia import DriverSource
 from autotune.trials.lock import DeviceLock, held_for_run, lock_path
 from tests.builders import hardware
 
@@ -155,6 +156,19 @@ def test_each_device_has_its_own_lock() -> None:
     gpu, cpu = hardware().device, hardware(kind="cpu").device
     other = gpu.model_copy(update={"index": 1})
     assert len({lock_path(device) for device in (gpu, cpu, other)}) == 3
+
+
+def test_a_card_has_one_lock_whichever_cards_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hardware().device
+    second = first.model_copy(update={"index": 1})
+
+    def locks(*visible: str) -> list[Path]:
+        monkeypatch.setattr(DriverSource, "uuid", lambda driver, index: visible[index])
+        return [lock_path(device) for device in (first, second)[: len(visible)]]
+
+    both, one, other = locks("card-a", "card-b"), locks("card-a"), locks("card-b")
+    assert [*one, *other] == both
+    assert one != other
 
 
 def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Which figures are a spill, and which steps may stop a trial early."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.trials.outcomes import CLIFF, Timed, hopeless_seconds, spilled
+from autotune.trials.outcomes import CLIFF, Timed, classify, hopeless_seconds, spilled
 from tests.builders import GIB, candidate, trial
 
 CAP = 10 * GIB
@@ -34,6 +35,20 @@ def test_a_model_wrong_by_less_than_a_cliff_never_makes_one(scale: float, ratios
     earlier = [Timed(scale * ratio, scale) for ratio in ratios]
     now = Timed(scale * wrong, scale)
     assert spilled(trial(candidate(), now.seconds, CAP), now, earlier, CAP) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.",
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+    ],
+)
+def test_memory_runs_out_in_many_words(words: str) -> None:
+    assert classify(RuntimeError(words)) == "oom"
+    assert classify(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")) == "crash"
 
 
 def test_hopeless_is_beyond_the_noise_of_the_best() -> None:

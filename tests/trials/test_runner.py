@@ -1,6 +1,7 @@
 """Trials in real child processes, with real faults: each ends as a typed outcome, and the next trial runs."""
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from autotune.schema import Candidate
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import Allowance, cap_memory
 from tests.trials.conftest import FIRST, GIB, workload
 
 
@@ -97,3 +99,22 @@ def test_leaving_the_runner_leaves_no_child_and_no_log(small_model: Path) -> Non
         log = runner._log
     assert not running.is_running()
     assert not log.exists()
+
+
+@pytest.mark.parametrize("targets", ["attention+mlp", "all-linear"])
+def test_layers_that_the_model_leaves_unused_are_no_defect_of_a_candidate(
+    runner: ProcessTrialRunner, small_model: Path, targets: str
+) -> None:
+    runner.workload = workload(small_model, targets=targets)
+    result = runner.run(FIRST)
+    assert (result.outcome, result.message) == ("ok", "")
+
+
+@pytest.mark.parametrize(("hard", "expected"), [(resource.RLIM_INFINITY, 8 * GIB), (6 * GIB, 6 * GIB)])
+def test_a_limit_of_the_system_below_the_cap_holds(monkeypatch: pytest.MonkeyPatch, hard: int, expected: int) -> None:
+    """As of job schedulers: `ulimit -d`."""
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (hard, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
+    cap_memory(Allowance("cpu", memory_cap_bytes=8 * GIB, reserve_bytes=0))
+    assert limits == [(expected, hard)]

@@ -11,6 +11,9 @@ from autotune.training.data.files import Found
 METADATA = "metadata.jsonl"
 MAX_REPEATS = 1000
 
+EMPTY_CAPTION = ""
+"""What a sample is conditioned on where its caption is dropped."""
+
 
 @dataclass(frozen=True)
 class Line:

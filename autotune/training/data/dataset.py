@@ -148,11 +148,14 @@ def scan_dataset(folder: Path, reading: Reading | None = None, on_progress: OnPr
     control = reading.control
     if control is not None:
         _require_folder(control, "control")
-        if folder.resolve().is_relative_to(control.resolve()):
+        whole, inside = folder.resolve(), control.resolve()
+        if whole.is_relative_to(inside):
             raise InvalidInput(
                 f"the control folder {control} holds the data folder {folder}",
                 hint="put control images into a folder of their own",
             )
+        if inside.is_relative_to(whole):  # however it is spelled, its images are no data
+            control = folder / inside.relative_to(whole)
     if reading.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
     found = find_items(folder, clips=reading.num_frames > 1, without=control)

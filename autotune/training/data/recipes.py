@@ -10,6 +10,7 @@ from pathlib import Path
 from autotune.families.base import Family
 from autotune.schema import Bucket
 from autotune.training.data.cache import entry_key
+from autotune.training.data.captions import EMPTY_CAPTION
 from autotune.training.data.dataset import Item, file_digest
 
 
@@ -53,10 +54,6 @@ def _components_digest(model_folder: Path, prefixes: tuple[str, ...]) -> str:
                 file.seek(max(0, size - WEIGHT_SAMPLE_BYTES))
                 digest.update(file.read())
     return digest.hexdigest()
-
-
-EMPTY_CAPTION = ""
-"""What a sample is conditioned on where its caption is dropped."""
 
 
 @dataclass(frozen=True)

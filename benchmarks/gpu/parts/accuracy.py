@@ -12,7 +12,7 @@ from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.quantization import LAYERWISE
-from autotune.knobs.registry import KNOBS
+from autotune.knobs.registry import reload_key
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
 from autotune.trials.runner import ProcessTrialRunner
@@ -105,7 +105,7 @@ def tried(
 ) -> tuple[TrialResult, int | None]:
     """The trial's result and the bytes that the allocator reserved."""
     request = ReservingTrial(runner.model, runner.workload, chosen, runner.device, num_steps)
-    answer = evidence.ask(runner, request, tuple(getattr(chosen, knob.name) for knob in KNOBS if knob.needs_reload))
+    answer = evidence.ask(runner, request, reload_key(chosen))
     result = answer["result"] if answer["outcome"] == "ok" else Failure(answer["outcome"], answer["message"])
     return runner.judged(chosen, result), answer.get("reserved_bytes")
 

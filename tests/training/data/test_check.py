@@ -7,6 +7,7 @@ import pytest
 from autotune.errors import InvalidInput
 from autotune.training.data.check import DataReport, check_dataset
 from autotune.training.data.dataset import Reading
+from tests.conftest import autotune_here
 from tests.training.data.pictures import write_pictures
 
 
@@ -32,6 +33,18 @@ def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: 
     assert (report.can_train, report.num_usable) == (False, 1)
     assert [(problem.file, problem.kind) for problem in report.problems] == [("000.png", "captionless")]
     assert check_dataset(tmp_path, resolution_px=64, multiple_px=16, reading=Reading(trigger="sks")).can_train
+
+
+def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_pictures(tmp_path / "clip", (64, 48), (64, 48), (64, 48))
+    (tmp_path / "clip.txt").write_text("a moving fox")
+    for path in (tmp_path / "clip").glob("*.txt"):
+        path.unlink()
+    command = ("data", "check", tmp_path, "--model", "kandinsky5-video-lite", "--resolution", 64)
+    good = autotune_here(capfd, *command, "--frames", 3)
+    assert (good.returncode, "1 usable" in good.stdout, "3 frames" in good.stdout) == (0, True, True)
+    short = autotune_here(capfd, *command)  # of the family's usual length
+    assert (short.returncode, "has 3 frames, 121 are needed" in short.stdout) == (2, True)
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:

@@ -211,11 +211,19 @@ def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
     assert kinds(dataset) == {"002.png": "control", "003.png": "control", "004.png": "broken"}
 
 
-def test_a_control_folder_inside_the_data_is_not_data(tmp_path: Path) -> None:
-    write_pictures(tmp_path, (64, 64))
-    write_pictures(tmp_path / "control", (64, 64))
-    dataset = read_dataset(tmp_path, Reading(control=tmp_path / "control"))
-    assert [item.path.name for item in dataset.items] == ["000.png"]
+@pytest.mark.parametrize("spelled", ["control", "../photos/control", "/control", "link"])
+def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelled: str
+) -> None:
+    data = write_pictures(tmp_path / "photos", (64, 64))
+    write_pictures(data / "control", (64, 64))
+    (tmp_path / "link").symlink_to(data / "control")
+    monkeypatch.chdir(tmp_path)
+    control = {"/control": data / "control", "link": Path("link")}.get(spelled, Path("photos", spelled))
+    dataset = read_dataset(Path("photos"), Reading(control=control))
+    assert [item.path for item in dataset.items] == [Path("photos/000.png")]
+    assert dataset.problems == ()
+    assert [path.resolve() for path in dataset.items[0].control_paths] == [data / "control" / "000.png"]
 
 
 @pytest.mark.parametrize("control", ["data", "."])

@@ -1,0 +1,34 @@
+"""What follows from a question before anything is tried."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.knobs.quantization import STORED_BYTES
+from autotune.planning.case import case_of
+from autotune.schema import Candidate
+from tests import builders
+from tests.planning.formula import GIB, FormulaPredictor
+from tests.planning.machines import GATES, question, surroundings
+
+pytestmark = pytest.mark.usefixtures("_by_formula")
+
+
+@pytest.mark.parametrize(("budget_gib", "strategy"), [(9, "ddp"), (7, "ddp"), (5, "fsdp2")])
+def test_the_model_is_shared_out_only_where_it_fits_a_device_in_no_storage(
+    budget_gib: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step needs 8.1 GiB as int8, where the weights alone take 6, and 5.2 as nf4."""
+
+    def weight_bytes(cost: FormulaPredictor, candidate: Candidate) -> int:
+        return int(6 * GIB * STORED_BYTES[candidate.quantization] / cost.parallel.num_processes ** shared(cost))
+
+    def shared(cost: FormulaPredictor) -> bool:
+        return cost.parallel.strategy == "fsdp2"
+
+    monkeypatch.setattr(FormulaPredictor, "weight_bytes", weight_bytes)
+    gates = (*GATES, "quantization.torchao-int8", "quantization.bnb-nf4")
+    hardware = builders.hardware(*gates, budget_bytes=budget_gib * GIB)
+    wishes = replace(question().wishes, effective_batch_size=4, quality="compact")
+    case = case_of(question(wishes=wishes, num_processes=4, here=False), hardware, surroundings())
+    assert case.cost.parallel.strategy == strategy
