@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psutil
 
 from autotune.hardware.answers import RealSystem
-from autotune.hardware.rates import NOISY_ABOVE, Meter, is_noisy
+from autotune.hardware.rates import KERNELS, NOISY_ABOVE, Meter, is_noisy
 from autotune.hardware.reader import Facts, Reader, number, whole
 from autotune.hardware.system import System
 from autotune.quiet import silence_libraries
@@ -42,7 +42,11 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
     overhead = process_overhead(profile)
     if overhead is not None:
         report("rate", overhead.model_dump_json())
-    import diffusers.models.attention_dispatch  # noqa: F401  # a second or two, that are no measurement's
+    import diffusers.models.attention_dispatch  # noqa: F401  # a second or two each, that are no measurement's
+
+    if any(gate.available for gate in profile.gates if gate.name == KERNELS["dequantization.uint8"]):
+        with contextlib.suppress(Exception):  # then its measurement says so
+            import bitsandbytes  # noqa: F401
 
     begin, others = time.perf_counter(), Others()
     for name, call in meter.measurements():

@@ -27,8 +27,14 @@ HEADS, HEAD_SIZE = 24, 128
 ATTENTION_FLOPS = 14
 """Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's convention)."""
 
-KERNELS = ("elementwise.gelu", "elementwise.gelu_backward", "dequantization.int8", "dequantization.float8_e4m3fn")
-"""As the cost model names them (`cost/kernels.py`, Work)."""
+KERNELS = {
+    "elementwise.gelu": None,
+    "elementwise.gelu_backward": None,
+    "dequantization.int8": None,
+    "dequantization.float8_e4m3fn": None,
+    "dequantization.uint8": "quantization.bnb-nf4",
+}
+"""As the cost model names them (`cost/kernels.py`, Work), and the gate that one needs."""
 
 BACKENDS = ("native", "_native_flash", "_native_cudnn", "_native_efficient", "flash", "xformers", "_native_math")
 """Those that are measured. Hub kernels would be downloaded first, and flex compiled."""
@@ -167,12 +173,20 @@ class Meter:
         kind = torch.bfloat16 if dtype == "bf16" else torch.float32
         what, variant = name.split(".")
         x = torch.randn(number, device=self.device).to(kind)
-        stored = x.to(getattr(torch, variant)) if what == "dequantization" else x
-        call = {
-            "gelu": lambda: torch.nn.functional.gelu(x, approximate="tanh"),
-            "gelu_backward": lambda: torch.ops.aten.gelu_backward(x, x, approximate="tanh"),
-        }.get(variant, lambda: stored.to(kind))
-        moved = number * (stored.element_size() + (2 if variant == "gelu_backward" else 1) * x.element_size())
+        call: Callable[[], object]
+        if variant == "uint8":
+            from bitsandbytes import functional
+
+            stored, state = functional.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+            call = partial(functional.dequantize_4bit, stored, state)
+        elif what == "dequantization":
+            stored = x.to(getattr(torch, variant))
+            call = partial(stored.to, kind)
+        else:
+            stored = x
+            function = torch.nn.functional.gelu if variant == "gelu" else partial(torch.ops.aten.gelu_backward, x)
+            call = partial(function, x, approximate="tanh")
+        moved = stored.nbytes + (2 if variant == "gelu_backward" else 1) * x.nbytes
         return self.rate(f"{name}.{dtype}", moved, self.time(call), "B/s")
 
     def launch(self) -> Rate:
@@ -217,7 +231,8 @@ class Meter:
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         yield "launches", self.launch
-        for name, of in product(KERNELS, dtypes if self.kind == "cpu" else (dtype,)):
+        kernels = [name for name, gate in KERNELS.items() if gate is None or gate in available]
+        for name, of in product(kernels, dtypes if self.kind == "cpu" else (dtype,)):
             yield f"{name} {of}", partial(self.kernel, name, of)
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)

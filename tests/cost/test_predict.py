@@ -121,7 +121,8 @@ def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel):
-    storage = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8"}.get(kernel.split(".")[1], "none")
+    storages = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8", "uint8": "bnb-nf4"}
+    storage = storages.get(kernel.split(".")[1], "none")
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=storage)
     own = predictor("flux1-dev")
     slow = Rate(name=f"{kernel}.fp32", value=1e3, unit="B/s", spread=0.0, num_samples=1)

@@ -13,6 +13,7 @@ from autotune.hardware import rates
 from autotune.hardware.catalogue import catalogue
 from autotune.hardware.probe import measured, profile_of
 from autotune.schema import Rate
+from tests.builders import BITSANDBYTES
 from tests.hardware.fleet import machine
 
 UNITS = {
@@ -60,7 +61,7 @@ def test_a_processor_is_measured_whole(small_effort):
         "process.overhead",
         "memory.bandwidth",
         "operation.launch",
-        *(f"{kernel}.{dtype}" for kernel in rates.KERNELS for dtype in ("bf16", "fp32")),
+        *(f"{kernel}.{dtype}" for kernel, gate in rates.KERNELS.items() if gate is None for dtype in ("bf16", "fp32")),
         "matmul.bf16.8x64x64",
         "matmul.fp32.8x64x64",
         "matmul.fp16.8x64x64",
@@ -109,13 +110,26 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
     assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 27
 
 
+@BITSANDBYTES
+def test_4_bit_weights_are_measured_where_they_work(small_effort):
+    profile = profile_of(machine("no-gpu"))
+    gates = tuple(
+        gate.model_copy(update={"available": True}) if gate.name == "quantization.bnb-nf4" else gate
+        for gate in profile.gates
+    )
+    told = []
+    measuring.measure(profile.model_copy(update={"gates": gates}), machine("no-gpu"), lambda *what: told.append(what))
+    names = {json.loads(value)["name"] for kind, value in told if kind == "rate"}
+    assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
+
+
 def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enough_for_small_cards(monkeypatch):
     """A launch takes a GPU's driver and Python some 5 us; a step charges it by itself."""
     meter = rates.Meter(profile_of(machine("no-gpu")), lambda: None)
     moved = []
     monkeypatch.setattr(meter, "time", lambda call: call())
     monkeypatch.setattr(meter, "rate", lambda name, work, timings, unit: moved.append(work))
-    for name in rates.KERNELS:
+    for name in (name for name, gate in rates.KERNELS.items() if gate is None):
         meter.kernel(name, "bf16")
     each = rates.EFFORTS["cuda"].kernel_elements / rates.EFFORTS["cpu"].kernel_elements
     fastest = max(gpu.memory_gb_per_second for gpu in catalogue()) * 1e9
