@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from autotune.cli import app
@@ -93,6 +95,21 @@ def test_a_value_that_no_job_can_have_is_refused_under_the_name_of_its_option(fi
 def test_options_of_a_job_go_by_their_declared_names() -> None:
     names = [option_of(field) for field in ("num_steps", "num_train_epochs", "preview_prompts", "guidance_scale")]
     assert names == ["--steps", "--epochs", "--preview-prompt", "--guidance"]
+
+
+def options_under(command: Any) -> set[str]:
+    """All options of a command and of those below it."""
+    own = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*(options_under(below) for below in getattr(command, "commands", {}).values()))
+
+
+def test_every_option_that_a_message_or_the_documentation_names_exists() -> None:
+    known = options_under(typer.main.get_command(app)) | {"--help", "--upgrade", "--install"}  # of pip, of wsl
+    root = Path(__file__).parents[1]
+    texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"(?<![-\w])--[a-z][a-z-]*[a-z]", text.read_text())}
+    assert len(named) > 40
+    assert named - known == set()
 
 
 @pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!", "9" * 400 + "GiB"])
