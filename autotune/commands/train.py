@@ -43,7 +43,7 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     from autotune.trials.lock import held_for_run
 
     silence_progress_bars()
-    hardware = read_machine(quick=True)
+    hardware = read_machine()
     chosen = _measured_here(asked.plan_file, fetch_weights(chosen, hardware), hardware)
     number = chosen.frozen.hardware.num_processes
     with held_for_run(hardware.device, number, err.print):
@@ -121,7 +121,7 @@ def sample(
     with err.status("sampling") as status:
         written = sample_run(
             run_folder,
-            read_machine(quick=True),
+            read_machine(),
             prompt,
             _cache_folder(),
             count=count,
