@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from autotune.errors import DoesNotFit
 from autotune.knobs.base import Setting
+from autotune.knobs.quantization import STORAGES
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
 
@@ -23,9 +24,6 @@ KEY_NAMES: Mapping[str, str] = {
 PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
 """What a predicted plan knows of its machine; the rest is assumed until trials run there."""
 
-STORAGES_OF: Mapping[str, str] = {"torchao": "torchao-", "bitsandbytes": "bnb-"}
-"""How the names begin of storages that a library makes; to plans that store nothing so its version is nothing."""
-
 
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can."""
@@ -39,7 +37,8 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
     measured = plan.frozen.expected.evidence == "measured"
     used = (plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_storage)
     stored = (*used, *(fallback.quantization for fallback in plan.frozen.fallbacks))
-    idle = {key for key, prefix in STORAGES_OF.items() if not any(name.startswith(prefix) for name in stored)}
+    libraries = {storage.library for name, storage in STORAGES.items() if storage.library}
+    idle = libraries - {STORAGES[name].library for name in stored if name in STORAGES}  # their versions are nothing
     misfits = [
         f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is {here.get(key) or 'none'}"
         for key, value in planned.hard_keys.items()
@@ -100,9 +99,6 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
         misfits.append(f"data: {controls} control images for an item, the plan is for {planned.num_control_images}")
     conflicts = (knob.conflict(plan.frozen.settings, setting) for knob in KNOBS)
     misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
-    share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size
-    if plan.frozen.settings.micro_batch_size > share:
-        misfits.append(f"processes: each gets {share} image(s) per step, less than a micro-batch")
     return tuple(misfits)
 
 

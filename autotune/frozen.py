@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +19,10 @@ class Frozen(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    def changed(self, **changes: object) -> Self:
+        """A copy with these values, validated (as `model_copy(update=)` is not)."""
+        return type(self).model_validate({**dict(self), **changes})
 
 
 def digest_of(value: Frozen | dict[str, object]) -> str:

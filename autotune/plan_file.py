@@ -27,7 +27,7 @@ MAX_NODES = 100_000
 
 HEADER = """\
 # A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.
-# `frozen` was measured and is covered by `digest`; to change it, run `autotune plan` again.
+# `frozen`, measured or predicted, is covered by `digest`; to change it, run `autotune plan` again.
 """
 
 PLAN_AGAIN = "make the plan again with `autotune plan`"
@@ -183,7 +183,7 @@ def with_job(plan: TrainingPlan, **changes: object) -> TrainingPlan:
         InvalidPlan: a value is out of range.
     """
     said = {key: value for key, value in changes.items() if value is not None}
-    return plan.model_copy(update={"job": job_from(dict(plan.job), said)})
+    return plan.changed(job=job_from(dict(plan.job), said))
 
 
 def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:

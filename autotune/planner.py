@@ -13,10 +13,10 @@ import optuna
 
 from autotune.hardware.memory import shares_host_memory
 from autotune.plan_file import seal
+from autotune.planning.alternatives import larger_batch_advice
 from autotune.planning.case import Case, case_of
 from autotune.planning.confirming import LEAST_SECONDS, SHARE_OF_SEARCH, confirmed_winner, unverified_rung
 from autotune.planning.freeze import expected, planned_hardware
-from autotune.planning.outlook import larger_batch_advice
 from autotune.planning.question import Question
 from autotune.planning.resuming import kept_study
 from autotune.planning.surroundings import Surroundings
@@ -24,7 +24,7 @@ from autotune.prediction import Prediction
 from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
-from autotune.search.study import Limits, freeze, frozen_plan, once, run_search, search_cost_seconds, timed
+from autotune.search.study import freeze, frozen_plan, once, run_search, search_cost_seconds, timed
 from autotune.search.winner import (
     fallbacks_of,
     measured_scores,
@@ -118,7 +118,6 @@ def _search(
         objective=case.workload.objective,
         ascending=shares_host_memory(case.hardware.device.memory_kind),
     )
-    limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
     with around.trials(question.model, case.cost) as run:
 
         def tell_and_run(candidate: Candidate) -> TrialResult:
@@ -126,7 +125,7 @@ def _search(
             return run(candidate)
 
         if around.tried is None:
-            trials = run_search(search, tell_and_run, limits, events.on_trial, enough=advice.kept, study=study)
+            trials = run_search(search, tell_and_run, case.limits, events.on_trial, enough=advice.kept, study=study)
         else:
             trials = around.tried
             for trial in trials:
@@ -146,8 +145,7 @@ def _confirmed(
     case: Case, around: Surroundings, trials: tuple[TrialResult, ...], study: optuna.Study, events: Events
 ) -> tuple[TrialResult, ...]:
     question = case.question
-    limits = Limits(question.max_trials, question.search_seconds, case.job.num_steps)
-    seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * limits.allowed_seconds(best_seconds(trials)))
+    seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * case.limits.allowed_seconds(best_seconds(trials)))
 
     def longer_trial(candidate: Candidate) -> TrialResult | None:
         events.on_start(candidate)

@@ -46,7 +46,6 @@ Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "c
 Strategy = Literal["single", "ddp", "fsdp2"]
 MOST_RESIDUAL = 5.0
 """A factor of 148: what is further from its prediction is counted as this far."""
-Knob = str
 Choice = str | int
 
 
@@ -109,7 +108,7 @@ class Workload(Frozen):
     def share(self, num_processes: int) -> "Workload":
         """What each of several processes works on: its part of the effective batch, rounded down."""
         batch = max(1, self.effective_batch_size // num_processes)
-        return self if num_processes == 1 else self.model_copy(update={"effective_batch_size": batch})
+        return self if num_processes == 1 else self.changed(effective_batch_size=batch)
 
 
 # --- the answer --------------------------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ class Rejected(Frozen):
 class Reason(Frozen):
     """Why one knob has the value it has."""
 
-    knob: Knob
+    knob: str
     chosen: Choice
     why: str
     rejected: tuple[Rejected, ...] = ()
@@ -323,9 +322,9 @@ class FrozenPart(Frozen):
     search_seconds: float = Field(ge=0)
     """What its trials cost, loading included; 0 for a prediction."""
     trials: tuple[TrialResult, ...]
-    pins: tuple[tuple[Knob, str], ...] = ()
+    pins: tuple[tuple[str, str], ...] = ()
     """Values that the user asked for."""
-    exclusions: tuple[tuple[Knob, str], ...] = ()
+    exclusions: tuple[tuple[str, str], ...] = ()
     """Values that the user ruled out."""
     advice: tuple[str, ...] = ()
     """What other wishes would bring, one sentence each."""

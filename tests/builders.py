@@ -7,7 +7,7 @@ import pytest
 
 from autotune.families.registry import family_named
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import QUALITY_OF
+from autotune.knobs.quantization import STORAGES
 from autotune.schema import (
     Bucket,
     Candidate,
@@ -29,8 +29,10 @@ BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bit
 
 def storages() -> list[Any]:
     """Every way to quantise weights, for `parametrize`; what needs a package that is not installed is skipped."""
-    names = [name for name in QUALITY_OF if name != "none"]
-    return [pytest.param(name, marks=BITSANDBYTES) if name.startswith("bnb-") else name for name in names]
+    names = [name for name in STORAGES if name != "none"]
+    return [
+        pytest.param(name, marks=BITSANDBYTES) if STORAGES[name].library == "bitsandbytes" else name for name in names
+    ]
 
 
 def hardware(

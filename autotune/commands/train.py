@@ -49,7 +49,7 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     with held_for_run(hardware.device, number, err.print):
         if number > 1 and not started_by_launcher():
             prepare(chosen, hardware, resume=asked.resume).claim.release()  # so that what is wrong is said once
-            raise typer.Exit(launch(number, sys.argv[1:]))
+            raise typer.Exit(launch(number, sys.argv[1:], Path(chosen.job.output)))
         _run(chosen, hardware, resume=asked.resume, trace=asked.trace, as_json=asked.as_json)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
+from autotune.hardware.memory import shares_host_memory
 from autotune.knobs.quantization import LAYERWISE, SLICE_BYTES
 from autotune.prediction import MemoryBreakdown, PhaseMemory
 from autotune.schema import Candidate, HardwareProfile
@@ -77,7 +78,7 @@ def resident_of(
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
     moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
     vae = model.vae_cost(precision)
-    shares_host = hardware.device.memory_kind in ("integrated", "host")
+    shares_host = shares_host_memory(hardware.device.memory_kind)
     on_device = storage.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
     return Resident(
         weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),

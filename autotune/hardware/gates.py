@@ -7,8 +7,6 @@ Names are dotted, `<group>.<choice>`, the choice under the name that its knob an
     quantization.none .torchao-int8 .torchao-fp8 .bnb-nf4 .bnb-int8 .layerwise-fp8     storage of frozen weights
     compile                                     torch.compile with a working triton and compiler
     gds                                         GPU direct storage
-
-Higher compute capability is no superset: 12.x lacks instructions of 10.x and 9.x, so kernels name their families.
 """
 
 from collections.abc import Callable
@@ -66,18 +64,6 @@ def capability(least: tuple[int, int]) -> Need:
     return need
 
 
-def capability_family(*majors: int) -> Need:
-    """On CUDA, one of these major capabilities: these kernels use instructions that later families dropped."""
-
-    def need(m: Machine) -> str | None:
-        own = m.device.compute_capability
-        if m.device.kind != "cuda" or (own is not None and own[0] in majors):
-            return None
-        return f"hardware: made for compute capability {' and '.join(f'{n}.x' for n in majors)}, this is {_dotted(own)}"
-
-    return need
-
-
 def package(field: str, least: str = "0") -> Need:
     """A package of at least this version; `field` is one of `Versions`."""
 
@@ -90,18 +76,8 @@ def package(field: str, least: str = "0") -> Need:
     return need
 
 
-def cuda(least: str) -> Need:
-    """A torch built with at least this CUDA."""
-
-    def need(m: Machine) -> str | None:
-        own = m.versions.cuda_runtime
-        return f"needs a torch built with CUDA {least}, this has {own or 'none'}" if older(own, least) else None
-
-    return need
-
-
 def never(reason: str) -> Need:
-    """Not for training, anywhere."""
+    """On no machine."""
     return lambda _: reason
 
 
@@ -144,7 +120,17 @@ def bitsandbytes(m: Machine) -> str | None:
 CUDA = on("cuda")
 BITSANDBYTES = (on("cuda", "cpu"), capability((7, 5)), bitsandbytes)
 FLASH_2 = (CUDA, capability((8, 0)))
-NO_BACKWARD = never("no backward: gradients vanish without an error")
+NO_BACKWARD = "no backward: gradients vanish without an error"
+FETCHED = "not offered: diffusers would fetch its kernel from the hub and run it, and a plan runs no fetched code"
+NOT_OFFERED = {
+    "flex": "not offered: it is slow unless compiled by itself",
+    "flash_hub": FETCHED,
+    "_flash_3_hub": FETCHED,
+    "_flash_3": "raises in backward",
+    "flash_4_hub": FETCHED,
+    **dict.fromkeys(("sage", "sage_hub", "sage_varlen"), NO_BACKWARD),
+}
+"""diffusers' other backends, and why none of them is a choice on any machine."""
 
 RULES: tuple[Rule, ...] = (
     Rule("precision.fp32", "everywhere"),
@@ -157,27 +143,9 @@ RULES: tuple[Rule, ...] = (
     Rule("attention._native_flash", "trains; takes no mask at all", (on("cuda", "cpu"), capability((8, 0)))),
     Rule("attention._native_efficient", "trains, with masks too", (CUDA,)),
     Rule("attention._native_cudnn", "trains; NaN gradients seen with a mask at some lengths", FLASH_2),
-    Rule("attention.flex", "trains once compiled", (*FLASH_2, triton, compiler)),
     Rule("attention.xformers", "trains", (CUDA, capability((7, 0)), package("xformers", "0.0.29"))),
     Rule("attention.flash", "trains; takes no mask", (*FLASH_2, package("flash_attn", "2.6.3"))),
-    Rule("attention.flash_hub", "trains; fetched from the hub", (*FLASH_2, package("kernels", "0.10"))),
-    Rule(
-        "attention._flash_3_hub",
-        "trains; fetched from the hub",
-        (CUDA, capability_family(9), cuda("12.3"), package("kernels", "0.10")),
-    ),
-    Rule("attention._flash_3", "", (never("raises in backward; `_flash_3_hub` trains"),)),
-    Rule(
-        "attention.flash_4_hub",
-        "fetched from the hub",
-        (
-            CUDA,
-            capability_family(9, 10),
-            package("kernels", "0.10"),
-            never("backward not verified through diffusers"),
-        ),
-    ),
-    *(Rule(f"attention.{name}", "", (NO_BACKWARD,)) for name in ("sage", "sage_hub", "sage_varlen")),
+    *(Rule(f"attention.{name}", "", (never(why),)) for name, why in NOT_OFFERED.items()),
     Rule("quantization.none", "weights stay as they are"),
     Rule("quantization.torchao-int8", "weight-only int8", (on("cuda", "cpu"), package("torchao", "0.18"))),
     Rule("quantization.torchao-fp8", "weight-only float8", (on("cuda", "cpu"), package("torchao", "0.18"))),

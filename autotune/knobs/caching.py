@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from autotune.errors import InvalidInput
 from autotune.families.base import Parts
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import QUALITY_OF, STORED_BYTES, STRICTNESS
+from autotune.knobs.quantization import STORAGES, STRICTNESS
 from autotune.schema import CachingSettings, Reason, Rejected
 
 PIN = "caching."
 """What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
 
-STORAGES = ("torchao-int8", "torchao-fp8", "bnb-int8", "bnb-nf4")
+FOR_ENCODERS = ("torchao-int8", "torchao-fp8", "bnb-int8", "bnb-nf4")
 """What can be pinned. Not layerwise-fp8: T5 casts its activations to the dtype in which a weight lies."""
 OFFERED = ("torchao-int8", "bnb-nf4")
 """Storages that are tried, the more exact first."""
@@ -52,7 +52,7 @@ class EncoderSize:
             return round((PASSING_SHARE + WORKING_SHARE) * plain)
         if caching.text_encoder_storage == "none":
             return round((1 + WORKING_SHARE) * plain)
-        small = STORED_BYTES[caching.text_encoder_storage] / self.element_bytes
+        small = STORAGES[caching.text_encoder_storage].bytes_per_parameter / self.element_bytes
         return round((QUANTISED_SHARE * small + 1 - QUANTISED_SHARE + WORKING_SHARE) * plain)
 
 
@@ -151,12 +151,12 @@ def _against(way: CachingSettings, size: EncoderSize, setting: Setting) -> str |
 
 
 def _unusable(storage: str, setting: Setting) -> str | None:
-    if storage not in STORAGES:
-        return f"unknown to text encoders; known: none, {', '.join(STORAGES)}"
+    if storage not in FOR_ENCODERS:
+        return f"unknown to text encoders; known: none, {', '.join(FOR_ENCODERS)}"
     gate = setting.hardware.gate(f"quantization.{storage}")
     if not gate.available:
         return gate.reason
-    quality = QUALITY_OF[storage]
+    quality = STORAGES[storage].quality
     if STRICTNESS.index(quality) < STRICTNESS.index(setting.workload.quality):
         return f"the quality floor is {setting.workload.quality}; this needs --quality {quality}"
     return None

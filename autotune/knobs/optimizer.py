@@ -14,7 +14,7 @@ class Optimizer(Knob):
 
     name = "optimizer"
     title = "optimizer"
-    names = ("adamw", "adamw-8bit")
+    names = ("adamw",)
 
     def choices(self, setting: Setting) -> Choices:
         return Choices(admitted=("adamw",), rejected=(Rejected(choice="adamw-8bit", reason=AGAINST_8BIT),))

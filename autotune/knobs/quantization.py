@@ -1,7 +1,8 @@
 """How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never quantised."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
@@ -11,25 +12,43 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-QUALITY_OF: dict[str, Quality] = {
-    "none": "exact",
-    "torchao-int8": "high",
-    "torchao-fp8": "high",
-    "layerwise-fp8": "high",
-    "bnb-int8": "high",
-    "bnb-nf4": "compact",
-}
-"""The strictest quality floor that admits each storage."""
 
-STORED_BYTES: Mapping[str, float] = {
-    "none": 2.0,
-    "torchao-int8": 1.0,
-    "torchao-fp8": 1.0,
-    "layerwise-fp8": 1.0,
-    "bnb-int8": 1.0,
-    "bnb-nf4": 0.52,
+@dataclass(frozen=True)
+class Storage:
+    """One way to store frozen weights."""
+
+    quality: Quality
+    """The strictest floor that admits it."""
+    bytes_per_parameter: float
+    """With its scales."""
+    tolerance: float = 0.0
+    """Of gradients with random weights, relative to unquantised ones'; 0 where nothing is quantised."""
+    because: str = ""
+    """Where that error comes from."""
+    library: Literal["torchao", "bitsandbytes"] | None = None
+    """Whose tensors hold the weights; None for torch's own."""
+    config: str = ""
+    """Name of the class that tells torchao how."""
+
+
+STORAGES: Mapping[str, Storage] = {
+    "none": Storage("exact", 2.0),
+    "torchao-int8": Storage(
+        "high", 1.0, 0.05, "8 bits per row: weights are wrong by about 1%", "torchao", "Int8WeightOnlyConfig"
+    ),
+    "torchao-fp8": Storage(
+        "high", 1.0, 0.12, "3 bits of mantissa: weights are wrong by about 3%", "torchao", "Float8WeightOnlyConfig"
+    ),
+    "layerwise-fp8": Storage(
+        "high", 1.0, 0.15, "3 bits of mantissa and no scales: weights are wrong by 3%, small ones by more"
+    ),
+    "bnb-int8": Storage(
+        "high", 1.0, 0.08, "8 bits for weights and, in the forward pass, for activations", "bitsandbytes"
+    ),
+    "bnb-nf4": Storage("compact", 0.52, 0.5, "4 bits: weights are wrong by about 10%", "bitsandbytes"),
 }
-"""Of a parameter, with its scales (nf4: half a byte, and doubly quantised scales of 64 values each)."""
+"""By name. nf4: half a byte, and doubly quantised scales of 64 values each. Errors of gradients, as measured on tiny
+models of all families: 1 to 2% of int8, 6 to 11% and 6 to 12% of the float8s, 22 to 38% of nf4, by weights alone."""
 
 LAYERWISE = "layerwise-fp8"
 AGAINST_LAYERWISE = (
@@ -53,16 +72,6 @@ SLICE_BYTES = 4 << 20
 CPU_SLICE_BYTES = 1 << 20
 """Of a weight, quantised at a time: the smaller stays in a processor's caches; on a GPU it would be launches."""
 
-TOLERANCES = {
-    "torchao-int8": (0.05, "8 bits per row: weights are wrong by about 1%"),
-    "torchao-fp8": (0.12, "3 bits of mantissa: weights are wrong by about 3%"),
-    "layerwise-fp8": (0.15, "3 bits of mantissa and no scales: weights are wrong by 3%, small ones by more"),
-    "bnb-int8": (0.08, "8 bits for weights and, in the forward pass, for activations"),
-    "bnb-nf4": (0.5, "4 bits: weights are wrong by about 10%"),
-}
-"""Of gradients with random weights, relative to unquantised ones', and why. Measured on tiny models of every family:
-1 to 2% of int8, 6 to 11% and 6 to 12% of the float8s, 22 to 38% of nf4, all of it from the weights."""
-
 STRICTNESS: tuple[Quality, ...] = ("compact", "high", "exact")
 
 
@@ -71,22 +80,22 @@ class Quantization(Knob):
 
     name = "quantization"
     title = "base weights"
-    names = tuple(QUALITY_OF)
+    names = tuple(STORAGES)
     needs_reload = True
 
     def choices(self, setting: Setting) -> Choices:
         admitted: list[Choice] = []
         rejected: list[Rejected] = []
-        for name, quality in QUALITY_OF.items():
+        for name, storage in STORAGES.items():
             gate = setting.hardware.gate(f"quantization.{name}")
-            if STRICTNESS.index(quality) < STRICTNESS.index(setting.workload.quality):
-                reason = f"the quality floor is {setting.workload.quality}; this needs --quality {quality}"
+            if STRICTNESS.index(storage.quality) < STRICTNESS.index(setting.workload.quality):
+                reason = f"the quality floor is {setting.workload.quality}; this needs --quality {storage.quality}"
                 rejected.append(Rejected(choice=name, reason=reason))
             elif name != "none" and not gate.available:
                 rejected.append(Rejected(choice=name, reason=gate.reason))
             else:
                 admitted.append(name)
-        admitted.sort(key=lambda name: STORED_BYTES[str(name)])
+        admitted.sort(key=lambda name: STORAGES[str(name)].bytes_per_parameter)
         worse = {LAYERWISE: AGAINST_LAYERWISE} if "torchao-int8" in admitted else {}
         if worse and setting.hardware.device.kind == "cpu":
             worse["bnb-int8"] = AGAINST_LLM_INT8
@@ -94,7 +103,8 @@ class Quantization(Knob):
         return Choices(tuple(name for name in admitted if name not in worse), tuple(rejected), on_request)
 
     def parity(self, choice: Choice) -> Parity | None:
-        return Parity(choice, *TOLERANCES[str(choice)]) if choice in TOLERANCES else None
+        storage = STORAGES[str(choice)]
+        return Parity(choice, storage.tolerance, storage.because) if storage.tolerance else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         quantize = quantize_on_arrival(family, transformer, str(choice))
@@ -132,14 +142,14 @@ def quantize_inside(
     def quantize(name: str, module: nn.Module) -> nn.Module | None:
         if not isinstance(module, nn.Linear) or id(module) not in inside:
             return None
-        if choice.startswith("bnb-"):
+        if STORAGES[choice].library == "bitsandbytes":
             from autotune.knobs.bitsandbytes_layer import layer_of
 
             return layer_of(module, choice, slice_bytes_of(module.weight))
         from autotune.knobs.frozen_linear import as_float8, freeze
 
         layerwise = choice == LAYERWISE
-        module.weight = as_float8(module) if layerwise else quantised_in_slices(module, _torchao_config(choice))
+        module.weight = as_float8(module) if layerwise else quantised_in_slices(module, torchao_config(choice))
         freeze(module)
         return None
 
@@ -189,7 +199,8 @@ def _quantised_rows(rows: "torch.Tensor", config: Any) -> "tuple[Any, dict[str, 
     return type(quantised), {name: getattr(quantised, name) for name in names}, context
 
 
-def _torchao_config(choice: str) -> Any:
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+def torchao_config(choice: str) -> Any:
+    """How torchao is told about a storage of its own."""
+    from torchao import quantization
 
-    return {"torchao-int8": Int8WeightOnlyConfig, "torchao-fp8": Float8WeightOnlyConfig}[choice]()
+    return getattr(quantization, STORAGES[choice].config)()

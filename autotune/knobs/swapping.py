@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.knobs.quantization import STORED_BYTES, Quantization
+from autotune.knobs.quantization import STORAGES, Quantization
 from autotune.schema import Candidate, Choice, Rejected, Workload
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Swapping(Knob):
         if device.kind != "cuda" or device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
             return Choices((0,), rejected=_each(levels, reason))
-        least = min(STORED_BYTES[str(name)] for name in Quantization().choices(setting).admitted)
+        least = min(STORAGES[str(name)].bytes_per_parameter for name in Quantization().choices(setting).admitted)
         weights = least * setting.workload.model.num_parameters
         fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
         too_many = _each([k for k in levels if k not in fitting], "the host has too little memory for the weights")
@@ -43,7 +43,7 @@ class Swapping(Knob):
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         if candidate.swapped_blocks > candidate.checkpointed_blocks:
             return "swapped blocks have to recompute: autograd would keep their weights on the device"
-        if candidate.swapped_blocks and candidate.quantization.startswith("bnb-"):
+        if candidate.swapped_blocks and STORAGES[candidate.quantization].library == "bitsandbytes":
             return "bitsandbytes keeps what belongs to its weights on the GPU"
         if candidate.swapped_blocks and candidate.compile != "off":
             return "compiled blocks hold on to their weights"

@@ -17,11 +17,12 @@ from autotune.families.resolve import (
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
-from autotune.planning.outlook import WHERE_NOTHING_FITS, least_bytes, relaxation
+from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation
 from autotune.planning.question import Question, data_of, job_of
 from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search.space import SearchSpace, without
+from autotune.search.study import Limits
 from autotune.training.describe import describe_workload, require_even_shares
 from autotune.weights.errors import BadWeights
 
@@ -59,6 +60,11 @@ class Case:
     def can_try(self) -> bool:
         """Whether trials run: the machine must be this one, and a trial has one device."""
         return self.question.here and self.cost.parallel.strategy != "fsdp2"
+
+    @property
+    def limits(self) -> Limits:
+        """When the search ends at the latest."""
+        return Limits(self.question.max_trials, self.question.search_seconds, self.job.num_steps)
 
     @property
     def identity(self) -> dict[str, str | None]:

@@ -128,6 +128,6 @@ def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None, ef
     job = job_from(dict(question.job) if question.job else usual, {**question.said, **resolved})
     if job.num_train_epochs is not None and items:
         num_steps = -(-job.num_train_epochs * sum(item.repeats for item in items) // effective_batch_size)
-        job = job.model_copy(update={"num_steps": num_steps})
+        job = job.changed(num_steps=num_steps)
     check_job(job, model.family)
     return job

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from autotune.atomic import write_whole
 from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput
-from autotune.planning.surroundings import Run, Surroundings
+from autotune.planning.surroundings import Surroundings
 from autotune.schema import Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload
+from autotune.search.study import Run
 from autotune.sharing.keys import match, usable_trials
 from autotune.sharing.query import Known, Survey
 from autotune.sharing.record import Record
@@ -98,7 +99,7 @@ def replayed(recording: Recording) -> Surroundings:
                 hint="ask the question that was recorded with the same version, or record again: --record FILE",
             )
         trial = results[candidate]
-        return TrialResult.model_validate({**dict(trial), "wall_seconds": trial.wall_seconds or 0.0})
+        return trial.changed(wall_seconds=trial.wall_seconds or 0.0)
 
     @contextmanager
     def trials(model: str, cost: Predictor) -> Iterator[Run]:

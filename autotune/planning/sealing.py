@@ -19,7 +19,7 @@ from autotune.knobs.registry import KNOBS
 from autotune.plan_file import read_plan, seal, write_plan
 from autotune.planning.case import beside_kept
 from autotune.planning.freeze import expected, planned_hardware
-from autotune.planning.surroundings import Run, Surroundings
+from autotune.planning.surroundings import Surroundings
 from autotune.schema import (
     Candidate,
     FrozenPart,
@@ -29,7 +29,7 @@ from autotune.schema import (
     TrainingPlan,
     TrialResult,
 )
-from autotune.search.study import search_cost_seconds, timed
+from autotune.search.study import Run, search_cost_seconds, timed
 from autotune.search.winner import measured_scores, winner_of
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"

@@ -1,6 +1,5 @@
 """What planning touches outside itself: trials on the machine, and records of other searches."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,12 +9,10 @@ from autotune.cost.predict import Predictor
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
 from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
+from autotune.search.study import Run, timed
 from autotune.sharing.query import Survey, survey
 from autotune.trials.parity import proven
 from autotune.trials.runner import ProcessTrialRunner
-
-Run = Callable[[Candidate], TrialResult]
-"""Tries a candidate for a few steps."""
 
 
 @contextmanager
@@ -27,15 +24,13 @@ def child_processes(model: str, cost: Predictor) -> Iterator[Run]:
 
 def rehearsal(model: str, cost: Predictor, candidate: Candidate, most_seconds: float) -> TrialResult | None:
     """A longer trial of `candidate` in a child process of this machine, through every phase of a run."""
-    started = time.monotonic()
     with ProcessTrialRunner.on(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
-        result = runner.confirm(candidate, cost.caching[0], most_seconds)
-    return TrialResult.model_validate({**dict(result), "wall_seconds": round(time.monotonic() - started, 3)})
+        return timed(lambda winner: runner.confirm(winner, cost.caching[0], most_seconds), candidate)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Replaced as a whole where trials are replayed, or made up by a test."""
+    """The side effects of planning, as functions: a replay or a test passes its own."""
 
     trials: Callable[[str, Predictor], AbstractContextManager[Run]] = child_processes
     survey: Callable[[HardwareProfile, Workload], Survey] = survey

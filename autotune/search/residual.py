@@ -148,9 +148,9 @@ class ResidualSearch:
         return min(outlook.hope for outlook in remaining) > self._best(results) + math.log1p(-WORTHWHILE_GAIN)
 
     def is_surprised(self, results: Sequence[TrialResult]) -> bool:
-        """Whether `results` were further from what was predicted after those before them than predictions held likely.
+        """Whether predictions were overconfident: each result against the prediction made from those before it.
 
-        The mean square of errors, each over its variance, is 1 where predictions know how uncertain they are.
+        Told by the mean squared error in units of the predicted variance, which is 1 where uncertainties are right.
         """
         squares = []
         for number, result in enumerate(results):

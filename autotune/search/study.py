@@ -24,6 +24,7 @@ from autotune.search.sampler import (
 )
 
 Run = Callable[[Candidate], TrialResult]
+"""Tries a candidate for a few steps."""
 
 PLAN = "plan"
 """Trial attribute: a plan that a worker proposes; the one with the lowest number is the search's."""
@@ -153,7 +154,7 @@ def timed(run: Run, candidate: Candidate) -> TrialResult:
     result = run(candidate)
     if result.wall_seconds is not None:
         return result  # recorded
-    return TrialResult.model_validate({**dict(result), "wall_seconds": round(time.monotonic() - started, 3)})
+    return result.changed(wall_seconds=round(time.monotonic() - started, 3))
 
 
 def frozen_plan(study: optuna.Study) -> str | None:

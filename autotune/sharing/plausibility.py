@@ -10,7 +10,7 @@ from itertools import groupby
 
 from autotune.families.registry import FAMILIES
 from autotune.hardware.catalogue import CatalogueGpu, catalogue, matching
-from autotune.knobs.quantization import STORED_BYTES
+from autotune.knobs.quantization import STORAGES
 from autotune.schema import Candidate, TrialResult, Workload
 from autotune.sharing.record import Record
 
@@ -121,7 +121,8 @@ def _image_tokens(work: Workload) -> float:
 def _bits(candidate: Candidate) -> int:
     """Per stored parameter, at least."""
     if candidate.quantization != "none":
-        return int(8 * STORED_BYTES.get(candidate.quantization, UNKNOWN_BYTES))
+        storage = STORAGES.get(candidate.quantization)
+        return int(8 * (storage.bytes_per_parameter if storage else UNKNOWN_BYTES))
     return 32 if candidate.precision == "fp32" else 16
 
 

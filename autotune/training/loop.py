@@ -24,7 +24,6 @@ from autotune.training.memory import (
     allocated_bytes,
     give_back_memory,
     held_peak_bytes,
-    is_out_of_memory,
     live_tensors,
     with_peak_memory,
 )
@@ -33,6 +32,7 @@ from autotune.training.model import TrainingModel, apply_settings
 from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
+from autotune.training.shortage import is_out_of_memory
 from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step
 from autotune.training.stopping import stop_requests
 
@@ -93,7 +93,6 @@ class Loop:
             self.first_step = checkpoint.step
             self.optimizer.load_state(checkpoint.tensors)
             self.rate.load_state(checkpoint.state["rate"])
-            self.optimizer.scaler.load_state_dict(checkpoint.state["scaler"])
         self.network = model.transformer
         shift = job.timestep_shift
         by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
@@ -196,7 +195,7 @@ class Loop:
         job, around, last = self.job, self.around, done == self.num_steps
         due = last or stopping or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
         if due and around.processes.is_first:
-            state = {"rate": self.rate.state(), "scaler": self.optimizer.scaler.state_dict()}
+            state = {"rate": self.rate.state()}
             around.checkpoints.save(done, self.optimizer.state(), state)
         if stopping or last:
             around.checkpoints.finish()
@@ -205,7 +204,7 @@ class Loop:
             around.preview(done)
 
     def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader) -> StepEvent:
-        """One step; on CPU the second also measures memory, and like the first is left out of the speed."""
+        """One step; the second also measures memory and, like the first, is left out of the speed."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         if step == self.first_step + 1:
             live = live_tensors(self.model.transformer, self.optimizer)

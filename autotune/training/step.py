@@ -75,9 +75,8 @@ class AdapterOptimizer:
     """AdamW on fp32 master copies of the adapter's parameters.
 
     A bf16 parameter loses updates smaller than 1/256 of itself; the masters keep them. For fp32 parameters the masters
-    are the parameters themselves. fp16 gradients underflow, so an fp16 loss is scaled; a step whose scaled gradients
-    overflow changes nothing but the scale. Weight decay pulls both of LoRA's matrices, and so their product, towards
-    zero: an adapter has no norms or biases, on which decay would do harm.
+    are the parameters themselves. Weight decay pulls both of LoRA's matrices, and so their product, towards zero: an
+    adapter has no norms or biases, on which decay would do harm.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class AdapterOptimizer:
         self.adamw = torch.optim.AdamW(
             self.masters, lr=learning_rate, weight_decay=weight_decay, fused=device.type != "mps"
         )
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.parameters[0].dtype == torch.float16)
 
     def step(self) -> "Tensor":
         """Clip, update and clear the gradients; returns the gradient norm before clipping."""
@@ -98,10 +96,8 @@ class AdapterOptimizer:
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
-        self.scaler.unscale_(self.adamw)
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
-        self.scaler.step(self.adamw)
-        self.scaler.update()
+        self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self._publish()
         return norm
@@ -110,9 +106,6 @@ class AdapterOptimizer:
         """Drop the gradients of a step that broke off: nothing of it is left, and it can be taken again."""
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
-        scale = self.scaler.state_dict()
-        self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=self.scaler.is_enabled())
-        self.scaler.load_state_dict(scale)
 
     def _publish(self) -> None:
         if self.parameters[0] is not self.masters[0]:  # one launch for all on a GPU, where there may be a thousand
@@ -172,7 +165,7 @@ def optimizer_step(
             _seed_dropout(batch["latents"].device, _seed_at(-1 - seed, step, position))
             loss = drawn_loss(family, transformer, batch, (seed, step, position), levels, weighting)
             loss = loss * (size / effective_batch_size)
-            optimizer.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
         position += size
         total = total.to(loss.device) + loss.detach()
         del loss  # else what LLM.int8's layers keep, on their graph nodes, would stay through the next micro-batch

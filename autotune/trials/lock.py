@@ -142,7 +142,7 @@ def held_for_run(device: Device, num_processes: int, on_wait: Callable[[str], No
         yield
         return
     several = device.kind == "cuda" and num_processes > 1
-    used = [device.model_copy(update={"index": i}) for i in range(num_processes)] if several else [device]
+    used = [device.changed(index=i) for i in range(num_processes)] if several else [device]
     with contextlib.ExitStack() as held:
         for one in used:
             lock = DeviceLock(lock_path(one), on_wait, trains=True)

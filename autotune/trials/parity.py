@@ -22,7 +22,7 @@ from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Parity, Setting, parity_gate
 from autotune.knobs.precision import Precision
 from autotune.knobs.registry import KNOBS
-from autotune.schema import Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
+from autotune.schema import Bucket, Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
@@ -61,7 +61,7 @@ def proven(
                 if lasting:
                     _keep(path, known[name])
     gates = (*hardware.gates, *(known[name] for name in to_prove))
-    return HardwareProfile.model_validate({**dict(hardware), "gates": gates})
+    return hardware.changed(gates=gates)
 
 
 def verdict(knob: str, parity: Parity, request: ParityRequest, answer: float | Failure) -> tuple[Gate, bool]:
@@ -101,23 +101,21 @@ def _request(
     work = small_work(setting.family, setting.workload)
     asked = Setting(setting.hardware, setting.family, work)
     if any(one.conflict(candidate, asked) for one in KNOBS):  # masks, where captions differ in length
-        work = Workload.model_validate({**dict(work), "text_padding": "exact"})
+        work = work.changed(text_padding="exact")
     return GradientRequest(setting.family.name, tiny, work, candidate, device)
 
 
 def small_work(family: Family, workload: Workload) -> Workload:
     """The same kind of work in a small shape: two captions, few pixels."""
     largest, step = workload.largest_bucket, family.size_multiple_px
-    shape = {
-        "width_px": min(largest.width_px, 6 * step),
-        "height_px": min(largest.height_px, 4 * step),
-        "num_frames": min(largest.num_frames, 5),
-        "num_items": 2,
-    }
-    bucket = type(largest).model_validate(shape)
+    bucket = Bucket(
+        width_px=min(largest.width_px, 6 * step),
+        height_px=min(largest.height_px, 4 * step),
+        num_frames=min(largest.num_frames, 5),
+        num_items=2,
+    )
     tokens = min(workload.max_text_tokens, MOST_TEXT_TOKENS)
-    changes = {"buckets": (bucket,), "max_text_tokens": tokens, "effective_batch_size": 2, "rank": 4}
-    return Workload.model_validate({**dict(workload), **changes})
+    return workload.changed(buckets=(bucket,), max_text_tokens=tokens, effective_batch_size=2, rank=4)
 
 
 def _path(setting: Setting, tiny: Mapping[str, object], precision: str) -> Path:

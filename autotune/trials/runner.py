@@ -51,8 +51,7 @@ class ProcessTrialRunner:
         memory_cap_bytes: what a trial may take.
         timeout_seconds: limit of one trial, loading included.
         predict: what is expected of a candidate; without it no spill is told by its step time.
-        watchdog: ends a child before the host suffers; the default is for trials on the CPU, like that of
-            `shares_memory`.
+        watchdog: ends a child before the host runs out. Its default and that of `shares_memory` suit trials on the CPU.
         lock: held from the first trial to the end, or until another search wants a turn between two trials.
         reserve_bytes: left of what a card has free when a child starts.
         mark_cap: whether results say that the user, not the device, decided the cap.
@@ -138,8 +137,8 @@ class ProcessTrialRunner:
         answer = self.ask(request)
         if isinstance(answer, Failure) and answer.outcome == "timeout" and answer.so_far is not None:
             known = ", ".join(phase.name for phase in answer.so_far.phases)
-            answer = _changed(answer.so_far, message=f"confirmed as far as {known}: {answer.message}")
-        return _changed(self.judged(candidate, answer), confirms=True)
+            answer = answer.so_far.changed(message=f"confirmed as far as {known}: {answer.message}")
+        return self.judged(candidate, answer).changed(confirms=True)
 
     def judged(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
         """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""
@@ -153,7 +152,7 @@ class ProcessTrialRunner:
                 host_memory_bytes=answer.host_memory_bytes,
                 memory_cap_bytes=mark,
             )
-        result = _changed(answer, memory_cap_bytes=mark)
+        result = answer.changed(memory_cap_bytes=mark)
         seconds = result.median_step_seconds
         if result.outcome != "ok" or seconds is None:
             return result
@@ -161,7 +160,7 @@ class ProcessTrialRunner:
         why = spilled(result, now, [timed for _, timed in self._ran], self.memory_cap_bytes)
         if why:
             self.close_child()
-            return _changed(result, outcome="spill", message=why)
+            return result.changed(outcome="spill", message=why)
         self._ran.append((result, now))
         return result
 
@@ -264,10 +263,6 @@ class ProcessTrialRunner:
         if self.lock:
             self.lock.give_back()
         self._log.unlink(missing_ok=True)
-
-
-def _changed(result: TrialResult, **changes: object) -> TrialResult:
-    return TrialResult.model_validate({**dict(result), **changes})
 
 
 def _private_bytes(process_id: int | None) -> int:

@@ -11,7 +11,7 @@ from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import KERNELS
-from autotune.knobs.quantization import QUALITY_OF, SLICE_BYTES
+from autotune.knobs.quantization import SLICE_BYTES, STORAGES
 from autotune.prediction import Prediction
 from autotune.schema import Bucket, Candidate, Rate, TrialResult
 
@@ -23,7 +23,7 @@ def card():
     return Predictor(gpu("nvidia-rtx-4090"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
 
 
-@pytest.mark.parametrize("quantization", QUALITY_OF)
+@pytest.mark.parametrize("quantization", STORAGES)
 def test_parts_add_up_and_survive_json(card, quantization):
     prediction = card.predict(Candidate(micro_batch_size=2, checkpointed_blocks=3, quantization=quantization))
     for phase in prediction.phases:
@@ -71,7 +71,7 @@ def test_more_checkpointed_blocks_never_keep_more_and_always_take_longer(card):
 
 
 def test_quantised_weights_take_what_their_formats_say(card):
-    weights = {q: card.model.storage("bf16", q).weight_bytes for q in QUALITY_OF}
+    weights = {q: card.model.storage("bf16", q).weight_bytes for q in STORAGES}
     assert weights["none"] > weights["torchao-int8"] > weights["layerwise-fp8"] > weights["bnb-nf4"]
     assert nf4_bytes(64 * 256) == 64 * 256 // 2 + 256 + 4 + 64 + 1024 + 4
 

@@ -6,7 +6,7 @@ from autotune.families.registry import FAMILIES, family_named
 from autotune.families.resolve import resolve_model
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import QUALITY_OF
+from autotune.knobs.quantization import STORAGES
 from autotune.trials.parity import proven
 from tests.gpu.conftest import CAPTIONS, work
 
@@ -23,7 +23,7 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardwar
     choices = {
         "precision": [precision],
         "attention": [b for b in BACKENDS if f"attention.{b}" in open_gates],
-        "quantization": [q for q in QUALITY_OF if f"quantization.{q}" in open_gates],
+        "quantization": [q for q in STORAGES if f"quantization.{q}" in open_gates],
         "swapped_blocks": [0, 1],
         "compile": ["block"] if "compile" in open_gates and hardware.device.kind == "cuda" else [],
         "optimizer": ["adamw"],

@@ -10,7 +10,7 @@ import torch
 
 from autotune.knobs.allocator import VARIABLES
 from autotune.knobs.attention import BACKENDS
-from autotune.knobs.quantization import QUALITY_OF
+from autotune.knobs.quantization import STORAGES
 from autotune.schema import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from tests.gpu.conftest import GIB, candidate, work
@@ -37,7 +37,7 @@ def test_every_attention_whose_gate_is_open_trains(runner, hardware, precision, 
 
 
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", [name for name in QUALITY_OF if name != "none"])
+@pytest.mark.parametrize("name", [name for name in STORAGES if name != "none"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, name, checkpointed):
     gate = hardware.gate(f"quantization.{name}")

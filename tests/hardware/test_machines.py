@@ -8,6 +8,7 @@ from autotune.errors import InvalidInput
 from autotune.hardware.doctor import findings
 from autotune.hardware.patient import examine
 from autotune.hardware.probe import profile_of, with_reserve
+from autotune.knobs.attention import BACKENDS
 from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
 
 GIB = 2**30
@@ -120,9 +121,8 @@ def test_memory_kind_can_be_overridden_and_says_so():
     [
         ("rtx-3060", "precision.fp8", False, "8.9"),
         ("rtx-4090", "precision.fp8", True, ""),
-        ("h100-sxm", "attention._flash_3_hub", True, ""),
-        ("rtx-5090", "attention._flash_3_hub", False, "12.0"),
-        ("a100-40gb", "attention._flash_3_hub", False, "9.x"),
+        ("h100-sxm", "attention._flash_3_hub", False, "fetched code"),
+        ("h100-sxm", "attention._native_cudnn", True, ""),
         ("rtx-4090", "attention.sage", False, "no backward"),
         ("rtx-4090", "attention.flash", True, ""),
         ("gb10", "quantization.bnb-nf4", False, "not installed"),
@@ -226,3 +226,10 @@ def test_findings_come_worst_first():
     order = [finding.severity for finding in findings(examine(system, DISK))]
     assert order == sorted(order, key=("blocks", "hurts", "note").index)
     assert order[0] == "blocks"
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_backend_that_the_machine_is_said_to_have_is_one_that_a_plan_can_choose(name):
+    gates = [gate for gate in profile_of(machine(name)).gates if gate.name.startswith("attention.")]
+    assert {gate.name.removeprefix("attention.") for gate in gates if gate.available} <= set(BACKENDS)
+    assert {f"attention.{backend}" for backend in BACKENDS} <= {gate.name for gate in gates}

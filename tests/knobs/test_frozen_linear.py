@@ -7,7 +7,7 @@ from diffusers.hooks import apply_layerwise_casting
 from torch import nn
 from torchao.quantization import quantize_
 
-from autotune.knobs.quantization import _torchao_config, quantize_inside
+from autotune.knobs.quantization import quantize_inside, torchao_config
 
 STORAGES = ("torchao-int8", "torchao-fp8", "layerwise-fp8")
 
@@ -26,7 +26,7 @@ def pair(storage: str, dtype: torch.dtype, *, bias: bool = True) -> tuple[nn.Lin
         torch.manual_seed(0)
         layers.append(kind(64, 96, bias=bias).to(dtype).requires_grad_(False))
     if storage != "layerwise-fp8":
-        quantize_(layers[0], _torchao_config(storage))
+        quantize_(layers[0], torchao_config(storage))
     quantize_inside([layers[1]], storage)("", layers[1])
     return layers[0], layers[1]
 

@@ -5,8 +5,10 @@ import os
 import pytest
 import torch
 
+from autotune.cost.kernels import ATTENTION_KERNELS
 from autotune.families.registry import family_named
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
+from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
 from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
@@ -118,3 +120,7 @@ def test_more_data_workers_are_offered_up_to_the_cores_and_never_searched():
 
 def test_8_bit_moments_are_refused_with_the_reason():
     assert "0.4 s" in Optimizer().choices(setting()).rejected[0].reason
+
+
+def test_the_cost_model_knows_the_kernel_of_every_attention_backend():
+    assert set(ATTENTION_KERNELS) == set(BACKENDS)

@@ -13,7 +13,7 @@ from autotune.cost.parallel import Parallel
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
-from autotune.planning import case, freeze, outlook, sealing
+from autotune.planning import alternatives, case, freeze, sealing
 from autotune.prediction import PhaseMemory, Prediction
 from autotune.schema import CachingSettings, Candidate, ModelSpec, Reason, Residual, TrialResult
 
@@ -96,7 +96,7 @@ def by_formula(num_blocks: int = 50) -> Iterator[None]:
         return ResolvedModel(family, family.transformer_config, spec, None)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (case, outlook, sealing):
+        for module in (alternatives, case, sealing):
             patch.setattr(module, "Predictor", FormulaPredictor)
         for module in (case, sealing):
             patch.setattr(module, "resolve_model", resolve)

@@ -18,10 +18,11 @@ from autotune.errors import AutotuneError
 from autotune.plan_file import plan_text
 from autotune.planner import make_plan
 from autotune.planning.question import Question
-from autotune.planning.surroundings import Run, Surroundings
+from autotune.planning.surroundings import Surroundings
 from autotune.schema import Candidate, HardwareProfile, TrialResult
 from autotune.search import sampler
 from autotune.search.storage import Place
+from autotune.search.study import Run
 from autotune.sharing.query import Survey
 from autotune.training.describe import Wishes
 from tests import builders

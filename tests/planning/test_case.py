@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.knobs.quantization import STORED_BYTES
+from autotune.knobs.quantization import STORAGES
 from autotune.planning.case import case_of
 from autotune.schema import Candidate
 from tests import builders
@@ -21,10 +21,8 @@ def test_the_model_is_shared_out_only_where_it_fits_a_device_in_no_storage(
     """A step needs 8.1 GiB as int8, where the weights alone take 6, and 5.2 as nf4."""
 
     def weight_bytes(cost: FormulaPredictor, candidate: Candidate) -> int:
-        return int(6 * GIB * STORED_BYTES[candidate.quantization] / cost.parallel.num_processes ** shared(cost))
-
-    def shared(cost: FormulaPredictor) -> bool:
-        return cost.parallel.strategy == "fsdp2"
+        whole = 6 * GIB * STORAGES[candidate.quantization].bytes_per_parameter
+        return int(whole / (cost.parallel.num_processes if cost.parallel.strategy == "fsdp2" else 1))
 
     monkeypatch.setattr(FormulaPredictor, "weight_bytes", weight_bytes)
     gates = (*GATES, "quantization.torchao-int8", "quantization.bnb-nf4")

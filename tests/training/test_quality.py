@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.knobs.quantization import QUALITY_OF, quantize_inside
+from autotune.knobs.quantization import STORAGES, quantize_inside
 from autotune.reporting.run import error_lines
 from autotune.schema import QuantizationError
 from autotune.training import quality
@@ -45,7 +45,7 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
 )
 def test_ordinary_weights_stay_within_what_their_storage_can_do(choice: str, least: float, most: float) -> None:
     error = measured(blocks(), choice)
-    assert least < error.overall <= error.worst < most < LIMITS[QUALITY_OF[choice]]
+    assert least < error.overall <= error.worst < most < LIMITS[STORAGES[choice].quality]
 
 
 def test_a_block_beyond_the_floor_is_refused_by_name() -> None:

@@ -13,7 +13,7 @@ from autotune.training.data.batches import MicroBatch, Order
 from autotune.training.data.encode import EncodedDataset
 
 AHEAD = 1
-"""Batches that lie ready for each thread, beside one: without it every batch would have to take equally long."""
+"""Batches queued beyond one per thread, so that one slow batch does not stall the step."""
 PLANNED_STEPS = 32
 
 
@@ -71,7 +71,7 @@ class Loader:
         return loaded
 
     def _planned(self) -> Iterator[tuple[int, MicroBatch, bool]]:
-        """Many steps at a time: a processor that has just run a model takes four times as long for a single one."""
+        """Plans `PLANNED_STEPS` at a time: planning a single step right after a model pass took four times as long."""
         share = partial(self.order.micro_batches, rank=self.rank, world_size=self.world_size)
         for start in range(self.first_step, self.num_steps, PLANNED_STEPS):
             steps = range(start, min(start + PLANNED_STEPS, self.num_steps))

@@ -14,7 +14,7 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import QUALITY_OF
+from autotune.knobs.quantization import STORAGES
 from autotune.schema import HardwareProfile
 from autotune.trials.parity import proven
 
@@ -44,7 +44,7 @@ def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evid
     choices = {
         "precision": [precision_of(hardware)],
         "attention": [name for name in BACKENDS if f"attention.{name}" in open_gates],
-        "quantization": [name for name in QUALITY_OF if f"quantization.{name}" in open_gates],
+        "quantization": [name for name in STORAGES if f"quantization.{name}" in open_gates],
     }
     model = evidence.model(name)
     workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)

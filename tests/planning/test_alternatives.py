@@ -10,7 +10,7 @@ from PIL import Image
 from autotune.errors import NothingFits
 from autotune.knobs.registry import KNOBS
 from autotune.planner import make_plan
-from autotune.planning.outlook import larger_batch_advice
+from autotune.planning.alternatives import larger_batch_advice
 from autotune.planning.question import question_of
 from autotune.prediction import Prediction
 from autotune.schema import Candidate

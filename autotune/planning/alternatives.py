@@ -62,7 +62,7 @@ def _relaxed(question: Question, cost: Predictor) -> Iterator[tuple[str, int]]:
     least_batch = f"--batch {cost.parallel.num_processes}"
     options += [(least_batch, {"effective_batch_size": 1})] if workload.effective_batch_size > 1 else []
     options += [("--rank 4", {"rank": 4})] if workload.rank > 4 else []
-    asked = [(option, question, Workload.model_validate({**dict(workload), **changes})) for option, changes in options]
+    asked = [(option, question, workload.changed(**changes)) for option, changes in options]
     if named := [word for word, wish in (("--pin", question.pins), ("--exclude", question.exclusions)) if wish]:
         asked.append((f"without {' and '.join(named)}", replace(question, pins=(), exclusions=()), workload))
     for option, other, relaxed in asked:
@@ -86,7 +86,7 @@ def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:
     width, height = (int(side * share) // step * step for side in (bucket.width_px, bucket.height_px))
     if min(width, height) < step:
         return None
-    return Bucket.model_validate({**dict(bucket), "width_px": width, "height_px": height})
+    return bucket.changed(width_px=width, height_px=height)
 
 
 def _text(bucket: Bucket) -> str:
@@ -108,8 +108,7 @@ def larger_batch_advice(cost: Predictor, best: Candidate, step_seconds: float, b
     best_gain, best_batch = WORTH_TELLING, 0
     for batch in (effective * factor for factor in LARGER):
         for blocks in range(cost.workload.model.num_blocks):
-            values = {**dict(best), "micro_batch_size": batch, "checkpointed_blocks": blocks}
-            candidate = Candidate.model_validate(values)
+            candidate = best.changed(micro_batch_size=batch, checkpointed_blocks=blocks)
             if any(knob.conflict(candidate, setting) for knob in KNOBS):
                 continue
             prediction = cost.predict(candidate)
