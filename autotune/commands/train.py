@@ -80,12 +80,12 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
 
 def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":
     """The plan, or where it was predicted the measured one that a trial on this machine makes of it."""
+    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
+        return plan  # a trial has one device, and cannot hold what is shared out
     from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
     from autotune.terminal import err
     from autotune.training.processes import started_by_launcher
 
-    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
-        return plan  # a trial has one device, and cannot hold what is shared out
     known = sealed_beside(path, plan, hardware)
     if known is not None or started_by_launcher():
         return known or plan
