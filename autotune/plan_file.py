@@ -199,5 +199,5 @@ def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:
         return Job.model_validate({**before, **gone, **said})
     except ValidationError as error:
         first = error.errors()[0]
-        option = "--" + str(first["loc"][0]).removeprefix("num_").removesuffix("_scale").replace("_", "-")
-        raise InvalidPlan(f"{option}: {first['msg'].lower()}", hint=f"--help tells what {option} takes") from error
+        where = ".".join(map(str, ("job", *first["loc"])))
+        raise InvalidPlan(f"{where}: {first['msg'].lower()}", hint="give the job another value") from error

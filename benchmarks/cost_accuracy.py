@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=default)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    hardware = probe(quick=True)
+    hardware = probe()
     rows = [row for name in MID for row in measure_family(name, hardware)]
     result = summary(rows)
     for key, value in result.items():

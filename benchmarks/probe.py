@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from autotune.hardware.doctor import doctor
-from autotune.hardware.probe import probe
+from autotune.hardware.probe import measured, probe
 from autotune.hardware.timing import disagreement
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,10 +29,10 @@ def timed(call):
 
 def measure(num_probes):
     _, doctor_seconds = timed(doctor)
-    _, first_quick_seconds = timed(lambda: probe(quick=True))
-    _, quick_seconds = timed(lambda: probe(quick=True))
+    _, first_quick_seconds = timed(probe)
+    _, quick_seconds = timed(probe)
     load_before = os.getloadavg()[0]
-    probes = [timed(probe) for _ in range(num_probes)]
+    probes = [timed(lambda: measured(probe(), lambda _: None)) for _ in range(num_probes)]
     profiles = [profile for profile, _ in probes]
     rates = {rate.name: {"unit": rate.unit, "values": []} for profile in profiles for rate in profile.rates}
     for profile in profiles:

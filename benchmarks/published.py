@@ -103,7 +103,6 @@ MISSES = {
     "F1": "time: unknown; by image and token SimpleTuner takes 1.6 times as long on this card (F6)",
     "F4": "time: unknown; by image and token SimpleTuner takes 1.6 times as long on this card (F7)",
     "F5": "time: likely a slip of the document, which has 1.4 seconds per step for the same elsewhere (F6)",
-    "F7": "unknown; 3 points of it are nf4's dequantisation, charged as 4 bytes per weight where it moves 2.5",
     "F14": "memory: likely the peak of encoding captions before (T5, CLIP and VAE: 10.5 GB predicted), for the same "
     "program's bf16 figure leaves 0.9 GB for training; time: likely bound by the host, predicted at 12 us an operation "
     "where 33 would fit",

@@ -1,13 +1,20 @@
 """The command line's surface: light to import, quick to help, the same options tomorrow."""
 
+import dataclasses
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+from typer.testing import CliRunner
 
+from autotune.cli import app
 from autotune.commands.machine import parse_bytes
+from autotune.commands.options import JobOptions, option_of
 from autotune.errors import InvalidInput
 from tests.conftest import autotune
 
@@ -54,6 +61,55 @@ def test_wrong_usage_exits_with_2() -> None:
     assert autotune("no-such-command").returncode == 2
     assert autotune("plan", "--model", "x", "--quality", "best").returncode == 2
     assert autotune("plan", "--model", "x", "--steps", "7", "--epochs", "2").returncode == 2
+
+
+WRONG = {
+    "caption_dropout": "2",
+    "num_steps": "0",
+    "num_train_epochs": "0",
+    "learning_rate": "7",
+    "lr_scheduler": "polynomial",
+    "lr_warmup_steps": "-1",
+    "timestep_sampling": "sometimes",
+    "timestep_shift": "-1",
+    "guidance_scale": "nan",
+    "preview_every": "-1",
+    "checkpointing_steps": "-1",
+    "seed": "-1",
+}
+ANY_TEXT = {"control", "caption", "trigger", "preview_prompts"}
+
+
+def test_every_option_of_a_job_has_a_wrong_value_here_or_takes_any_text() -> None:
+    assert {field.name for field in dataclasses.fields(JobOptions)} == ANY_TEXT | set(WRONG)
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_value_that_no_job_can_have_is_refused_under_the_name_of_its_option(field: str) -> None:
+    option = option_of(field)
+    run = CliRunner().invoke(app, ["plan", "--model", "qwen-image", option, WRONG[field]])
+    assert run.exit_code == 2
+    assert re.search(rf"Invalid value for '?{option}'?:", run.output)
+
+
+def test_options_of_a_job_go_by_their_declared_names() -> None:
+    names = [option_of(field) for field in ("num_steps", "num_train_epochs", "preview_prompts", "guidance_scale")]
+    assert names == ["--steps", "--epochs", "--preview-prompt", "--guidance"]
+
+
+def options_under(command: Any) -> set[str]:
+    """All options of a command and of those below it."""
+    own = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*(options_under(below) for below in getattr(command, "commands", {}).values()))
+
+
+def test_every_option_that_a_message_or_the_documentation_names_exists() -> None:
+    known = options_under(typer.main.get_command(app)) | {"--help", "--upgrade", "--install"}  # of pip, of wsl
+    root = Path(__file__).parents[1]
+    texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"(?<![-\w])--[a-z][a-z-]*[a-z]", text.read_text())}
+    assert len(named) > 40
+    assert named - known == set()
 
 
 @pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "12 potatoes", "1e3GiB", "12GiB!", "9" * 400 + "GiB"])

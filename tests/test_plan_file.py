@@ -218,7 +218,7 @@ def test_overrides_are_validated_like_the_file() -> None:
     assert with_job(plan, num_steps=7).digest == plan.digest
     epochs = with_job(plan, num_train_epochs=3)
     assert (epochs.job.num_train_epochs, with_job(epochs, num_steps=7).job.num_train_epochs) == (3, None)
-    with pytest.raises(InvalidPlan, match="--learning-rate"):
+    with pytest.raises(InvalidPlan, match=r"job\.learning_rate"):
         with_job(plan, learning_rate=7.0)
 
 

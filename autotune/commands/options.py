@@ -67,15 +67,39 @@ class JobOptions:
         """What was said, as a job has it.
 
         Raises:
-            BadParameter: both steps and epochs were given, or the shift is no shift.
+            BadParameter: both steps and epochs were given, or a job cannot have a value.
         """
         if self.num_steps and self.num_train_epochs:
-            raise typer.BadParameter("epochs take the place of steps", param_hint="--epochs")
+            raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("num_train_epochs"))
         said = {name: value for name, value in vars(self).items() if value not in (None, [])}
         paths = {name: str(value) for name, value in said.items() if isinstance(value, Path)}
         lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
         shift = {"timestep_shift": _shift(self.timestep_shift)} if self.timestep_shift else {}
-        return {**said, **paths, **lists, **shift}
+        values = {**said, **paths, **lists, **shift}
+        for name, value in values.items():
+            _require_valid(name, value)
+        return values
+
+
+def option_of(name: str) -> str:
+    """What the option for that field of a job is called."""
+    hint = get_type_hints(JobOptions, include_extras=True)[name]
+    (option,) = (one for one in hint.__metadata__ if isinstance(one, typer.models.OptionInfo))
+    declared = (option.default, *(option.param_decls or ()))  # annotated, the first name stands where defaults do
+    return next((one for one in declared if isinstance(one, str)), "--" + name.replace("_", "-"))
+
+
+def _require_valid(name: str, value: object) -> None:
+    from pydantic import TypeAdapter, ValidationError
+
+    from autotune.job import Job
+
+    field = Job.model_fields[name]
+    kind: Any = Annotated[field.annotation, field]
+    try:
+        TypeAdapter(kind, config=Job.model_config).validate_python(value)
+    except ValidationError as error:
+        raise typer.BadParameter(error.errors()[0]["msg"].lower(), param_hint=option_of(name)) from error
 
 
 def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -116,7 +140,6 @@ def _shift(text: str) -> float | str:
     except ValueError:
         shift = 0.0
     if not 0 < shift < float("inf"):
-        raise typer.BadParameter(
-            f"{text!r} is neither a number above 0 nor by_resolution", param_hint="--timestep-shift"
-        )
+        what = f"{text!r} is neither a number above 0 nor by_resolution"
+        raise typer.BadParameter(what, param_hint=option_of("timestep_shift"))
     return shift

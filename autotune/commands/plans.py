@@ -17,7 +17,7 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
     from autotune.plan_file import read_plan
     from autotune.training.processes import device_misfits
 
-    chosen, machine = read_plan(plan_file), read_machine(quick=True)
+    chosen, machine = read_plan(plan_file), read_machine()
     misfits = hardware_misfits(chosen, machine) + device_misfits(chosen.frozen.hardware.num_processes, machine)
     if as_json:
         typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))

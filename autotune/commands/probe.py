@@ -25,7 +25,7 @@ def probe(
 
     with err.status("probing") as status:
         if quick:
-            profile = read_machine(quick=True, index=device, on_progress=status.update)
+            profile = read_machine(index=device, on_progress=status.update)
         else:
             profile = cached_profile(fresh=True, index=device, on_progress=status.update)
     if as_json:

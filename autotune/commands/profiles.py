@@ -145,7 +145,7 @@ def _verdicts(store: "Store") -> dict[str, dict[str, object]]:
     from autotune.sharing.keys import compare_machine
     from autotune.sharing.plausibility import implausible
 
-    hardware = probe(quick=True)
+    hardware = probe()
     verdicts: dict[str, dict[str, object]] = {}
     for name, record in store.records():
         matched, impossible = compare_machine(record, hardware), implausible(record)

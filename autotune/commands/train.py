@@ -43,13 +43,13 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     from autotune.trials.lock import held_for_run
 
     silence_progress_bars()
-    hardware = read_machine(quick=True)
+    hardware = read_machine()
     chosen = _measured_here(asked.plan_file, fetch_weights(chosen, hardware), hardware)
     number = chosen.frozen.hardware.num_processes
     with held_for_run(hardware.device, number, err.print):
         if number > 1 and not started_by_launcher():
             prepare(chosen, hardware, resume=asked.resume).claim.release()  # so that what is wrong is said once
-            raise typer.Exit(launch(number, sys.argv[1:]))
+            raise typer.Exit(launch(number, sys.argv[1:], Path(chosen.job.output)))
         _run(chosen, hardware, resume=asked.resume, trace=asked.trace, as_json=asked.as_json)
 
 
@@ -80,12 +80,12 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
 
 def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":
     """The plan, or where it was predicted the measured one that a trial on this machine makes of it."""
+    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
+        return plan  # a trial has one device, and cannot hold what is shared out
     from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
     from autotune.terminal import err
     from autotune.training.processes import started_by_launcher
 
-    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
-        return plan  # a trial has one device, and cannot hold what is shared out
     known = sealed_beside(path, plan, hardware)
     if known is not None or started_by_launcher():
         return known or plan
@@ -121,7 +121,7 @@ def sample(
     with err.status("sampling") as status:
         written = sample_run(
             run_folder,
-            read_machine(quick=True),
+            read_machine(),
             prompt,
             _cache_folder(),
             count=count,

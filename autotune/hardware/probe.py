@@ -23,19 +23,17 @@ ABOUT_RATES = ("not measured", "measuring ended", "noisy")
 MEASURE = (sys.executable, "-m", "autotune.hardware.measure")
 
 
-def probe(*, quick: bool = False, index: int = 0, on_progress: Progress | None = None) -> HardwareProfile:
-    """The profile of device `index` of this machine; `quick` skips the measured rates. Imports torch.
+def probe(*, index: int = 0, on_progress: Progress | None = None) -> HardwareProfile:
+    """Facts about device `index` of this machine; `measured` adds rates. Imports torch.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
         AutotuneError: nobody says how much memory the host or the device has.
     """
     silence_libraries()
-    tell = on_progress or (lambda _: None)
-    tell("reading facts")
-    system = RealSystem()
-    profile = profile_of(system, index)
-    return profile if quick else measured(profile, tell)
+    if on_progress:
+        on_progress("reading facts")
+    return profile_of(RealSystem(), index)
 
 
 def profile_of(system: System, index: int = 0) -> HardwareProfile:

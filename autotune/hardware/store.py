@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from autotune.atomic import write_whole
 from autotune.errors import InvalidInput, nearest_of
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.hardware.probe import ABOUT_RATES, probe, with_rates
+from autotune.hardware.probe import ABOUT_RATES, measured, probe, with_rates
 from autotune.schema import HardwareProfile, digest_of
 
 
@@ -30,13 +30,13 @@ def cached_profile(
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
         AutotuneError: nobody says how much memory the host or the device has.
     """
-    now = probe(quick=True, index=index, on_progress=on_progress)
+    now = probe(index=index, on_progress=on_progress)
     path = profile_path(now)
     saved = None if fresh else _readable(path)
     if saved is not None and still_holds(saved, now):
         about_rates = (note for note in saved.notes if note.startswith(ABOUT_RATES))
         return with_rates(now, saved.rates, (*now.notes, *about_rates), saved.noisy)
-    profile = probe(index=index, on_progress=on_progress)
+    profile = measured(now, on_progress or (lambda _: None))
     save_profile(profile, path)
     return profile
 

@@ -13,8 +13,8 @@ from autotune.errors import InvalidInput
 from autotune.plan_file import read_plan, write_plan
 from autotune.schema import TrainingPlan, digest_of
 from autotune.training.data.encode import EncodedDataset
-from autotune.training.disk import require_free
 from autotune.training.save import ADAPTER_FILE
+from autotune.training.shortage import require_free
 
 PLAN_FILE = "run-plan.yaml"
 REPORT_FILE = "report.json"
@@ -79,7 +79,7 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
             f"cannot write to the output folder {folder}: {error.strerror}", hint="choose another with --output"
         ) from error
     hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
-    written_bytes = sum(path.stat().st_size for path in _checkpoints(folder))
+    written_bytes = sum(path.stat().st_size for path in checkpoints_in(folder))
     require_free(folder, needed_bytes - written_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
     return claim
 
@@ -87,7 +87,7 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:
     if (folder / ADAPTER_FILE).exists():
         raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")
-    if _checkpoints(folder):
+    if checkpoints_in(folder):
         raise InvalidInput(
             f"{folder} holds the checkpoints of a run that did not end",
             hint="go on with it: add --resume; or choose another folder with --output",
@@ -96,7 +96,7 @@ def _require_unused(folder: Path, plan: TrainingPlan) -> None:
 
 def _require_same(folder: Path, plan: TrainingPlan) -> None:
     """Compare with the plan that the folder was begun with: sooner than its checkpoints can be."""
-    if not _checkpoints(folder) or not (folder / PLAN_FILE).is_file():
+    if not checkpoints_in(folder) or not (folder / PLAN_FILE).is_file():
         return
     before, now = learned(read_plan(folder / PLAN_FILE)), learned(plan)
     changed = [name for name in now if before.get(name) != now[name]]
@@ -107,5 +107,6 @@ def _require_same(folder: Path, plan: TrainingPlan) -> None:
         )
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    return list((folder / CHECKPOINTS).glob("checkpoint-*.safetensors"))
+def checkpoints_in(folder: Path) -> set[Path]:
+    """Those that lie in an output folder, of whatever run."""
+    return set((folder / CHECKPOINTS).glob("checkpoint-*.safetensors"))

@@ -24,7 +24,6 @@ from autotune.training.memory import (
     allocated_bytes,
     give_back_memory,
     held_peak_bytes,
-    is_out_of_memory,
     live_tensors,
     with_peak_memory,
 )
@@ -33,6 +32,7 @@ from autotune.training.model import TrainingModel, apply_settings
 from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
+from autotune.training.shortage import is_out_of_memory
 from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step
 from autotune.training.stopping import stop_requests
 
@@ -204,7 +204,7 @@ class Loop:
             around.preview(done)
 
     def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader) -> StepEvent:
-        """One step; on CPU the second also measures memory, and like the first is left out of the speed."""
+        """One step; the second also measures memory and, like the first, is left out of the speed."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         if step == self.first_step + 1:
             live = live_tensors(self.model.transformer, self.optimizer)

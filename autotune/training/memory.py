@@ -7,7 +7,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,55 +15,10 @@ import psutil
 import torch
 from torch import nn
 
-from autotune.errors import AutotuneError
 from autotune.quiet import stderr_in
 from autotune.training.step import AdapterOptimizer
 
 T = TypeVar("T")
-
-
-def make_current(device: torch.device) -> None:
-    """Start CUDA on `device`: its memory counters exist only then, and libraries launch on the current device."""
-    if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.set_device(device)
-
-
-OUT_OF_MEMORY = (
-    "out of memory",
-    "not enough memory",
-    "alloc_failed",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "resource temporarily unavailable",
-)
-"""What errors of other types say then, in lower case. `alloc_failed`: cuBLAS and cuDNN, whose first product at the edge
-of a card finds no room for a handle; the last: starting a thread under a cap on memory."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory, of the device or the host, ran out."""
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in text for words in OUT_OF_MEMORY)
-
-
-@contextlib.contextmanager
-def telling_of_short_memory() -> Iterator[None]:
-    """Whatever a run does outside of steps that can be taken again: encoding, loading, saving, samples.
-
-    Raises:
-        AutotuneError: memory ran out.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, AutotuneError) or not is_out_of_memory(error):
-            raise
-        raise AutotuneError(
-            f"memory ran out: {str(error).strip().partition(chr(10))[0]}",
-            hint="close what else takes memory and run it again, or plan with more to spare: "
-            "autotune plan --from PLAN --reserve 2GiB",
-        ) from error
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -155,7 +110,7 @@ def forget_host_peak() -> None:
 
 
 def held_peak_bytes(device: torch.device) -> int:
-    """Most that this process has held on `device` in this phase; 0 where nothing but CUDA keeps count."""
+    """Peak of allocated device memory since the phase began; 0 where the device keeps no count of it."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 

@@ -2,7 +2,7 @@
 
 Prompts are encoded once, before the transformer is loaded: the pipeline runs with its text encoder up to the first
 call of a transformer that has a shape but no weights, and what its `encode_prompt` returned is kept, in the cache of
-encoded data too. Later the same pipeline runs without any text encoder and gets these answers back. No family needs
+encoded data too. Later the same pipeline runs without any text encoder and gets that back. No family needs
 code of its own for this.
 """
 
@@ -30,7 +30,7 @@ from autotune.training.memory import give_back_memory
 
 
 @dataclass(frozen=True)
-class Shot:
+class Preview:
     """One picture to sample, always from the same noise."""
 
     prompt: str
@@ -44,45 +44,45 @@ class _TransformerReached(Exception):
     """The pipeline has encoded all that it needs."""
 
 
-class Studio:
-    """Samples shots: `learn` them first, then `attach` a transformer."""
+class PreviewSampler:
+    """Samples previews: `encode_prompts` first, then `attach` a transformer."""
 
     def __init__(self, encoders: Encoders) -> None:
         self.encoders = encoders
         self.model, self.dtype, self.device = encoders.model, encoders.dtype, encoders.device
-        self.answers: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
+        self.encoded: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
         self.pipeline: Any = None
         self.scale = 1
 
-    def learn(self, shots: Sequence[Shot], cache: Cache) -> None:
-        """Encode the prompts of all shots, or find them in `cache` where such encoders put them."""
+    def encode_prompts(self, previews: Sequence[Preview], cache: Cache) -> None:
+        """Encode the prompts of all previews, or find them in `cache` where such encoders put them."""
         identity, missing = self.encoders.identity, []
-        for shot in shots:
-            if found := cache.read(_answers_key(shot, identity)):
-                self.answers[shot.prompt, shot.control_paths] = _unpacked(found)
+        for preview in previews:
+            if found := cache.read(_key_of(preview, identity)):
+                self.encoded[preview.prompt, preview.control_paths] = _unpacked(found)
             else:
-                missing.append(shot)
+                missing.append(preview)
         if missing:
             self._encode(missing)
-        for shot in missing:
-            cache.write(_answers_key(shot, identity), _packed(self.answers[shot.prompt, shot.control_paths]))
+        for preview in missing:
+            cache.write(_key_of(preview, identity), _packed(self.encoded[preview.prompt, preview.control_paths]))
 
-    def _encode(self, shots: Sequence[Shot]) -> None:
+    def _encode(self, previews: Sequence[Preview]) -> None:
         pipeline = self.encoders.pipeline()
         pipeline.transformer = self._shape_of_transformer()
         encode = pipeline.encode_prompt
-        for shot in shots:
-            answers: list[Any] = []
+        for preview in previews:
+            encoded: list[Any] = []
 
-            def recording(*values: Any, _answers: list[Any] = answers, **named: Any) -> Any:
-                _answers.append(moved(encode(*values, **named), torch.device("cpu")))
-                return moved(_answers[-1], self.device)
+            def recording(*values: Any, _encoded: list[Any] = encoded, **named: Any) -> Any:
+                _encoded.append(moved(encode(*values, **named), torch.device("cpu")))
+                return moved(_encoded[-1], self.device)
 
             pipeline.encode_prompt = recording
             try:
-                self._run(pipeline, shot)
+                self._run(pipeline, preview)
             except _TransformerReached:
-                self.answers[shot.prompt, shot.control_paths] = answers
+                self.encoded[preview.prompt, preview.control_paths] = encoded
             finally:
                 pipeline.encode_prompt = encode
         pipeline.transformer = None
@@ -95,7 +95,7 @@ class Studio:
         return shape  # type: ignore[no-any-return]
 
     def attach(self, transformer: nn.Module) -> None:
-        """Build the pipeline around `transformer`, as it is; a VAE that is not kept waits on the host between shots."""
+        """Build the pipeline around `transformer`, as it is; a VAE that is not kept waits on the host meanwhile."""
         self.pipeline = self.model.family.load_pipeline(
             self.model.weights,
             torch_dtype=self.dtype,
@@ -104,52 +104,52 @@ class Studio:
             **dict.fromkeys(self.encoders.names),
         )
 
-    def sample(self, shot: Shot) -> list[Image.Image]:
-        """The frames of one shot. Where memory is short the VAE works in tiles, then the picture is halved."""
+    def sample(self, preview: Preview) -> list[Image.Image]:
+        """The frames of one preview. Where memory is short the VAE works in tiles, then the picture is halved."""
         while True:
             with contextlib.suppress(torch.OutOfMemoryError):
-                return self._sample(shot)
+                return self._sample(preview)
             give_back_memory()  # outside: the error held what the pass had made
-            self._shrink(shot)
+            self._shrink(preview)
 
-    def _shrink(self, shot: Shot) -> None:
+    def _shrink(self, preview: Preview) -> None:
         vae = self.pipeline.vae
         if hasattr(vae, "enable_tiling") and not getattr(vae, "use_tiling", True):
             vae.enable_tiling()
-        elif min(shot.bucket.width_px, shot.bucket.height_px) // self.scale >= 256:
+        elif min(preview.bucket.width_px, preview.bucket.height_px) // self.scale >= 256:
             self.scale *= 2
         else:
             raise AutotuneError(
                 "memory is too short for a preview", hint="train without: set preview_prompts to [] in the plan's job"
             )
 
-    def _sample(self, shot: Shot) -> list[Image.Image]:
-        answers: Iterator[Any] = iter(self.answers[shot.prompt, shot.control_paths])
-        self.pipeline.encode_prompt = lambda *values, **named: moved(next(answers), self.device)
+    def _sample(self, preview: Preview) -> list[Image.Image]:
+        encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
+        self.pipeline.encode_prompt = lambda *values, **named: moved(next(encoded), self.device)
         self.pipeline.vae.to(self.device)
         try:
-            bucket = _scaled(shot.bucket, self.scale, self.model.family.size_multiple_px)
-            return self._run(self.pipeline, replace(shot, bucket=bucket))
+            bucket = _scaled(preview.bucket, self.scale, self.model.family.size_multiple_px)
+            return self._run(self.pipeline, replace(preview, bucket=bucket))
         finally:
             if self.encoders.caching.residency == "release":
                 self.pipeline.vae.to("cpu")
 
-    def _run(self, pipeline: Any, shot: Shot) -> list[Image.Image]:
-        controls = [Image.open(path).convert("RGB") for path in shot.control_paths]
+    def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
+        controls = [Image.open(path).convert("RGB") for path in preview.control_paths]
         return self.model.family.sample(
-            pipeline, shot.prompt, shot.bucket, num_steps=shot.num_steps, seed=shot.seed, controls=controls
+            pipeline, preview.prompt, preview.bucket, num_steps=preview.num_steps, seed=preview.seed, controls=controls
         )
 
-    def with_and_without(self, adapter: Path, shots: Sequence[Shot]) -> list[tuple[Image.Image, Image.Image]]:
-        """First frames (without, with) of each shot; takes the trained adapter off and loads the file in its place.
+    def with_and_without(self, adapter: Path, previews: Sequence[Preview]) -> list[tuple[Image.Image, Image.Image]]:
+        """First frames (without, with) of each; takes the trained adapter off and loads the file in its place.
 
         Raises:
             AutotuneError: the pipeline did not take the file.
         """
         self.pipeline.transformer.delete_adapters(ADAPTER)
-        without = [self.sample(shot)[0] for shot in shots]
+        without = [self.sample(preview)[0] for preview in previews]
         self.load_adapter(adapter)
-        return list(zip(without, (self.sample(shot)[0] for shot in shots), strict=True))
+        return list(zip(without, (self.sample(preview)[0] for preview in previews), strict=True))
 
     def load_adapter(self, adapter: Path) -> None:
         """Put an adapter file on the transformer by the pipeline's own loader. Raises AutotuneError where it fails."""
@@ -160,18 +160,18 @@ class Studio:
             )
 
 
-def _answers_key(shot: Shot, identity: Identity) -> str:
-    prompt = prompt_of(shot.prompt, shot.control_paths, shot.bucket, identity)
-    return entry_key("answers", prompt=prompt.key, size=(shot.bucket.width_px, shot.bucket.height_px))
+def _key_of(preview: Preview, identity: Identity) -> str:
+    prompt = prompt_of(preview.prompt, preview.control_paths, preview.bucket, identity)
+    return entry_key("answers", prompt=prompt.key, size=(preview.bucket.width_px, preview.bucket.height_px))
 
 
 STRUCTURE = "structure"
-"""Name of the entry's tensor that tells, as JSON bytes, how the others make up the answers."""
+"""Name of the entry's tensor that tells, as JSON bytes, how the others make up what was encoded."""
 
 
-def _packed(answers: list[Any]) -> dict[str, torch.Tensor]:
+def _packed(encoded: list[Any]) -> dict[str, torch.Tensor]:
     """Nested tuples and lists of tensors and None, as tensors by name."""
-    leaves, structure = pytree.tree_flatten(answers)
+    leaves, structure = pytree.tree_flatten(encoded)
     tensors = {str(number): leaf for number, leaf in enumerate(leaves) if leaf is not None}
     text = json.dumps([len(leaves), pytree.treespec_dumps(structure)])
     return {**tensors, STRUCTURE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}

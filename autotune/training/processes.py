@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from torch import nn
 
 from autotune.errors import AutotuneError
 from autotune.schema import HardwareProfile, PlannedHardware, Strategy
-from autotune.training.memory import make_current
+from autotune.training.folder import checkpoints_in
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)
 """The others wait while the first encodes a data set or samples previews; if it dies, the launcher ends them."""
 
 SHUTDOWN_SECONDS = 900
-"""How long processes may take to finish their step and write a checkpoint after a signal."""
+"""How long processes may take to finish their step and write a checkpoint after a signal; older torch gives 30."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,13 @@ def _accelerator(device: torch.device) -> Any:
     return Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[wrapping])
 
 
+def make_current(device: torch.device) -> None:
+    """Start CUDA on `device`: its memory counters exist only then, and libraries launch on the current device."""
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(device)
+
+
 def join(planned: PlannedHardware, device: torch.device) -> Processes:
     """Take this process's place among those that the plan names.
 
@@ -137,10 +145,11 @@ def started_by_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def launch(num_processes: int, arguments: Sequence[str]) -> int:
+def launch(num_processes: int, arguments: Sequence[str], output: Path) -> int:
     """Run `autotune ARGUMENTS` in that many processes; returns the exit status, as one process would give it.
 
-    On a signal all get SIGTERM, finish their step and write a checkpoint.
+    On a signal all get SIGTERM, finish their step and write a checkpoint to the folder `output`; those that take too
+    long are killed.
     """
     import logging
 
@@ -161,11 +170,12 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
+    before = checkpoints_in(output)
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "autotune", *arguments)
     except ChildFailedError as failure:
         code = int(failure.get_first_failure()[1].exitcode)
         return code if code >= 0 else 128 - code  # as a shell tells of a signal
-    except SignalException:
-        return 75
+    except SignalException as stop:
+        return 75 if checkpoints_in(output) - before else 128 + stop.sigval
     return 0

@@ -13,19 +13,18 @@ from autotune.schema import AdapterVerdict, HardwareProfile, RunReport, Training
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.encode import EncodedDataset, encode_dataset
-from autotune.training.disk import telling_of_full_disk
 from autotune.training.encoders import Encoders
 from autotune.training.events import Events
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
 from autotune.training.loop import Loop, Surroundings
-from autotune.training.memory import telling_of_short_memory
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
-from autotune.training.preview import Shot, Studio, grid, save_image
+from autotune.training.preview import Preview, PreviewSampler, grid, save_image
 from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
+from autotune.training.shortage import telling_of_full_disk, telling_of_short_memory
 from autotune.training.verdict import judge
 
 TRACE_FILE = "trace.json"
@@ -76,8 +75,8 @@ class _Run:
         self.watch = PhaseWatch(self.processes.device)
         frozen = plan.frozen
         self.encoders = Encoders(prepared.model, frozen.caching, frozen.settings, self.processes.device)
-        self.studio = Studio(self.encoders)
-        self.shots = self._shots() if self.processes.samples else []
+        self.sampler = PreviewSampler(self.encoders)
+        self.previews = self._previews() if self.processes.samples else []
 
     def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
         """All of it; `started` is when, in monotonic seconds."""
@@ -89,8 +88,8 @@ class _Run:
             shards = processes.world_size if processes.strategy == "fsdp2" else 1
             model, workload = self.prepared.model, self.prepared.workload
             trained = load_model(model, workload, plan.frozen.settings, processes.device, job.seed, shards=shards)
-            if self.shots:
-                self.studio.attach(trained.transformer)
+            if self.previews:
+                self.sampler.attach(trained.transformer)
         with Checkpoints(
             self.output / CHECKPOINTS,
             run_key(plan, encoded),
@@ -108,7 +107,7 @@ class _Run:
                 checkpoints=checkpoints,
                 metrics=metrics,
                 events=events,
-                preview=self._preview,
+                preview=self._sample_previews,
                 budget_bytes=self.budget_bytes,
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
@@ -120,12 +119,12 @@ class _Run:
         processes.wait()
         return report
 
-    def _shots(self) -> list[Shot]:
+    def _previews(self) -> list[Preview]:
         """What previews show; the controls are those of the image whose caption is the prompt, or of the first."""
         job, items, bucket = self.plan.job, self.prepared.dataset.items, self.prepared.workload.largest_bucket
-        by_caption = {item.caption: item for item in reversed(items)}
+        controls = {item.caption: item.control_paths for item in reversed(items)}
         return [
-            Shot(prompt, bucket, job.preview_steps, job.seed + number, by_caption.get(prompt, items[0]).control_paths)
+            Preview(prompt, bucket, job.preview_steps, job.seed + number, controls.get(prompt, items[0].control_paths))
             for number, prompt in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
         ]
 
@@ -133,9 +132,9 @@ class _Run:
         """Encode on the first process while the others wait; then they find all of it in the cache."""
         if not self.processes.is_first:
             self.processes.wait()
-        if self.shots:
+        if self.previews:
             self.events.on_phase("encoding the prompts of previews")
-            self.studio.learn(self.shots, self.cache)
+            self.sampler.encode_prompts(self.previews, self.cache)
         for line in self.prepared.dataset.left_out:
             self.events.on_warning(line)
         self.events.on_phase("encoding captions and images")
@@ -154,10 +153,10 @@ class _Run:
         self.encoders.release()
         return encoded
 
-    def _preview(self, step: int) -> None:
-        for number, shot in enumerate(self.shots):
-            with self.watch.phase("previews"), as_written(self.studio.pipeline.transformer):
-                frames = self.studio.sample(shot)
+    def _sample_previews(self, step: int) -> None:
+        for number, preview in enumerate(self.previews):
+            with self.watch.phase("previews"), as_written(self.sampler.pipeline.transformer):
+                frames = self.sampler.sample(preview)
             if self.processes.is_first:
                 save_image(frames[0], self.output / "previews" / f"step-{step:06}-{number}.png")
 
@@ -172,7 +171,7 @@ class _Run:
         base_loss = loop.evaluate()
         transformer.enable_adapters()  # type: ignore[operator]
         self.processes.wait()
-        if self.shots:
+        if self.previews:
             self._sample(adapter)
         verdict = None
         if self.processes.is_first:
@@ -186,7 +185,7 @@ class _Run:
     def _sample(self, adapter: Path) -> None:
         self.events.on_phase("sampling with and without the adapter")
         with self.watch.phase("previews"):
-            pairs = self.studio.with_and_without(adapter, self.shots)
+            pairs = self.sampler.with_and_without(adapter, self.previews)
         if not self.processes.is_first:
             return
         for name, image in zip(("without", "with"), pairs[0], strict=True):

@@ -16,7 +16,7 @@ from autotune.training.describe import require_controls
 from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
-from autotune.training.preview import Shot, Studio, save_image
+from autotune.training.preview import Preview, PreviewSampler, save_image
 from autotune.training.save import ADAPTER_FILE
 
 
@@ -49,22 +49,22 @@ def sample_run(
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     configure_allocator(frozen.settings.allocator)  # before anything is allocated
     encoders = Encoders(model, frozen.caching, frozen.settings, device)
-    studio = Studio(encoders)
+    sampler = PreviewSampler(encoders)
     steps = num_steps or plan.job.preview_steps
-    shots = [
-        Shot(prompt, frozen.workload.largest_bucket, steps, seed + number, control_paths) for number in range(count)
+    previews = [
+        Preview(prompt, frozen.workload.largest_bucket, steps, seed + number, control_paths) for number in range(count)
     ]
-    studio.learn(shots[:1], Cache(cache_folder))
+    sampler.encode_prompts(previews[:1], Cache(cache_folder))
     encoders.release()
     transformer, _ = load_transformer(model, frozen.settings, device)
-    studio.attach(transformer)
-    studio.load_adapter(folder / ADAPTER_FILE)
+    sampler.attach(transformer)
+    sampler.load_adapter(folder / ADAPTER_FILE)
     Swapping().apply(transformer, model.family, frozen.settings.swapped_blocks)
     written = []
-    for number, shot in enumerate(shots, start=1):
+    for number, preview in enumerate(previews, start=1):
         on_progress(f"sampling {number} of {count}")
         path = output or folder / f"sample-{seed}.png"
         path = path if count == 1 else path.with_stem(f"{path.stem}-{number}")
-        save_image(studio.sample(shot)[0], path)
+        save_image(sampler.sample(preview)[0], path)
         written.append(path)
     return written

@@ -15,7 +15,7 @@ from autotune.training.data.cache import Cache
 from autotune.training.data.pixels import open_pixels
 from autotune.training.encoders import Encoders
 from autotune.training.monitor import PhaseWatch
-from autotune.training.preview import Shot, Studio
+from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.trials.requests import RehearsalRequest
 from autotune.trials.steps import Steps, load
@@ -48,27 +48,27 @@ def rehearse(request: RehearsalRequest, tell: Callable[[Any], None]) -> TrialRes
         return result.changed(confirms=True, phases=phases, host_memory_bytes=host_bytes)
 
     with tempfile.TemporaryDirectory(prefix="autotune-rehearsal-") as name:
-        folder, studio = Path(name), None
-        shot = _shot(request, model, folder)
+        folder, sampler = Path(name), None
+        preview = _preview(request, model, folder)
         if model.folder is not None:
             with phase("caching"):
-                studio = _cache(request, model, device, shot, folder / "cache")
+                sampler = _cache(request, model, device, preview, folder / "cache")
         with phase("loading"):
             loaded = load(request)
-            if studio:
-                studio.attach(loaded.model.transformer)
+            if sampler:
+                sampler.attach(loaded.model.transformer)
         with phase("training"):
             steps = Steps(loaded, request.workload, request.candidate)
             result = steps.result(request.goes_on)
-        if studio:
+        if sampler:
             with phase("previews"):
-                studio.sample(shot)
+                sampler.sample(preview)
         with phase("saving"):
             save_trained(folder / ADAPTER_FILE, steps.model, steps.optimizer, request.workload, "rehearsal", 1)
     return so_far(result)
 
 
-def _shot(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Shot:
+def _preview(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Preview:
     """The largest shape of the workload, with a caption of about its length."""
     work, bucket = request.workload, request.workload.largest_bucket
     size = (bucket.width_px, bucket.height_px)
@@ -79,19 +79,21 @@ def _shot(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> Shot
     if paths and model.texts is not None:  # most of which stand for the control images
         tokens -= model.family.count_text_tokens(model.texts, [""], [[size] * len(paths)])[0]
     caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
-    return Shot(caption, bucket, PREVIEW_STEPS, 0, tuple(paths))
+    return Preview(caption, bucket, PREVIEW_STEPS, 0, tuple(paths))
 
 
-def _cache(request: RehearsalRequest, model: ResolvedModel, device: torch.device, shot: Shot, cache: Path) -> Studio:
+def _cache(
+    request: RehearsalRequest, model: ResolvedModel, device: torch.device, preview: Preview, cache: Path
+) -> PreviewSampler:
     """Encode the caption and an item of the largest shape, as caching would, and what the preview needs."""
-    bucket, encoders = shot.bucket, Encoders(model, request.caching, request.candidate, device)
-    studio = Studio(encoders)
-    studio.learn([shot], Cache(cache))
+    bucket, encoders = preview.bucket, Encoders(model, request.caching, request.candidate, device)
+    sampler = PreviewSampler(encoders)
+    sampler.encode_prompts([preview], Cache(cache))
     pipeline = encoders.pipeline()
-    controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in shot.control_paths]
+    controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths]
     pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)
     with torch.no_grad():
-        model.family.encode_captions(pipeline, [shot.prompt], [controls] if controls else ())
+        model.family.encode_captions(pipeline, [preview.prompt], [controls] if controls else ())
         model.family.encode_pixels(pipeline, pixels)
     encoders.release()
-    return studio
+    return sampler

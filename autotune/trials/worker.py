@@ -99,7 +99,7 @@ def cap_memory(allowance: Allowance) -> None:
     """Let this process take no more than it may and, of a card, than is free now: others may have come since."""
     import torch
 
-    from autotune.training.memory import make_current
+    from autotune.training.processes import make_current
 
     device, cap_bytes = torch.device(allowance.device), allowance.memory_cap_bytes
     if device.type == "cuda":

@@ -204,6 +204,8 @@ class _Arrivals:
         if replacement is not None and replacement is not module and name:
             parent, _, leaf = name.rpartition(".")
             setattr(self.model.get_submodule(parent), leaf, replacement)
+            for tensors in (module._parameters, module._buffers):  # the slots know this module until all have come
+                tensors.update(dict.fromkeys(tensors))
 
     def finish(self, device: "torch.device") -> None:
         """Move what is in no file, and make sure that nothing was left without values."""

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def hardware() -> HardwareProfile:
-    return probe(quick=True)
+    return probe()
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,7 @@ def test_a_run_gets_its_allocator_though_the_probe_has_started_cuda():
 from autotune.hardware.probe import probe
 from autotune.knobs.allocator import configure_allocator
 import torch
-probe(quick=True)
+probe()
 assert torch.cuda.is_initialized()
 configure_allocator("expandable")
 torch.zeros(1, device="cuda")
@@ -129,7 +129,7 @@ def test_the_planning_process_holds_no_memory_of_the_card(model):
     script = """
 from autotune.hardware.probe import probe
 import pynvml, os
-profile = probe(quick=True)
+profile = probe()
 pynvml.nvmlInit()
 handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
 running = [p for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h)]

@@ -31,15 +31,20 @@ def measured(name):
 
 @pytest.fixture
 def probes(monkeypatch, tmp_path):
-    """Probes of this list's machine, in a cache folder of its own; every full probe is recorded."""
+    """Probes of this list's machine, in a cache folder of its own; readings and measurements are counted."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    state = {"machine": "rtx-4090", "full": 0}
+    state = {"machine": "rtx-4090", "read": 0, "measured": 0}
 
-    def probe(*, quick=False, index=0, on_progress=None):
-        state["full"] += not quick
-        return profile_of(machine(state["machine"]), index) if quick else measured(state["machine"])
+    def probe(*, index=0, on_progress=None):
+        state["read"] += 1
+        return profile_of(machine(state["machine"]), index)
+
+    def measure(profile, tell):
+        state["measured"] += 1
+        return measured(state["machine"])
 
     monkeypatch.setattr(store, "probe", probe)
+    monkeypatch.setattr(store, "measured", measure)
     return state
 
 
@@ -68,7 +73,7 @@ def test_any_damage_is_noticed(tmp_path, data):
 
 def test_rates_are_reused_with_a_fresh_budget(probes):
     first, again = cached_profile(), cached_profile()
-    assert probes["full"] == 1
+    assert (probes["read"], probes["measured"]) == (2, 1)
     assert first.rates == again.rates == RATES
     assert again.notes == (*profile_of(machine("rtx-4090")).notes, "not measured: gds")
 
@@ -77,17 +82,17 @@ def test_another_card_or_stack_is_measured_again(probes):
     cached_profile()
     probes["machine"] = "rtx-5090"
     cached_profile()
-    assert probes["full"] == 2
+    assert probes["measured"] == 2
     save_profile(measured("wsl2-4090"), profile_path(profile_of(machine("rtx-4090"))))
     probes["machine"] = "rtx-4090"
     cached_profile()
-    assert probes["full"] == 3
+    assert probes["measured"] == 3
 
 
 def test_fresh_measures_again(probes):
     cached_profile()
     cached_profile(fresh=True)
-    assert probes["full"] == 2
+    assert probes["measured"] == 2
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"profile": {}, "digest": ""}', "\x00" * 50, "[" * 9999])
@@ -96,7 +101,7 @@ def test_a_damaged_file_is_measured_again(probes, content):
     path.parent.mkdir(parents=True)
     path.write_text(content)
     assert cached_profile().rates == RATES
-    assert probes["full"] == 1
+    assert probes["measured"] == 1
     assert load_profile(path).rates == RATES
 
 

@@ -24,7 +24,7 @@ def write_model_and_images(folder: Path, family: str = "qwen-image") -> tuple[Pa
 
 
 def machine() -> HardwareProfile:
-    return probe(quick=True)
+    return probe()
 
 
 def make_plan(

@@ -22,10 +22,11 @@ from autotune.schema import Candidate, FrozenPart
 from autotune.training.describe import check_job
 from autotune.training.events import StepEvent
 from autotune.training.loop import Loop
-from autotune.training.memory import host_memory_bytes, telling_of_short_memory
+from autotune.training.memory import host_memory_bytes
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
+from autotune.training.shortage import telling_of_short_memory
 from autotune.training.step import AdapterOptimizer, NoiseLevels, drawn_loss, optimizer_step
 from autotune.training.verdict import update_norm
 from autotune.weights.layer import Layer
@@ -231,6 +232,8 @@ def test_what_a_family_lacks_is_refused(bench: Bench) -> None:
     check_job(bench.plan(timestep_shift="by_resolution").job, family)
     with pytest.raises(InvalidInput, match="takes no guidance"):
         check_job(bench.plan(guidance_scale=1.0).job, family)
+    with pytest.raises(InvalidInput, match="not clips of 9 frames"):  # the job's, edited by hand
+        check_job(bench.plan(num_frames=9).job, family)
     with pytest.raises(InvalidInput, match="no timestep shift by resolution"):
         check_job(bench.plan(timestep_shift="by_resolution").job, family_named("kandinsky5-image-lite"))
 

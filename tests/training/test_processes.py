@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
@@ -58,7 +59,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_one(
 
 @pytest.mark.parametrize(("code", "expected"), [(4, 4), (-signal.SIGKILL, 137), (-signal.SIGTERM, 143)])
 def test_a_process_that_ended_badly_gives_the_status_that_one_alone_would(
-    monkeypatch: pytest.MonkeyPatch, code: int, expected: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: int
 ) -> None:
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="")
 
@@ -67,7 +68,26 @@ def test_a_process_that_ended_badly_gives_the_status_that_one_alone_would(
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, executable: failing)
     monkeypatch.setattr("os.environ", dict(os.environ))
-    assert launch(2, ["train"]) == expected
+    assert launch(2, ["train"], tmp_path) == expected
+
+
+@pytest.mark.parametrize(("in_time", "expected"), [(True, 75), (False, 143)])
+def test_a_signal_is_a_preemption_only_where_a_checkpoint_was_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool, expected: int
+) -> None:
+    """torch kills processes that take too long to write one."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "checkpoint-3.safetensors").touch()
+
+    def stopped(*arguments: str) -> None:
+        if in_time:
+            (folder / "checkpoint-5.safetensors").touch()
+        raise SignalException("stopped", signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, executable: stopped)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    assert launch(2, ["train"], tmp_path) == expected
 
 
 def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +96,9 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         "autotune.training.run.encode_dataset", lambda *_, **named: done.append("data") or SimpleNamespace(problems=())
     )
     run = SimpleNamespace(
-        shots=["shot"],
+        previews=["preview"],
         cache=None,
-        studio=SimpleNamespace(learn=lambda *_: done.append("prompts")),
+        sampler=SimpleNamespace(encode_prompts=lambda *_: done.append("prompts")),
         processes=SimpleNamespace(is_first=False, wait=lambda: done.append("wait")),
         events=Events(),
         plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),

@@ -30,7 +30,7 @@ from autotune.training.encoders import Encoders
 from autotune.training.events import Events, StepEvent
 from autotune.training.metrics import Metrics
 from autotune.training.prepare import fetch_weights, prepare
-from autotune.training.preview import Shot, Studio
+from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
@@ -131,10 +131,10 @@ def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tm
 def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]
 ) -> None:
-    shot = Shot(PROMPTS[0], bench.plan().frozen.workload.largest_bucket, 2, seed=5)
+    preview = Preview(PROMPTS[0], bench.plan().frozen.workload.largest_bucket, 2, seed=5)
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
-    expected = bench.resolved.family.sample(stock, shot.prompt, shot.bucket, num_steps=2, seed=5)[0]
+    expected = bench.resolved.family.sample(stock, preview.prompt, preview.bucket, num_steps=2, seed=5)[0]
     (written,) = sample_run(run[0], bench.hardware, PROMPTS[0], bench.cache, seed=5)
     assert Image.open(written).tobytes() == expected.tobytes()
 
@@ -157,21 +157,21 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
 
 def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
-    studio, tried = Studio(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), []
-    studio.answers[PROMPTS[0], ()] = []
+    sampler, tried = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), []
+    sampler.encoded[PROMPTS[0], ()] = []
     vae = torch.nn.Module()
     vae.use_tiling = False
     vae.enable_tiling = lambda: setattr(vae, "use_tiling", True)
-    studio.pipeline = SimpleNamespace(vae=vae)
+    sampler.pipeline = SimpleNamespace(vae=vae)
 
-    def short(pipeline: Any, shot: Shot) -> list[Any]:
-        tried.append((shot.bucket.width_px, vae.use_tiling))
-        if shot.bucket.width_px > 256:
+    def short(pipeline: Any, preview: Preview) -> list[Any]:
+        tried.append((preview.bucket.width_px, vae.use_tiling))
+        if preview.bucket.width_px > 256:
             raise torch.OutOfMemoryError
         return ["picture"]
 
-    monkeypatch.setattr(studio, "_run", short)
-    assert studio.sample(Shot(PROMPTS[0], bucket, 2, 0)) == ["picture"]
+    monkeypatch.setattr(sampler, "_run", short)
+    assert sampler.sample(Preview(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert tried == [(512, False), (512, True), (256, True)]
 
 
@@ -179,19 +179,19 @@ def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
-    studio, made, left = Studio(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), [], []
+    sampler, made, left = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), [], []
 
-    def sample(shot: Shot) -> list[Any]:
-        if studio.scale > 1:
+    def sample(preview: Preview) -> list[Any]:
+        if sampler.scale > 1:
             return ["picture"]
         latents = torch.zeros(1)
         made.append(weakref.ref(latents))
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(studio, "_sample", sample)
-    monkeypatch.setattr(studio, "pipeline", SimpleNamespace(vae=object()))
+    monkeypatch.setattr(sampler, "_sample", sample)
+    monkeypatch.setattr(sampler, "pipeline", SimpleNamespace(vae=object()))
     monkeypatch.setattr("autotune.training.preview.give_back_memory", lambda: left.append(made[-1]()))
-    assert studio.sample(Shot(PROMPTS[0], bucket, 2, 0)) == ["picture"]
+    assert sampler.sample(Preview(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert left == [None]
 
 
@@ -239,7 +239,7 @@ def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, li
 def test_a_disk_nearly_full_is_said_before_any_work(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.training.disk.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("autotune.training.shortage.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(AutotuneError, match="checkpoints and adapter, needs"):
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 

@@ -7,7 +7,7 @@ import pytest
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.schema import CachingSettings, TrialResult, Workload
-from autotune.trials.phases import _shot
+from autotune.trials.phases import _preview
 from autotune.trials.requests import RehearsalRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
@@ -57,7 +57,7 @@ def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(
     values = {"max_text_tokens": tokens, "num_control_images": 1}
     work = Workload.model_validate({**dict(workload(tmp_path / "model")), **values})
     request = RehearsalRequest(str(tmp_path), work, FIRST, "cpu", 3, caching=CachingSettings(), most_seconds=1.0)
-    shot = _shot(request, model, tmp_path)
-    assert len(shot.control_paths) == 1
-    (rehearsed,) = family.count_text_tokens(model.texts, [shot.prompt], [[(64, 64)]])
+    preview = _preview(request, model, tmp_path)
+    assert len(preview.control_paths) == 1
+    (rehearsed,) = family.count_text_tokens(model.texts, [preview.prompt], [[(64, 64)]])
     assert tokens - 15 < rehearsed <= tokens

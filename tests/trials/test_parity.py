@@ -147,7 +147,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = resolve_model("qwen-image").spec
-    return Setting(probe(quick=True), family_named("qwen-image"), workload(model=spec))
+    return Setting(probe(), family_named("qwen-image"), workload(model=spec))
 
 
 def prove(setting: Setting, **choices: tuple[Choice, ...]) -> HardwareProfile:

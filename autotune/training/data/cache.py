@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.training.disk import require_free, telling_of_full_disk
+from autotune.training.shortage import require_free, telling_of_full_disk
 from autotune.weights.errors import BadWeights, MissingWeights
 from autotune.weights.loaders import read_whole
 from autotune.weights.saving import save_file

@@ -13,7 +13,7 @@ from autotune.training.data.batches import MicroBatch, Order
 from autotune.training.data.encode import EncodedDataset
 
 AHEAD = 1
-"""Batches that lie ready for each thread, beside one: without it every batch would have to take equally long."""
+"""Batches queued beyond one per thread, so that one slow batch does not stall the step."""
 PLANNED_STEPS = 32
 
 
@@ -21,8 +21,6 @@ PLANNED_STEPS = 32
 class LoadedBatch:
     """One micro-batch on the CPU."""
 
-    step: int
-    """The optimizer step it belongs to, from 0."""
     batch: Batch
     is_last: bool
     """Whether the optimizer steps after it."""
@@ -70,19 +68,19 @@ class Loader:
         self.waited_seconds += time.perf_counter() - started
         return loaded
 
-    def _planned(self) -> Iterator[tuple[int, MicroBatch, bool]]:
-        """Many steps at a time: a processor that has just run a model takes four times as long for a single one."""
+    def _planned(self) -> Iterator[tuple[MicroBatch, bool]]:
+        """Plans `PLANNED_STEPS` at a time: planning a single step right after a model pass took four times as long."""
         share = partial(self.order.micro_batches, rank=self.rank, world_size=self.world_size)
         for start in range(self.first_step, self.num_steps, PLANNED_STEPS):
             steps = range(start, min(start + PLANNED_STEPS, self.num_steps))
-            for step, planned in [(step, share(step, self.micro_batch_size)) for step in steps]:
+            for planned in [share(step, self.micro_batch_size) for step in steps]:
                 for number, micro_batch in enumerate(planned, start=1):
-                    yield step, micro_batch, number == len(planned)
+                    yield micro_batch, number == len(planned)
 
-    def _load(self, step: int, planned: MicroBatch, is_last: bool) -> LoadedBatch:
+    def _load(self, planned: MicroBatch, is_last: bool) -> LoadedBatch:
         """Runs in a thread, where there are any."""
         pairs = zip(planned.indices, planned.dropped, strict=True)
         batch = self.family.collate([self.data.sample(index, dropped=dropped) for index, dropped in pairs])
         if self.pin_memory:
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return LoadedBatch(step, batch, is_last)
+        return LoadedBatch(batch, is_last)

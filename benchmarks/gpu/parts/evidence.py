@@ -117,7 +117,7 @@ def machine() -> dict[str, Any]:
     told = subprocess.run(
         ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    facts = probe(quick=True).model_dump(mode="json", include={"device", "host", "versions"})
+    facts = probe().model_dump(mode="json", include={"device", "host", "versions"})
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"date": date, "commit": told.stdout.strip() or None, **facts}
 
