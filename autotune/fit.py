@@ -99,6 +99,9 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
         misfits.append(f"data: {controls} control images for an item, the plan is for {planned.num_control_images}")
     conflicts = (knob.conflict(plan.frozen.settings, setting) for knob in KNOBS)
     misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
+    share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size
+    if plan.frozen.settings.micro_batch_size > share:
+        misfits.append(f"processes: each gets {share} image(s) per step, less than a micro-batch")
     return tuple(misfits)
 
 
