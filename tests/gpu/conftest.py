@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact") -> Workload:
     wishes = Wishes((side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16)
     asked = describe_workload(resolve_model(str(model)), None, wishes)
-    return Workload.model_validate({**dict(asked), "text_padding": padding})
+    return asked.changed(text_padding=padding, quality="compact")  # which admits 4 bits, too
 
 
 @pytest.fixture

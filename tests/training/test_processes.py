@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.plan_file import write_plan
 from autotune.training.events import Events
 from autotune.training.metrics import read_metrics
@@ -120,9 +120,11 @@ def test_a_plan_whose_strategy_does_not_suit_its_processes_is_invalid(bench: Ben
         bench.plan(num_processes=number, strategy=strategy)
 
 
-def test_a_plan_whose_processes_would_get_unequal_shares_is_refused(bench: Bench, tmp_path: Path) -> None:
+def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="an effective batch of 4 cannot be shared evenly by 3"):
         prepare(bench.plan(num_processes=3, output=str(tmp_path)), bench.hardware, resume=False)
+    with pytest.raises(DoesNotFit, match="each gets 1 image"):
+        prepare(bench.plan(num_processes=4, output=str(tmp_path)), bench.hardware, resume=False)
 
 
 def test_weights_that_are_not_what_the_plan_says_are_noticed(bench: Bench) -> None:
