@@ -146,6 +146,9 @@ class Family(ABC):
     """Control images that an item may have; where this is not 0 every item needs at least one."""
     parts: ClassVar[Parts]
     """The published model's other parts."""
+    casts_to_weight_dtype: ClassVar[bool] = False
+    """Whether a text encoder casts activations to the dtype in which a weight lies, as T5 does: it would take
+    bitsandbytes' packed bytes for numbers, without an error."""
     takes_clips: ClassVar[bool] = False
     """Whether an item may have several frames."""
 

@@ -58,6 +58,7 @@ class Flux1Dev(Family):
             "weight_decay": WEIGHT_DECAY_SOURCE,
         },
     )
+    casts_to_weight_dtype = True
     parts = Parts(text_encoder_parameters=(123_060_480, 4_762_310_656), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
     size_multiple_px = VAE_FACTOR * PATCH
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {

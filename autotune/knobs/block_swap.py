@@ -55,8 +55,8 @@ class BlockSwap:
         self.last = number
 
     def _following(self, number: int) -> int | None:
-        """Forward passes go up, backward passes down; at either end they turn round."""
-        up = number > self.last or (number == self.last == 0)
+        """Forward passes go up, backward passes down; at either end they turn round. Without gradients all go up."""
+        up = number > self.last or (number == 0 and (self.last == 0 or not torch.is_grad_enabled()))
         following = number + (1 if up else -1)
         return following if 0 <= following < len(self.places) else None
 

@@ -156,6 +156,8 @@ def _unusable(storage: str, setting: Setting) -> str | None:
     gate = setting.hardware.gate(f"quantization.{storage}")
     if not gate.available:
         return gate.reason
+    if setting.family.casts_to_weight_dtype and STORAGES[storage].library == "bitsandbytes":
+        return "T5 casts its activations to the dtype in which a weight lies"
     quality = STORAGES[storage].quality
     if STRICTNESS.index(quality) < STRICTNESS.index(setting.workload.quality):
         return f"the quality floor is {setting.workload.quality}; this needs --quality {quality}"

@@ -100,6 +100,7 @@ class Loop:
         expected = plan.frozen.expected  # on a CPU the whole process is looked at
         promised = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
         self.watch = MemoryWatch(around.budget_bytes, promised)
+        self.measured_step = self.first_step + 1
         self.peak_bytes = 0
         self.seconds: list[float] = []
         self.data_seconds: list[float] = []
@@ -187,7 +188,7 @@ class Loop:
             )
         self.optimizer.forget()
         give_back_memory()
-        self.settings = safer
+        self.settings, self.measured_step, self.peak_bytes = safer, done + 1, 0
         apply_settings(self.model, safer)
         self._warn(f"memory ran out at step {done + 1}; from there on with {safer.label()}")
 
@@ -204,20 +205,21 @@ class Loop:
             around.preview(done)
 
     def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader) -> StepEvent:
-        """One step; the second also measures memory and, like the first, is left out of the speed."""
+        """One step; the second of the settings in use also measures memory."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
-        if step == self.first_step + 1:
-            live = live_tensors(self.model.transformer, self.optimizer)
+        if step == self.measured_step:
+            live = partial(live_tensors, self.model.transformer, self.optimizer)
             take = partial(self._step, step, batches)
             outcome, self.peak_bytes = with_peak_memory(self.model.device, live, take)
         else:
             outcome = self._step(step, batches)
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
-        if not math.isfinite(outcome.loss):
-            raise AutotuneError(
-                f"the loss is {outcome.loss} at step {step + 1}",
-                hint="lower the rate: autotune train PLAN --learning-rate X",
-            )
+        for what, value in (("loss", outcome.loss), ("norm of the gradient", outcome.gradient_norm)):
+            if not math.isfinite(value):  # before anything is written: the newest checkpoint is a good one
+                raise AutotuneError(
+                    f"the {what} is {value} at step {step + 1}",
+                    hint="lower the rate: autotune train PLAN --learning-rate X",
+                )
         self.rate.step(outcome.loss)
         self.seconds.append(seconds)
         self.data_seconds.append(waited)
@@ -226,7 +228,7 @@ class Loop:
             num_steps=self.num_steps,
             loss=outcome.loss,
             learning_rate=rate,
-            gradient_norm=outcome.gradient_norm if math.isfinite(outcome.gradient_norm) else 0.0,
+            gradient_norm=outcome.gradient_norm,
             seconds=seconds,
             data_seconds=waited,
             images_per_second=self.order.effective_batch_size / seconds,

@@ -37,8 +37,10 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(seen.values())
 
 
-def with_peak_memory(device: torch.device, live: Iterable[torch.Tensor], work: Callable[[], T]) -> tuple[T, int]:
-    """What `work` gives, and the peak of allocated bytes on `device` meanwhile, with `live` counted in.
+def with_peak_memory(
+    device: torch.device, live: Callable[[], Iterable[torch.Tensor]], work: Callable[[], T]
+) -> tuple[T, int]:
+    """What `work` gives, and the peak of allocated bytes on `device` meanwhile, with what is `live` before counted in.
 
     On CUDA the caching allocator keeps count by itself. On CPU the profiler's allocation events are added up on top of
     what is live already; that slows the work down, so don't time it.
@@ -48,7 +50,7 @@ def with_peak_memory(device: torch.device, live: Iterable[torch.Tensor], work: C
         result = work()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device)
-    base = tensor_bytes(live)
+    base = tensor_bytes(live())  # a list of them would keep what `work` lets go, such as swapped blocks
     if device.type != "cpu":
         result = work()
         return result, max(base, torch.mps.current_allocated_memory())

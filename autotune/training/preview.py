@@ -6,7 +6,6 @@ encoded data too. Later the same pipeline runs without any text encoder and gets
 code of its own for this.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,11 @@ from autotune.training.data.cache import Cache, entry_key
 from autotune.training.data.recipes import Identity, prompt_of
 from autotune.training.encoders import Encoders, moved
 from autotune.training.memory import give_back_memory
+from autotune.training.shortage import is_out_of_memory
+
+
+class PreviewTooLarge(AutotuneError):
+    """Memory is too short for a preview, even of the smallest size."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,17 @@ class PreviewSampler:
         )
 
     def sample(self, preview: Preview) -> list[Image.Image]:
-        """The frames of one preview. Where memory is short the VAE works in tiles, then the picture is halved."""
+        """The frames of one preview. Where memory is short the VAE works in tiles, then the picture is halved.
+
+        Raises:
+            PreviewTooLarge: it is too short for the smallest.
+        """
         while True:
-            with contextlib.suppress(torch.OutOfMemoryError):
+            try:
                 return self._sample(preview)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
             give_back_memory()  # outside: the error held what the pass had made
             self._shrink(preview)
 
@@ -119,7 +130,7 @@ class PreviewSampler:
         elif min(preview.bucket.width_px, preview.bucket.height_px) // self.scale >= 256:
             self.scale *= 2
         else:
-            raise AutotuneError(
+            raise PreviewTooLarge(
                 "memory is too short for a preview", hint="train without: set preview_prompts to [] in the plan's job"
             )
 

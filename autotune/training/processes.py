@@ -1,9 +1,10 @@
 """Several processes that train together, one per device: started by torch.distributed.run's engine, kept in step here.
 
-accelerate sets up backend and device, and wraps the transformer in DDP, which averages the adapter's gradients. DDP
-sees the adapter alone: frozen weights, quantised or sharded ones too, are declared out of its sight, so it neither
-sends nor checks them. Layers that get no gradient (the last block's text stream) are looked for in every step, since
-a static graph does not go with accumulation without synchronisation (torch 2.13 fails in the second step).
+accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own, for accelerate wraps
+no model with sharded weights on GPUs. It sees the adapter alone: frozen weights, quantised or sharded ones too, are
+declared out of its sight, so it neither sends nor checks them. Layers that get no gradient (the last block's text
+stream) are looked for in every step, since a static graph does not go with accumulation without synchronisation (torch
+2.13 fails in the second step).
 """
 
 import os
@@ -12,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -78,24 +78,16 @@ class Processes:
         frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
         buffers = [name for name, _ in transformer.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen + buffers)  # type: ignore[no-untyped-call]
-        replica: nn.Module = _accelerator(self.device).prepare_model(transformer, device_placement=False)
         actual = "fsdp2" if is_sharded(transformer, self.world_size) else "ddp"
-        if not isinstance(replica, DistributedDataParallel) or actual != self.strategy:
+        if actual != self.strategy:
             raise AutotuneError(
-                f"the plan's strategy is {self.strategy}, but {type(replica).__name__} of {actual} weights came of it",
+                f"the plan's strategy is {self.strategy}, but the weights are those of {actual}",
                 hint="this is a bug in autotune: please report it",
             )
-        return replica
-
-
-def _accelerator(device: torch.device) -> Any:
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-
-    # Buckets as gradients: nothing is held twice. Buffers are frozen, so they are not sent.
-    wrapping = DistributedDataParallelKwargs(
-        broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=True
-    )
-    return Accelerator(cpu=device.type == "cpu", mixed_precision="no", kwargs_handlers=[wrapping])
+        # Buckets as gradients: nothing is held twice. Buffers are frozen, so they are not sent.
+        return DistributedDataParallel(
+            transformer, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=True
+        )
 
 
 def make_current(device: torch.device) -> None:

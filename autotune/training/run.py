@@ -2,9 +2,11 @@
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from PIL.Image import Image
 
 from autotune.atomic import write_whole
 from autotune.job import MAX_PREVIEW_PROMPTS
@@ -21,7 +23,7 @@ from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
 from autotune.training.prepare import Prepared, prepare
-from autotune.training.preview import Preview, PreviewSampler, grid, save_image
+from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge, grid, save_image
 from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.shortage import telling_of_full_disk, telling_of_short_memory
@@ -154,11 +156,23 @@ class _Run:
         return encoded
 
     def _sample_previews(self, step: int) -> None:
-        for number, preview in enumerate(self.previews):
-            with self.watch.phase("previews"), as_written(self.sampler.pipeline.transformer):
-                frames = self.sampler.sample(preview)
-            if self.processes.is_first:
-                save_image(frames[0], self.output / "previews" / f"step-{step:06}-{number}.png")
+        with self._going_on():
+            for number, preview in enumerate(self.previews):
+                with self.watch.phase("previews"), as_written(self.sampler.pipeline.transformer):
+                    frames = self.sampler.sample(preview)
+                if self.processes.is_first:
+                    save_image(frames[0], self.output / "previews" / f"step-{step:06}-{number}.png")
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """What ends where memory is too short for a preview are the previews; shared-out weights need all processes."""
+        try:
+            yield
+        except PreviewTooLarge as error:
+            if self.processes.strategy == "fsdp2":
+                raise
+            self.events.on_warning(f"{error.message}; the run goes on without previews")
+            self.previews = []
 
     def _finish(self, loop: Loop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
@@ -184,9 +198,10 @@ class _Run:
 
     def _sample(self, adapter: Path) -> None:
         self.events.on_phase("sampling with and without the adapter")
-        with self.watch.phase("previews"):
+        pairs: list[tuple[Image, Image]] = []
+        with self._going_on(), self.watch.phase("previews"):
             pairs = self.sampler.with_and_without(adapter, self.previews)
-        if not self.processes.is_first:
+        if not self.processes.is_first or not pairs:
             return
         for name, image in zip(("without", "with"), pairs[0], strict=True):
             save_image(image, self.output / f"sample_{name}_adapter.png")

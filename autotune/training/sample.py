@@ -18,8 +18,10 @@ from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
 from autotune.training.preview import Preview, PreviewSampler, save_image
 from autotune.training.save import ADAPTER_FILE
+from autotune.training.shortage import telling_of_short_memory
 
 
+@telling_of_short_memory()
 def sample_run(
     folder: Path,
     hardware: HardwareProfile,
@@ -37,6 +39,7 @@ def sample_run(
 
     Raises:
         InvalidInput: the folder holds no trained adapter, or a control image is missing or too many.
+        AutotuneError: memory ran out.
     """
     if not (folder / ADAPTER_FILE).is_file() or not (folder / PLAN_FILE).is_file():
         raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
@@ -47,8 +50,11 @@ def sample_run(
     model = fetch_model(plan.job.pinned_model)
     require_controls(model.family, len(control_paths), "the prompt")
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
-    configure_allocator(frozen.settings.allocator)  # before anything is allocated
-    encoders = Encoders(model, frozen.caching, frozen.settings, device)
+    settings = frozen.settings
+    if frozen.hardware.strategy == "fsdp2":  # a device holds but a part of the weights, so they visit it
+        settings = settings.changed(swapped_blocks=frozen.workload.model.num_blocks - 1)
+    configure_allocator(settings.allocator)  # before anything is allocated
+    encoders = Encoders(model, frozen.caching, settings, device)
     sampler = PreviewSampler(encoders)
     steps = num_steps or plan.job.preview_steps
     previews = [
@@ -56,10 +62,10 @@ def sample_run(
     ]
     sampler.encode_prompts(previews[:1], Cache(cache_folder))
     encoders.release()
-    transformer, _ = load_transformer(model, frozen.settings, device)
+    transformer, _ = load_transformer(model, settings, device)
     sampler.attach(transformer)
     sampler.load_adapter(folder / ADAPTER_FILE)
-    Swapping().apply(transformer, model.family, frozen.settings.swapped_blocks)
+    Swapping().apply(transformer, model.family, settings.swapped_blocks)
     written = []
     for number, preview in enumerate(previews, start=1):
         on_progress(f"sampling {number} of {count}")

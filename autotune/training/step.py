@@ -106,6 +106,9 @@ class AdapterOptimizer:
         """Drop the gradients of a step that broke off: nothing of it is left, and it can be taken again."""
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
+        for master in self.masters:
+            if not set(MOMENTS) <= self.adamw.state.get(master, {}).keys():
+                self.adamw.state.pop(master, None)  # memory ran out between one moment and the next
 
     def _publish(self) -> None:
         if self.parameters[0] is not self.masters[0]:  # one launch for all on a GPU, where there may be a thousand

@@ -147,11 +147,13 @@ class Steps:
 
     def measured(self) -> tuple[int, float]:
         """Take one and tell its peak of memory in bytes, and its seconds."""
-        batches = [tensor for batch in self.batches for tensor in batch.values()]
-        live = [*live_tensors(self.model.transformer, self.optimizer), *batches]
         started = time.perf_counter()
-        _, peak = with_peak_memory(self.model.device, live, self.step)
+        _, peak = with_peak_memory(self.model.device, self._live, self.step)
         return peak, time.perf_counter() - started
+
+    def _live(self) -> list[torch.Tensor]:
+        batches = (tensor for batch in self.batches for tensor in batch.values())
+        return [*live_tensors(self.model.transformer, self.optimizer), *batches]
 
     def broken(self, outcome: StepOutcome) -> str | None:
         """Why what was computed cannot be training: a non-finite loss, or layers that never moved.

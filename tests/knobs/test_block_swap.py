@@ -91,6 +91,16 @@ def test_the_block_that_comes_next_is_on_its_way():
     assert backward == [(4, {3, 4}), (3, {2, 3}), (2, {1, 2}), (1, {0, 1}), (0, {0})]
 
 
+def test_without_gradients_every_pass_goes_up():
+    model, order = Model(), []
+    swap = BlockSwap(model.blocks, CPU)
+    model.blocks[0].register_forward_pre_hook(lambda *_: order.append(set(swap.arrivals)))
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(3, 32))
+    assert order == [{0, 1}, {0, 1}]
+
+
 def test_an_adapter_that_comes_after_training_is_brought_to_the_device_too(monkeypatch):
     """peft puts what it loads where the base weights lie: on the host."""
     model, brought = Model(), []

@@ -89,6 +89,17 @@ def test_every_way_takes_less_of_the_device_than_the_plain_one() -> None:
         assert QWEN.device_bytes(CachingSettings.model_validate(change)) < plain
 
 
+def test_t5_is_never_stored_by_bitsandbytes() -> None:
+    """It casts activations to the dtype of a weight, which is that of packed bytes."""
+    qwen = on(4.5, quality="compact")
+    flux = Setting(qwen.hardware, FAMILIES["flux1-dev"], qwen.workload)
+    size = size_of(FAMILIES["flux1-dev"].parts, "bf16", 168 << 20)
+    assert choose_caching(qwen, size, {})[0].text_encoder_storage == "bnb-nf4"
+    assert choose_caching(flux, size, {})[0].text_encoder_storage != "bnb-nf4"
+    with pytest.raises(InvalidInput, match="T5 casts"):
+        choose_caching(flux, size, {"text_encoder_storage": "bnb-nf4"})
+
+
 def test_pins_are_taken_over_what_fits() -> None:
     caching, reason = choose_caching(on(11), QWEN, {"text_encoder_device": "cpu"})
     assert (shown(caching), reason.why) == ("cpu, as they are", "pinned by the user")

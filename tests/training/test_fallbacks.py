@@ -1,6 +1,8 @@
 """Memory that runs out while training: the plan's next safer settings take over, and what is learned stays the same."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from autotune.errors import AutotuneError
 from autotune.schema import Candidate, TrainingPlan
 from autotune.training import loop as loop_module
+from autotune.training.folder import checkpoints_in
 from autotune.training.model import apply_settings
 from autotune.training.step import StepOutcome, optimizer_step
 from tests.training.conftest import Bench
@@ -52,7 +55,8 @@ def breaks_down(monkeypatch: pytest.MonkeyPatch, *, at: int, error: Exception, t
 def test_the_step_is_taken_again_with_the_next_safer_settings(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    undisturbed = [p.detach().clone() for p in bench.loop(planned(bench), tmp_path / "a").model.adapter]
+    whole = bench.loop(planned(bench), tmp_path / "a")
+    undisturbed = [p.detach().clone() for p in whole.model.adapter]
     breaks_down(monkeypatch, at=2, error=error)
     steps: list[int] = []
     loop = bench.loop(
@@ -61,6 +65,7 @@ def test_the_step_is_taken_again_with_the_next_safer_settings(
     assert steps == [1, 2, 3, 4]
     assert loop.settings == SMALLER  # the other storage would need a reload
     assert "memory ran out at step 3" in loop.warnings[0]
+    assert 0 < loop.peak_bytes < whole.peak_bytes  # of the settings that the report names
     for parameter, expected in zip(loop.model.adapter, undisturbed, strict=True):
         torch.testing.assert_close(parameter.detach(), expected, rtol=1e-4, atol=1e-6)
 
@@ -80,3 +85,18 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(
     breaks_down(monkeypatch, at=1, error=RuntimeError("size mismatch"))
     with pytest.raises(RuntimeError, match="size mismatch"):
         bench.loop(planned(bench, SMALLER), tmp_path)
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_gradient_that_is_no_number_ends_the_run_before_a_checkpoint_has_it(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
+) -> None:
+    def step(*arguments: Any, **named: Any) -> StepOutcome:
+        return replace(optimizer_step(*arguments, **named), gradient_norm=norm if named["step"] == 2 else 1.0)
+
+    monkeypatch.setattr(loop_module, "optimizer_step", step)
+    plan = planned(bench)
+    plan = plan.model_copy(update={"job": plan.job.changed(checkpointing_steps=1)})
+    with pytest.raises(AutotuneError, match=r"norm of the gradient is (inf|nan) at step 3"):
+        bench.loop(plan, tmp_path)
+    assert max(path.name for path in checkpoints_in(tmp_path)).endswith("2.safetensors")

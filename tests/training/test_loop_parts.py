@@ -208,6 +208,18 @@ def test_state_carries_an_optimizer_over_to_the_bit(dtype: torch.dtype) -> None:
     assert torch.equal(whole.parameters[0], second.parameters[0])
 
 
+def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = AdapterOptimizer([parameter], learning_rate=1e-2, weight_decay=0.0, max_grad_norm=1.0)
+    optimizer.adamw.state[parameter]["step"] = torch.tensor(
+        0.0
+    )  # as torch leaves it when there is no room for the rest
+    optimizer.forget()
+    parameter.square().sum().backward()
+    optimizer.step()
+    assert (parameter != 1).all()
+
+
 def test_resident_memory_is_what_the_system_says() -> None:
     before = host_memory_bytes()
     with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, whatever was freed before

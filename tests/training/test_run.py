@@ -155,7 +155,13 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
     assert Image.open(written).tobytes() == Image.open(plain).tobytes()
 
 
-def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "short_of_memory",
+    [torch.OutOfMemoryError(), RuntimeError("GET was unable to find an engine to execute this computation")],
+)
+def test_a_preview_too_large_for_memory_is_tiled_then_halved(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, short_of_memory: Exception
+) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
     sampler, tried = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), []
     sampler.encoded[PROMPTS[0], ()] = []
@@ -167,12 +173,51 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(bench: Bench, monke
     def short(pipeline: Any, preview: Preview) -> list[Any]:
         tried.append((preview.bucket.width_px, vae.use_tiling))
         if preview.bucket.width_px > 256:
-            raise torch.OutOfMemoryError
+            raise short_of_memory
         return ["picture"]
 
     monkeypatch.setattr(sampler, "_run", short)
     assert sampler.sample(Preview(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert tried == [(512, False), (512, True), (256, True)]
+
+
+def test_where_no_preview_fits_the_run_goes_on_without(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(sampler: PreviewSampler, preview: Preview) -> list[Any]:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(PreviewSampler, "_sample", short)
+    told: list[str] = []
+    plan = bench.plan(num_steps=4, output=str(tmp_path), preview_every=2, preview_prompts=PROMPTS)
+    report = train(plan, bench.hardware, bench.cache, Events(on_warning=told.append))
+    assert report.num_steps == 4
+    assert [line for line in told if "preview" in line] == [
+        "memory is too short for a preview; the run goes on without previews"
+    ]
+    assert (tmp_path / "report.json").is_file()
+
+
+def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
+    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_plan(tmp_path / "run-plan.yaml", bench.plan(num_processes=2, strategy="fsdp2"))
+    shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
+    applied: list[int] = []
+    monkeypatch.setattr("autotune.training.sample.Swapping.apply", lambda *given: applied.append(given[-1]))
+    sample_run(tmp_path, bench.hardware, PROMPTS[0], bench.cache, seed=5)
+    assert applied == [bench.resolved.spec.num_blocks - 1]
+
+
+def test_memory_that_runs_out_while_sampling_is_no_bug_of_ours(
+    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("autotune.training.sample.load_transformer", short)
+    with pytest.raises(AutotuneError, match="memory ran out"):
+        sample_run(run[0], bench.hardware, PROMPTS[0], bench.cache)
 
 
 def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.families.base import Family, Sample
+from autotune.families.base import Sample
 from autotune.schema import Bucket
 from autotune.training.data.buckets import assign_buckets
 from autotune.training.data.cache import Cache, Tensors
@@ -151,9 +151,7 @@ def _broken(item: Item, message: str) -> Problem:
 def _complete(encoders: "Encoders", store: "_Store", entries: Iterable[Entry]) -> dict[str, str]:
     """Find or make every entry; why those failed whose files are damaged, by key."""
     missing = [entry for entry in entries if not store.load(entry.key)]
-    if not missing:
-        return {}
-    encode = partial(_encode, encoders.model.family, encoders.pipeline())
+    encode = partial(_encode, encoders)
     failed = _encode_each([entry for entry in missing if entry.caption is not None], encode, store)
     encoders.release_text()
     return failed | _encode_each([entry for entry in missing if entry.caption is None], encode, store)
@@ -179,12 +177,15 @@ def _encode_each(wanted: Sequence[Entry], encode: Callable[[Entry], Sample], sto
     return failed
 
 
-def _encode(family: Family, pipeline: Any, entry: Entry) -> Sample:
+def _encode(encoders: "Encoders", entry: Entry) -> Sample:
+    """Files are opened first: nothing is loaded for those that are broken, which are tried in every start."""
+    family = encoders.model.family
     if entry.caption is None:
         pixels = _open(entry.paths, entry.bucket)
+        pipeline = encoders.pipeline(with_text=False)
         return {"latents": family.encode_pixels(pipeline, pixels.to(pipeline.vae.device))}
     controls = [_open((path,), entry.bucket) for path in entry.paths]
-    return family.encode_captions(pipeline, [entry.caption], [controls] if controls else ())[0]
+    return family.encode_captions(encoders.pipeline(), [entry.caption], [controls] if controls else ())[0]
 
 
 def _open(paths: Sequence[Path], bucket: Bucket) -> "Tensor":

@@ -28,7 +28,7 @@ from tests.training.data.pictures import CAPTIONS, picture, write_pictures
 from tests.training.small import SETTINGS
 
 IDENTITY = Identity(text_encoder="text 1", vae="vae 1")
-Load = Callable[[], Any]
+Load = Callable[..., Any]
 
 
 class CountingFamily(QwenImage):
@@ -101,15 +101,32 @@ def encode(
     encoders: Any = SimpleNamespace(
         model=SimpleNamespace(family=family or CountingFamily()),
         identity=identity,
-        pipeline=load or (lambda: pipeline),
+        pipeline=load or (lambda with_text=True: pipeline),
         release_text=lambda: None,
     )
     cache = cache or Cache(data.parent / "cache")
     return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), cache, **options)
 
 
-def refuse() -> Any:
+def refuse(with_text: bool = True) -> Any:
     pytest.fail("the pipeline was loaded")
+
+
+def test_text_encoders_are_loaded_for_captions_alone_and_nothing_for_a_broken_file(data: Path, pipeline: Any) -> None:
+    encode(data, pipeline)
+    asked: list[bool] = []
+
+    def load(with_text: bool = True) -> Any:
+        asked.append(with_text)
+        return pipeline
+
+    picture(77).save(data / "000.png")
+    encode(data, pipeline, load=load)
+    assert asked == [False]
+    (data / "002.png").write_bytes((data / "002.png").read_bytes()[:200])
+    for _ in range(2):
+        encoded = encode(data, pipeline, load=refuse, verify_seconds=0)
+        assert [problem.file for problem in encoded.problems] == ["002.png"]
 
 
 def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
