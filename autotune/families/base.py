@@ -130,6 +130,9 @@ class Family(ABC):
     transformer_class: ClassVar[str]
     transformer_config: ClassVar[Mapping[str, Any]]
     """Constructor arguments that give the published model; enough to build it without downloading anything."""
+    obsolete_config: ClassVar[frozenset[str]] = frozenset()
+    """Keys of published configurations that the class no longer takes and that never had an effect. Any other unknown
+    key would be another model."""
     tiny_config: ClassVar[Mapping[str, Any]]
     """Changes to a configuration that leave its class, its head size and every kind of block, and little else: for
     checks that must not wait."""
@@ -157,7 +160,8 @@ class Family(ABC):
         import diffusers
 
         cls = getattr(diffusers, self.transformer_class)
-        model: nn.Module = cls(**{key: value for key, value in config.items() if not key.startswith("_")})
+        known = {k: v for k, v in config.items() if not k.startswith("_") and k not in self.obsolete_config}
+        model: nn.Module = cls(**known)
         return model
 
     def blocks(self, transformer: "nn.Module") -> list["nn.Module"]:

@@ -29,6 +29,7 @@ class QwenImage(Family):
     transformer_class = "QwenImageTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     transformer_config: ClassVar[Mapping[str, Any]] = {}  # the class's own defaults are the published model
+    obsolete_config = frozenset({"pooled_projection_dim"})  # unused, and gone before a release had it
     tiny_config: ClassVar[Mapping[str, Any]] = {
         "num_layers": 2,
         "num_attention_heads": 2,

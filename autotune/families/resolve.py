@@ -126,10 +126,15 @@ def require_weights(model: ResolvedModel) -> None:
 
 
 def parts_of(model: ResolvedModel) -> Parts | None:
-    """The models around the transformer, from headers and configurations in its folder; None without a folder."""
+    """The models around the transformer, from headers and configurations in its folder.
+
+    Without a folder those of the published model, where it is that one; else None.
+    """
+    family = model.family
     if model.folder is None:
-        return None
-    encoders = [name for name in model.family.components if name.startswith("text_encoder")]
+        published = _spec(family, family.transformer_config, model.spec.name) == model.spec
+        return family.parts if published else None
+    encoders = [name for name in family.components if name.startswith("text_encoder")]
     vae_class = component_class(model.folder, "vae")[1]
     config = _read_json(model.folder / "vae" / "config.json")
     return Parts(

@@ -36,6 +36,7 @@ class BlockSwap:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.places = [_sent_home(block, device) for block in blocks]
+        assert all(self.places), "a block with nothing frozen would be swapped in name only"
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
         """Of the blocks on the device: when their weights have arrived; None where copies are immediate."""
         self.last = -1

@@ -90,7 +90,7 @@ def _plain_transformer(request: GradientRequest) -> nn.Module:
     fill_random(transformer, device=request.device, seed=0)
     for parameter in transformer.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    return transformer.eval()
+    return transformer.eval().requires_grad_(False)  # as loaded: blocks swap only what is frozen
 
 
 def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate) -> list[Tensor | None]:

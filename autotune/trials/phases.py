@@ -86,14 +86,20 @@ def _cache(
     request: RehearsalRequest, model: ResolvedModel, device: torch.device, preview: Preview, cache: Path
 ) -> PreviewSampler:
     """Encode the caption and an item of the largest shape, as caching would, and what the preview needs."""
-    bucket, encoders = preview.bucket, Encoders(model, request.caching, request.candidate, device)
+    encoders = Encoders(model, request.caching, request.candidate, device)
     sampler = PreviewSampler(encoders)
     sampler.encode_prompts([preview], Cache(cache))
-    pipeline = encoders.pipeline()
-    controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths]
-    pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)
-    with torch.no_grad():
-        model.family.encode_captions(pipeline, [preview.prompt], [controls] if controls else ())
-        model.family.encode_pixels(pipeline, pixels)
+    _encode_item(model, encoders, preview)
     encoders.release()
     return sampler
+
+
+@torch.no_grad()
+def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> None:
+    """Captions, then pixels, in training's order. A function of its own: what holds the pipeline keeps it in memory."""
+    pipeline, bucket = encoders.pipeline(), preview.bucket
+    controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths]
+    model.family.encode_captions(pipeline, [preview.prompt], [controls] if controls else ())
+    encoders.release_text()
+    pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)
+    model.family.encode_pixels(pipeline, pixels)

@@ -1,12 +1,20 @@
 """The published models, built without their weights, have the published sizes."""
 
+import json
+from dataclasses import replace
+
 import diffusers
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from autotune.cost.model import TracedModel
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES, family_named
-from autotune.families.resolve import build_on_meta, resolve_model
+from autotune.families.resolve import build_on_meta, parts_of, resolve_model
+from autotune.schema import Bucket
+from tests.builders import workload
+from tests.families.published import CONFIGS
 
 PUBLISHED = {
     "qwen-image": (20_430_401_088, 60),
@@ -32,6 +40,46 @@ def test_autoencoders_decode_in_tiles_of_the_published_size(name):
         vae = getattr(diffusers, parts.vae_class)(**parts.vae_config)
     sides = [getattr(vae, side, None) for side in ("tile_sample_min_size", "tile_sample_min_height")]
     assert max(filter(None, sides)) == (1024 if parts.vae_class == "AutoencoderKL" else 256)
+
+
+def published_folder(folder, name):
+    """The folder of a published model, with its configurations, and encoders of one number."""
+    family, (transformer, vae) = FAMILIES[name], CONFIGS[name]
+    for part in family.components:
+        (folder / part).mkdir()
+        if part.startswith("text_encoder"):
+            save_file({"weight": torch.zeros(1)}, folder / part / "model.safetensors")
+    parts = {"transformer": family.transformer_class, "vae": family.parts.vae_class}
+    index = {"_class_name": family.pipeline_class, **{part: ["diffusers", cls] for part, cls in parts.items()}}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    for part, config in (("transformer", transformer), ("vae", vae)):
+        named = {"_class_name": parts[part], "_diffusers_version": "0.34.0.dev0", **config}
+        (folder / part / "config.json").write_text(json.dumps(named))
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
+    family, model = FAMILIES[name], resolve_model(str(published_folder(tmp_path, name)))
+    assert model.spec.architecture == resolve_model(name).spec.architecture
+    parts = parts_of(model)
+    assert parts.vae_class == family.parts.vae_class
+    with torch.device("meta"):
+        vaes = [getattr(diffusers, known.vae_class)(**known.vae_config) for known in (parts, family.parts)]
+    ours, theirs = (json.loads(json.dumps(vae.config)) for vae in vaes)
+    assert {**ours, "_use_default_values": None} == {**theirs, "_use_default_values": None}
+    without_weights = replace(model, folder=None)
+    assert parts_of(without_weights) == family.parts
+
+
+def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):
+    folder = published_folder(tmp_path, "flux1-dev")
+    path = folder / "vae" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_another_release": None}))
+    model = resolve_model(str(folder))
+    small = workload(model=model.spec, buckets=(Bucket(width_px=64, height_px=64, num_frames=1, num_items=1),))
+    traced = TracedModel(model.family, model.config, small, "cpu", parts_of(model))
+    assert traced.vae_cost("bf16").weight_bytes == 2 * 83_819_683
 
 
 def test_each_pipeline_class_belongs_to_one_family():

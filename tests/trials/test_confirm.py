@@ -1,13 +1,18 @@
 """A rehearsal goes through every phase of a run, as far as the model's files allow, and keeps what it knows."""
 
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.schema import CachingSettings, TrialResult, Workload
-from autotune.trials.phases import _preview
+from autotune.training.encoders import Encoders
+from autotune.trials.phases import _cache, _preview
 from autotune.trials.requests import RehearsalRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
@@ -45,6 +50,38 @@ def test_the_phase_that_fails_is_named(small_model: Path) -> None:
         result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "oom", result
     assert "in the caching phase" in result.message
+
+
+def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_the_transformer(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training, and by reference counts: nothing collects garbage while the transformer is loaded."""
+    model = resolve_model(str(small_model))
+    caching = CachingSettings()
+    request = RehearsalRequest(
+        str(small_model), workload(small_model), FIRST, "cpu", 3, caching=caching, most_seconds=1.0
+    )
+    loaded, seen = Encoders.pipeline, []
+    refs: list[weakref.ref[Any]] = []
+
+    def watched(encoders: Encoders) -> Any:
+        pipeline = loaded(encoders)
+        if not refs:
+            refs.extend(weakref.ref(part) for part in (pipeline.text_encoder, pipeline.vae))
+        return pipeline
+
+    def encode_pixels(pipeline: Any, pixels: torch.Tensor) -> None:
+        seen.append(refs[0]())
+
+    monkeypatch.setattr(Encoders, "pipeline", watched)
+    monkeypatch.setattr(type(model.family), "encode_pixels", staticmethod(encode_pixels))
+    gc.disable()
+    try:
+        _cache(request, model, torch.device("cpu"), _preview(request, model, tmp_path), tmp_path / "cache")
+        assert seen == [None]
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(tmp_path: Path) -> None:

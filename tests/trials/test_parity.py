@@ -12,6 +12,7 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, Setting, parity_gate
+from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization, quantize_inside
@@ -56,6 +57,17 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
                 request = request_of(family, **{"precision": precision, name: rule.runs, **dict(rule.needs)})
                 error = request.perform(kept, lambda _: None)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
+
+
+def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Tensor] = []
+    copy = BlockSwap._copied
+    monkeypatch.setattr(BlockSwap, "_copied", lambda swap, part: copied.append(part) or copy(swap, part))
+    rule = next(knob for knob in KNOBS if knob.name == "swapped_blocks").parity(1)
+    assert rule is not None
+    request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.runs, **dict(rule.needs))
+    assert request.perform({}, lambda _: None) <= rule.tolerance
+    assert copied
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,134 @@
+"""What the models' own folders say of their transformer and VAE: the files on the hub, without their `_` keys.
+
+Qwen-Image's, Qwen's VAE and FLUX.1's are as published. Those of Kandinsky 5.0 are what diffusers writes for the
+published architecture: every argument of the class.
+"""
+
+from typing import Any
+
+QWEN: dict[str, Any] = {
+    "attention_head_dim": 128,
+    "axes_dims_rope": [16, 56, 56],
+    "guidance_embeds": False,
+    "in_channels": 64,
+    "joint_attention_dim": 3584,
+    "num_attention_heads": 24,
+    "num_layers": 60,
+    "out_channels": 16,
+    "patch_size": 2,
+    "pooled_projection_dim": 768,
+}
+
+# fmt: off
+QWEN_VAE: dict[str, Any] = {
+    "attn_scales": [],
+    "base_dim": 96,
+    "dim_mult": [1, 2, 4, 4],
+    "dropout": 0.0,
+    "latents_mean": [
+        -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+        0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+    ],
+    "latents_std": [
+        2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+        3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.916,
+    ],
+    "num_res_blocks": 2,
+    "temperal_downsample": [False, True, True],
+    "z_dim": 16,
+}
+# fmt: on
+
+FLUX: dict[str, Any] = {
+    "attention_head_dim": 128,
+    "guidance_embeds": True,
+    "in_channels": 64,
+    "joint_attention_dim": 4096,
+    "num_attention_heads": 24,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "patch_size": 1,
+    "pooled_projection_dim": 768,
+}
+
+FLUX_VAE: dict[str, Any] = {
+    "act_fn": "silu",
+    "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "force_upcast": True,
+    "in_channels": 3,
+    "latent_channels": 16,
+    "latents_mean": None,
+    "latents_std": None,
+    "layers_per_block": 2,
+    "mid_block_add_attention": True,
+    "norm_num_groups": 32,
+    "out_channels": 3,
+    "sample_size": 1024,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "use_post_quant_conv": False,
+    "use_quant_conv": False,
+}
+
+KANDINSKY_IMAGE: dict[str, Any] = {
+    "attention_P": None,
+    "attention_add_sta": None,
+    "attention_causal": None,
+    "attention_glob": None,
+    "attention_local": None,
+    "attention_method": None,
+    "attention_type": "regular",
+    "attention_wH": None,
+    "attention_wT": None,
+    "attention_wW": None,
+    "attention_window": None,
+    "axes_dims": [32, 48, 48],
+    "ff_dim": 10240,
+    "in_text_dim": 3584,
+    "in_text_dim2": 768,
+    "in_visual_dim": 16,
+    "model_dim": 2560,
+    "num_text_blocks": 2,
+    "num_visual_blocks": 50,
+    "out_visual_dim": 16,
+    "patch_size": [1, 2, 2],
+    "time_dim": 512,
+    "visual_cond": False,
+}
+
+KANDINSKY_VIDEO: dict[str, Any] = {
+    **KANDINSKY_IMAGE,
+    "axes_dims": [16, 24, 24],
+    "ff_dim": 7168,
+    "model_dim": 1792,
+    "num_visual_blocks": 32,
+    "visual_cond": True,
+}
+
+HUNYUAN_VAE: dict[str, Any] = {
+    "act_fn": "silu",
+    "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["HunyuanVideoDownBlock3D"] * 4,
+    "in_channels": 3,
+    "latent_channels": 16,
+    "layers_per_block": 2,
+    "mid_block_add_attention": True,
+    "norm_num_groups": 32,
+    "out_channels": 3,
+    "scaling_factor": 0.476986,
+    "spatial_compression_ratio": 8,
+    "temporal_compression_ratio": 4,
+    "up_block_types": ["HunyuanVideoUpBlock3D"] * 4,
+}
+
+CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen-image": (QWEN, QWEN_VAE),
+    "qwen-image-edit": (QWEN, QWEN_VAE),
+    "qwen-image-edit-plus": (QWEN, QWEN_VAE),
+    "flux1-dev": (FLUX, FLUX_VAE),
+    "kandinsky5-image-lite": (KANDINSKY_IMAGE, FLUX_VAE),
+    "kandinsky5-video-lite": (KANDINSKY_VIDEO, HUNYUAN_VAE),
+}
+"""By family: the configurations of its transformer and of its VAE."""
