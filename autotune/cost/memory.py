@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune.cost.composition import ComposedPass
-from autotune.hardware.memory import shares_host_memory
+from autotune.hardware.memory import process_overhead_bytes, shares_host_memory
 from autotune.knobs.quantization import LAYERWISE, SLICE_BYTES
 from autotune.prediction import MemoryBreakdown, PhaseMemory
 from autotune.schema import Candidate, HardwareProfile
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from autotune.cost.model import Storage, TracedModel
 
 FP32_BYTES = 4
-CUDA_CONTEXT_BYTES = 500 << 20
-"""Context, loaded kernels and library handles of a PyTorch process: 400 to 600 MiB on recent cards."""
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
 HOPPER_WORKSPACE_BYTES = 32 << 20
 """cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes from its allocator."""
@@ -27,14 +25,6 @@ QUANTIZING_BYTES = 17 * SLICE_BYTES
 PHASES = ("load", "cache", "train", "preview", "save")
 MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
 EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
-
-
-def process_overhead_bytes(hardware: HardwareProfile) -> int:
-    """What a process takes of the device before its first tensor: measured, else a GPU's usual context."""
-    measured = hardware.rate("process.overhead")
-    if hardware.device.kind != "cuda":
-        return 0  # the host's memory is counted on its own
-    return int(measured) if measured is not None else CUDA_CONTEXT_BYTES
 
 
 @dataclass(frozen=True)

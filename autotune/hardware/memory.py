@@ -6,7 +6,7 @@ GB10 and Thor answer 1, 1; Orin 1, 0; GH200 and GB200 0, 1; every other card 0, 
 """
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.machine import MemoryKind
+from autotune.machine import HardwareProfile, MemoryKind
 
 GIB = 2**30
 OVERRIDES: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent")
@@ -15,6 +15,8 @@ DISPLAY_RESERVE_BYTES = GIB
 LEAST_MARGIN_BYTES = 256 * 2**20
 MOST_SHARED_RESERVE_BYTES = 16 * GIB
 MOST_HOST_RESERVE_BYTES = 4 * GIB
+CUDA_CONTEXT_BYTES = 500 << 20
+"""Context, loaded kernels and library handles of a PyTorch process: 400 to 600 MiB on recent cards."""
 
 
 def memory_kind(integrated: bool | None, host_page_tables: bool | None, override: str | None) -> tuple[MemoryKind, str]:
@@ -88,6 +90,14 @@ def usual_reserve(kind: MemoryKind, whole_bytes: int, drives_display: bool | Non
 def shares_host_memory(kind: MemoryKind) -> bool:
     """Whether what the device takes is the host's: where running out hangs the machine before anything raises."""
     return kind in ("integrated", "host")
+
+
+def process_overhead_bytes(hardware: HardwareProfile) -> int:
+    """What a process takes of the device before its first tensor: measured, else a GPU's usual context."""
+    measured = hardware.rate("process.overhead")
+    if hardware.device.kind != "cuda":
+        return 0  # the host's memory is counted on its own
+    return int(measured) if measured is not None else CUDA_CONTEXT_BYTES
 
 
 def _gib(num_bytes: int) -> str:

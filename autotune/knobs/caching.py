@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
 from autotune.families.base import Parts
+from autotune.hardware.memory import process_overhead_bytes
 from autotune.knobs.base import Setting
 from autotune.knobs.quantization import STORAGES, STRICTNESS
 from autotune.schema import CachingSettings, Reason, Rejected
@@ -28,6 +29,8 @@ PASSING_SHARE = 0.08
 """The most of an encoder that is on the device at once while it is streamed: its embeddings (7% of Qwen2.5-VL-7B)."""
 WORKING_SHARE = 0.06
 """What encoding one caption takes beyond the weights: 1,024 tokens' hidden states of 29 layers, and their logits."""
+ROUNDED_SHARE = 0.04
+"""Of weights, what the allocator reserves on top; with segments that expand 1 to 4% is predicted of transformers."""
 HOST_SPARE = 1.1
 """An encoder on the CPU needs this many times its weights of the host's free memory."""
 
@@ -137,7 +140,9 @@ def _against(way: CachingSettings, size: EncoderSize, setting: Setting) -> str |
     hardware = setting.hardware
     if way.text_encoder_storage != "none" and (reason := _unusable(way.text_encoder_storage, setting)):
         return reason
-    budget, needed = hardware.device.budget_bytes, size.device_bytes(way) + size.vae_bytes
+    context = process_overhead_bytes(hardware)
+    held = size.device_bytes(way) + size.vae_bytes
+    budget, needed = hardware.device.budget_bytes, round((1 + ROUNDED_SHARE) * held) + context
     plain = size.parameters * size.element_bytes
     if way.text_encoder_device == "cpu":
         budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * plain)

@@ -14,6 +14,7 @@ from autotune.knobs.base import Setting
 from autotune.knobs.registry import KNOBS
 from autotune.planning.question import Question
 from autotune.schema import Bucket, Candidate, Workload
+from autotune.search.residual import cautious_bytes
 from autotune.search.space import SearchSpace
 
 GIB = 2**30
@@ -27,18 +28,20 @@ WORTH_TELLING = 1.05
 """Times the images per second from which a larger batch is mentioned."""
 
 
-def least_bytes(candidates: Sequence[Candidate], cost: Predictor) -> int:
-    """Least memory that any of the candidates is predicted to need in its neediest phase."""
+def least_bytes(candidates: Sequence[Candidate], cost: Predictor, *, cautious: bool = False) -> float:
+    """Least memory that any of the candidates is predicted to need, `cautious` as a search is before it tries one."""
     # Memory grows with the micro-batch and with every block that keeps its activations.
     least = min(candidate.micro_batch_size for candidate in candidates)
     most = max(candidate.checkpointed_blocks for candidate in candidates)
     safest = [c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == (least, most)]
-    return min(cost.predict(candidate).required_memory_bytes for candidate in safest or candidates)
+    predictions = [cost.predict(candidate) for candidate in safest or candidates]
+    return min(cautious_bytes(each) if cautious else each.required_memory_bytes for each in predictions)
 
 
 def relaxation(question: Question, space: SearchSpace, cost: Predictor) -> str:
     """What to ask instead, where nothing of `space` fits: each was predicted to fit, alone, with all else as asked."""
-    budget, needed = cost.hardware.device.budget_bytes, least_bytes(space.candidates, cost)
+    budget = cost.hardware.device.budget_bytes
+    needed = least_bytes(space.candidates, cost, cautious=question.here)
     found = [f"{what} ({need / GIB:.1f} GiB)" for what, need in _relaxed(question, cost) if need <= budget]
     memory = f"a device on which a run may take {needed / GIB:.1f} GiB (--max-memory, where one is set)"
     if found:
@@ -46,7 +49,7 @@ def relaxation(question: Question, space: SearchSpace, cost: Predictor) -> str:
     return f"no smaller quality, resolution, rank or batch is predicted to fit; take {memory}"
 
 
-def _relaxed(question: Question, cost: Predictor) -> Iterator[tuple[str, int]]:
+def _relaxed(question: Question, cost: Predictor) -> Iterator[tuple[str, float]]:
     """Options, each with the least memory that a run would need with it."""
     workload, family = cost.workload, cost.family
     qualities = ("exact", "high", "compact")
@@ -70,7 +73,7 @@ def _relaxed(question: Question, cost: Predictor) -> Iterator[tuple[str, int]]:
             yield option, _needed(other, relaxed, cost)
 
 
-def _needed(question: Question, workload: Workload, cost: Predictor) -> int:
+def _needed(question: Question, workload: Workload, cost: Predictor) -> float:
     """Least memory that a run needs for `workload` as `question` has it."""
     hardware, family, alone = cost.hardware, cost.family, cost.parallel.num_processes == 1
     space = question.space(Setting(hardware, family, workload), also=WHERE_NOTHING_FITS if alone else None)
@@ -78,7 +81,7 @@ def _needed(question: Question, workload: Workload, cost: Predictor) -> int:
     own = Predictor(hardware, workload, *known, cost.parallel)
     if question.caching_pins and cost.kept_bytes:
         own.caching = cost.caching  # chosen with all of the memory
-    return least_bytes(space.candidates, own)
+    return least_bytes(space.candidates, own, cautious=question.here)
 
 
 def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:

@@ -145,7 +145,7 @@ def _strategy(
     cost = _cost_beside_kept(question, model, workload, hardware, replicated)
     setting = Setting(cost.hardware, model.family, workload)
     space = question.space(setting)
-    if number == 1 and not _fits(space, cost):
+    if number == 1 and not _fits(space, cost, cautious=question.here):
         wider = question.space(setting, also=WHERE_NOTHING_FITS)
         space = wider if _fits(wider, cost) else space
     if number > 1:
@@ -177,11 +177,11 @@ def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
     return question.space(Setting(hardware, model.family, workload))
 
 
-def _fits(space: SearchSpace, cost: Predictor) -> bool:
-    """Whether anything is predicted to fit."""
+def _fits(space: SearchSpace, cost: Predictor, *, cautious: bool = False) -> bool:
+    """Whether anything is predicted to fit, `cautious` as a search is before it tries anything."""
     budget = cost.hardware.device.budget_bytes
     light = [candidate for candidate in space.candidates if cost.weight_bytes(candidate) <= budget]
-    return bool(light) and least_bytes(light, cost) <= budget
+    return bool(light) and least_bytes(light, cost, cautious=cautious) <= budget
 
 
 def _cost_beside_kept(

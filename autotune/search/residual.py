@@ -20,7 +20,7 @@ OPTIMISM = 1.5
 """Standard deviations of what is uncertain that the stop rule hopes for: fewer ended searches too early (the log)."""
 
 CAUTION = 1.0
-"""Standard deviations by which predicted memory must stay below the budget."""
+"""Standard deviations by which a step's predicted memory must stay below the budget."""
 
 WORTHWHILE_GAIN = 0.03
 """The search stops when the best remaining candidate is not expected to save more than this share."""
@@ -135,10 +135,22 @@ class ResidualSearch:
             if candidate in tried or storage in too_far or (candidate.attention, storage) in barred:
                 continue
             prediction = self.cost.predict(candidate)
-            required = _cautious(prediction)
+            required = cautious_bytes(prediction)
             if required < limit:
-                found.append(Outlook(candidate, *self._expected(prediction), prediction.step_seconds, required))
-        return found
+                found.append(self._outlook(prediction, required))
+        # On memory of its own a trial has a cap: where caution alone is against a first one, being wrong costs no more.
+        return found if found or results or taken or self.ascending else self._boldly()
+
+    def _boldly(self) -> list[Outlook]:
+        """The candidate that needs least, where that is predicted to fit."""
+        predictions = [self.cost.predict(candidate) for candidate in self.space.candidates]
+        least = min(predictions, key=lambda prediction: prediction.required_memory_bytes)
+        needed = least.required_memory_bytes
+        return [self._outlook(least, needed)] if needed <= self.budget_bytes else []
+
+    def _outlook(self, prediction: Prediction, required_bytes: float) -> Outlook:
+        expected, uncertainty = self._expected(prediction)
+        return Outlook(prediction.candidate, expected, uncertainty, prediction.step_seconds, required_bytes)
 
     def nothing_to_gain(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> bool:
         """Whether no remaining candidate is expected to be better by a worthwhile share than the best that ran."""
@@ -192,7 +204,7 @@ class ResidualSearch:
         return min(self.budget_bytes, (ran + min(too_large)) / 2)
 
     def _required(self, result: TrialResult) -> float:
-        return _cautious(self.cost.predict(result.candidate))
+        return cautious_bytes(self.cost.predict(result.candidate))
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:
@@ -200,5 +212,7 @@ def _alike(one: Candidate, other: Candidate) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("quantization", "attention", "micro_batch_size"))
 
 
-def _cautious(prediction: Prediction) -> float:
-    return prediction.required_memory_bytes * math.exp(CAUTION * prediction.memory_uncertainty)
+def cautious_bytes(prediction: Prediction) -> float:
+    """What a run may need in its neediest phase: uncertain is the step alone."""
+    others = max((phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"), default=0)
+    return max(others, prediction.peak_memory_bytes * math.exp(CAUTION * prediction.memory_uncertainty))

@@ -16,8 +16,7 @@ from typing import Any
 
 import psutil
 
-from autotune.cost.memory import process_overhead_bytes
-from autotune.hardware.memory import LEAST_MARGIN_BYTES, shares_host_memory, usual_reserve
+from autotune.hardware.memory import LEAST_MARGIN_BYTES, process_overhead_bytes, shares_host_memory, usual_reserve
 from autotune.knobs.registry import reload_key
 from autotune.prediction import Prediction
 from autotune.quiet import stderr_in

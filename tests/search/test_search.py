@@ -11,7 +11,7 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
 from autotune.schema import Candidate, Outcome, Rejected, TrialResult
-from autotune.search.residual import GROWTH, SAFE_SHARE, Outlook, ResidualSearch, best_seconds
+from autotune.search.residual import GROWTH, SAFE_SHARE, Outlook, ResidualSearch, best_seconds, cautious_bytes
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.study import Limits, run_search
 from autotune.search.winner import fallbacks_of, measured_scores, reasons_for, require_winner, winner_of
@@ -160,6 +160,30 @@ def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost: Predictor, spa
     sampler = ResidualSearch(space, cost, 10 * GIB)
     limits = Limits(max_trials=8, max_seconds=60)
     assert run_search(sampler, lambda c: pytest.fail("tried"), limits, lambda r: None) == ()
+
+
+@pytest.mark.parametrize(("ascending", "trials"), [(False, 1), (True, 0)])
+def test_where_only_caution_is_against_it_one_candidate_is_tried_but_not_on_shared_memory(
+    cost: Predictor, space: SearchSpace, ascending: bool, trials: int
+) -> None:
+    cost.calibrate(())
+    least = min(cost.predict(candidate).required_memory_bytes for candidate in space.candidates)
+
+    def run(candidate: Candidate) -> TrialResult:
+        return builders.trial(candidate, None, outcome="oom", message="by design")
+
+    assert len(search(cost, run, budget_bytes=round(1.03 * least), ascending=ascending)) == trials
+    assert search(cost, run, budget_bytes=round(0.99 * least), ascending=ascending) == ()
+
+
+def test_caution_is_about_the_step_and_not_about_other_phases(cost: Predictor, space: SearchSpace) -> None:
+    cost.calibrate(())
+    step = cost.predict(space.candidates[0])
+    cache = next(phase for phase in step.phases if phase.name == "cache")
+    large = cache.changed(peak_memory_bytes=2 * step.peak_memory_bytes)
+    encoding = step.model_copy(update={"phases": (large,), "required_memory_bytes": large.peak_memory_bytes})
+    assert cautious_bytes(encoding) == large.peak_memory_bytes
+    assert 1.03 * step.peak_memory_bytes < cautious_bytes(step) < 1.15 * step.peak_memory_bytes
 
 
 def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
