@@ -18,6 +18,9 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
+from autotune.knobs.attention import prefers_cudnn
+from autotune.schema import HardwareProfile
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,16 +55,31 @@ CUDA_BLOCK_BYTES = 512
 """Allocation granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 
 
-def kernel_for(attention: str, rules: DeviceRules, masked: bool) -> str:
+def kernel_for(
+    attention: str,
+    rules: DeviceRules,
+    masked: bool,
+    hardware: HardwareProfile | None = None,
+    precision: str = "bf16",
+) -> str:
     """The kernel that `attention` runs: `cpu`, `flash`, `efficient`, `cudnn` or `math`.
 
-    torch's dispatcher on CUDA prefers flash, which takes no mask, then the memory-efficient kernel.
+    torch's dispatcher on CUDA prefers cuDNN on some cards (`prefers_cudnn`), then flash, which takes no mask, no fp32
+    and needs compute capability 8.0, then the memory-efficient kernel
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and `check_tensor_dtype`). Without
+    `hardware`, a card of capability 8.0 is meant.
     """
     kernel = ATTENTION_KERNELS.get(attention, "fused")
     if kernel == "math":
         return kernel
     if rules == "cpu":
         return "cpu"
+    if kernel == "fused":
+        capability = hardware.device.compute_capability if hardware is not None else None
+        if precision == "fp32" or (capability or (8, 0)) < (8, 0):
+            return "efficient"
+        if hardware is not None and prefers_cudnn(hardware):
+            return "cudnn"
     if kernel in ("fused", "flash"):
         return "efficient" if masked else "flash"
     return kernel

@@ -23,7 +23,12 @@ from autotune.schema import Datasheet, HardwareProfile
 REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
 ATTENTION_EFFICIENCY = {"flash": 0.69, "efficient": 0.38, "cudnn": 0.56, "cpu": 0.6}
-ATTENTION_EFFICIENCY_HOPPER = {"flash": 0.45, "efficient": 0.25, "cudnn": 0.75}
+ATTENTION_EFFICIENCY_OF = {
+    9: {"flash": 0.45, "efficient": 0.25, "cudnn": 0.75},
+    10: {"flash": 0.2, "efficient": 0.11, "cudnn": 0.56},
+}
+"""By the major compute capability of data-centre cards. Flash and efficient are kernels for Ampere there: on B200 they
+are taken to do in a second what they do on H100, for want of a published figure."""
 BANDWIDTH_EFFICIENCY = 0.7
 STEP_OVER_KERNELS = 1.4
 """Published steps of Qwen-Image and Kandinsky video LoRAs (SimpleTuner; bf16, all blocks checkpointed) on H100 and L40S
@@ -89,8 +94,8 @@ class Rates:
             return _between(self.attentions, tokens)
         if self.products:
             return 0.5 * self.matmul_rate((tokens, 128, tokens))
-        hopper = (self.hardware.device.compute_capability or (0, 0))[0] == 9
-        table = ATTENTION_EFFICIENCY_HOPPER if hopper else ATTENTION_EFFICIENCY
+        major = (self.hardware.device.compute_capability or (0, 0))[0]
+        table = ATTENTION_EFFICIENCY_OF.get(major, ATTENTION_EFFICIENCY)
         return self.reached * table.get(self.kernel, 0.3)
 
     def _filled(self, shape: tuple[int, ...]) -> float:
