@@ -70,7 +70,7 @@ class Rates:
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
         self.launch_seconds = hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
         self.products = measured_products(hardware, precision)
-        self.attentions = _measured_attention(hardware, precision, attention)
+        self.attentions = _measured_attention(hardware, precision, attention, kernel)
         self.measured = bool(self.products) and copy is not None
 
     def seconds(self, work: Work) -> float:
@@ -140,9 +140,14 @@ def measured_products(hardware: HardwareProfile, precision: str) -> list[Measure
     return found
 
 
-def _measured_attention(hardware: HardwareProfile, precision: str, backend: str) -> tuple[tuple[int, float], ...]:
-    """(tokens, FLOP/s) of the backend, or of `native` where only that was measured."""
-    for name in (backend, "native"):
+def _measured_attention(
+    hardware: HardwareProfile, precision: str, backend: str, kernel: str
+) -> tuple[tuple[int, float], ...]:
+    """(tokens, FLOP/s) of the backend, or of `native` where only that was measured.
+
+    The probe measures without a mask: `native` with one may run the efficient kernel instead, measured by itself.
+    """
+    for name in ("_native_efficient" if backend == "native" and kernel == "efficient" else backend, "native"):
         prefix = f"attention.{name}.{precision}."
         points = [(int(r.name.removeprefix(prefix)), r.value) for r in hardware.rates if r.name.startswith(prefix)]
         if points:

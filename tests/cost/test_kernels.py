@@ -5,6 +5,7 @@ from tiny_models import gpu
 
 from autotune.cost.kernels import kernel_for
 from autotune.cost.timing import Rates
+from autotune.schema import Rate
 
 
 def with_cudnn(card: str, version: str | None):
@@ -39,3 +40,17 @@ def test_a_card_before_ampere_has_no_flash_attention():
 def test_kernels_made_for_ampere_do_not_grow_with_blackwells_peak():
     hopper, blackwell = (Rates(gpu(f"nvidia-{card}"), "bf16", "native", "flash") for card in ("h100-sxm", "b200"))
     assert blackwell.attention_rate(4096) == pytest.approx(hopper.attention_rate(4096), rel=0.1)
+
+
+def measured(card: str, rates: dict[str, float]):
+    known = (Rate(name=name, value=value, unit="FLOP/s", spread=0.0, num_samples=1) for name, value in rates.items())
+    return gpu(card).model_copy(update={"rates": tuple(known)})
+
+
+def test_masked_native_attention_goes_by_the_rate_of_the_kernel_that_takes_masks():
+    rates = {"attention.native.bf16.4096": 1e14, "attention._native_efficient.bf16.4096": 5e13}
+    one = measured("nvidia-rtx-4090", rates)
+    assert Rates(one, "bf16", "native", "flash").attention_rate(4096) == 1e14
+    assert Rates(one, "bf16", "native", "efficient").attention_rate(4096) == 5e13
+    assert Rates(one, "bf16", "xformers", "efficient").attention_rate(4096) == 1e14  # not measured
+    assert Rates(one, "bf16", "native", "cudnn").attention_rate(4096) == 1e14  # native's own, with and without a mask
