@@ -10,7 +10,9 @@ device runs a fused kernel, or a kernel takes scratch memory of its own, the dif
   (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
   (aten/src/ATen/TensorIterator.cpp, `compute_types`);
-- flash attention's backward takes fp32 accumulators (aten/src/ATen/native/transformers/cuda/flash_attn, `mha_bwd`).
+- the backward pass of fused attention takes fp32 accumulators (aten/src/ATen/native/transformers/cuda: flash_attn,
+  `mha_bwd`; mem_eff_attention/kernel_backward.h, `workspace_elements_gq`). cuDNN's sources are closed: that it takes
+  as much is an assumption, from its last kernel, which converts the query's gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,6 +52,9 @@ ATTENTION_KERNELS = {
     "xformers": "efficient",
 }
 """Kernel behind each backend name of diffusers; `fused` is what torch's own dispatcher takes (see `kernel_for`)."""
+
+ACCUMULATES = tuple(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn"))
+"""Operations that sum the query's gradient in fp32 scratch memory."""
 
 CUDA_BLOCK_BYTES = 512
 """Allocation granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -221,9 +226,9 @@ def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
         operation: name of the aten operation.
         query_shape: (batch, heads, tokens, head dimension) of an attention's query.
     """
-    if operation != "_scaled_dot_product_flash_attention_backward":
+    if operation not in ACCUMULATES:
         return 0
     batch, heads, tokens, dimension = query_shape
     rows = -(-tokens // 128) * 128
     columns = -(-dimension // 32) * 32
-    return batch * heads * rows * (columns + 1) * 4  # dq_accum and the row sums of dO * O, both fp32
+    return batch * heads * rows * (columns + 1) * 4  # dq and the row sums of dO * O, both fp32

@@ -1,10 +1,13 @@
 """What the one table of a device's kernels says: which attention runs, and what it takes."""
 
 import pytest
-from tiny_models import gpu
+from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.kernels import kernel_for
+from autotune.cost.kernels import kernel_for, workspace_bytes
+from autotune.cost.predict import Predictor
+from autotune.cost.recorder import SCRATCH
 from autotune.cost.timing import Rates
+from autotune.families.registry import FAMILIES
 from autotune.schema import Rate
 
 
@@ -54,3 +57,18 @@ def test_masked_native_attention_goes_by_the_rate_of_the_kernel_that_takes_masks
     assert Rates(one, "bf16", "native", "efficient").attention_rate(4096) == 5e13
     assert Rates(one, "bf16", "xformers", "efficient").attention_rate(4096) == 1e14  # not measured
     assert Rates(one, "bf16", "native", "cudnn").attention_rate(4096) == 1e14  # native's own, with and without a mask
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_every_fused_backward_pass_sums_the_querys_gradient_in_fp32(kind):
+    scratch = workspace_bytes(f"_scaled_dot_product_{kind}_attention_backward", (2, 24, 4352, 128))
+    assert scratch == 2 * 24 * 4352 * (128 + 1) * 4
+    assert workspace_bytes(f"_scaled_dot_product_{kind}_attention", (2, 24, 4352, 128)) == 0
+
+
+@pytest.mark.parametrize("attention", ["_native_flash", "_native_efficient", "_native_cudnn"])
+def test_the_scratch_memory_of_attention_is_in_the_trace(attention):
+    own = Predictor(gpu("nvidia-h100-sxm"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+    kernel = kernel_for(attention, "cuda", False, own.hardware)
+    events = own.model.traced("bf16", "none", kernel, 2, 0).backward[1].events
+    assert any(number == SCRATCH and size > 0 for number, size in events)
