@@ -4,8 +4,8 @@ Tracing runs the model's own code without data, so allocations follow PyTorch's 
 device runs a fused kernel, or a kernel takes scratch memory of its own, the difference is here and nowhere else:
 
 - attention: a fused backend keeps q, k, v, out and logsumexp, never the matrix of L x L scores;
-- `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row
-  (aten/src/ATen/native/layer_norm.cpp, `_fused_rms_norm`);
+- `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row, unless weight and
+  input differ in dtype (aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`);
 - LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
   (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
@@ -104,7 +104,7 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     if kernel != "math":
         table["scaled_dot_product_attention"] = _attention_of(kernel)
     if rules == "cuda":
-        table["rms_norm"] = _fused_rms_norm
+        table["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
     originals = {name: getattr(functional, name) for name in table}
     try:
         for name, substitute in table.items():
@@ -154,28 +154,34 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
     return attend
 
 
-def _fused_rms_norm(
-    input: "torch.Tensor",
-    normalized_shape: list[int],
-    weight: "torch.Tensor | None" = None,
-    eps: float | None = None,
-) -> "torch.Tensor":
+def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[..., "torch.Tensor"]:
     import torch
 
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-            ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+            rows = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+            ctx.save_for_backward(x, weight, rows)
             return torch.empty_like(x)
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             x, weight, _ = ctx.saved_tensors
             of_weight = torch.empty_like(weight) if weight is not None and weight.requires_grad else None
-            return torch.empty_like(x), of_weight
+            return gradient * x, of_weight  # reads both and writes one, as the kernel does
 
-    result: torch.Tensor = Fused.apply(input, weight)  # type: ignore[no-untyped-call]
-    return result
+    def normalised(
+        input: torch.Tensor,
+        normalized_shape: list[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        if weight is not None and weight.dtype != input.dtype:
+            return (decomposed(input, normalized_shape, None, eps) * weight).type_as(input)
+        result: torch.Tensor = Fused.apply(input, weight)  # type: ignore[no-untyped-call]
+        return result
+
+    return normalised
 
 
 def int8_rows(x: "torch.Tensor", rules: DeviceRules) -> "torch.Tensor":

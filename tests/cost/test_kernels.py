@@ -1,11 +1,12 @@
 """What the one table of a device's kernels says: which attention runs, and what it takes."""
 
 import pytest
+import torch
 from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.kernels import kernel_for, workspace_bytes
+from autotune.cost.kernels import kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import Predictor
-from autotune.cost.recorder import SCRATCH
+from autotune.cost.recorder import SCRATCH, Recorder
 from autotune.cost.timing import Rates
 from autotune.families.registry import FAMILIES
 from autotune.schema import Rate
@@ -72,3 +73,29 @@ def test_the_scratch_memory_of_attention_is_in_the_trace(attention):
     kernel = kernel_for(attention, "cuda", False, own.hardware)
     events = own.model.traced("bf16", "none", kernel, 2, 0).backward[1].events
     assert any(number == SCRATCH and size > 0 for number, size in events)
+
+
+def recorded(call):
+    """(operations, bytes moved) of `call(x)`, forward and backward, for an fp32 `x` of 4 MB on the meta device."""
+    x = torch.empty(1024, 1024, device="meta", requires_grad=True)
+    recorder = Recorder("cuda")
+    recorder.seed([x])
+    recorder.mark("all")
+    gradient = torch.empty_like(x)
+    with substitutes("flash", "cuda"), recorder:
+        torch.autograd.grad(call(x), x, gradient)
+    work = recorder.segments[0].work
+    return sum(work.values()), sum(moved * count for (_, _, _, moved), count in work.items())
+
+
+def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
+    """Kandinsky's queries and keys are normalised in fp32 by a bf16 weight: torch then takes plain operations."""
+
+    def norm(dtype):
+        weight = torch.empty(1024, device="meta", dtype=dtype)
+        return lambda x: torch.nn.functional.rms_norm(x, (1024,), weight, 1e-6)
+
+    operations, moved = recorded(norm(torch.float32))
+    assert operations == 3 and moved == pytest.approx(5 * 2**22, rel=0.01)  # forward 2 tensors, backward 3
+    operations, moved = recorded(norm(torch.bfloat16))
+    assert operations > 12 and moved > 20 * 2**22
