@@ -130,14 +130,19 @@ def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...])
 
 
 def measured_products(hardware: HardwareProfile, precision: str) -> list[MeasuredProduct]:
-    """The matmuls that the profile has measured in this dtype."""
-    prefix = f"matmul.{precision}."
-    found = []
-    for rate in hardware.rates:
-        if rate.name.startswith(prefix):
-            m, k, n = (int(size) for size in rate.name.removeprefix(prefix).split("x"))
-            found.append(MeasuredProduct((m, k, n), rate.value))
-    return found
+    """The matmuls that the profile has measured in this dtype; for fp32 on CUDA in TF32, as training computes them."""
+    names = ["tf32", "fp32"] if precision == "fp32" and hardware.device.kind == "cuda" else [precision]
+    for name in names:
+        prefix = f"matmul.{name}."
+        found = [
+            MeasuredProduct((int(m), int(k), int(n)), rate.value)
+            for rate in hardware.rates
+            if rate.name.startswith(prefix)
+            for m, k, n in (rate.name.removeprefix(prefix).split("x"),)
+        ]
+        if found:
+            return found
+    return []
 
 
 def _measured_attention(

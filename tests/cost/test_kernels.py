@@ -99,3 +99,12 @@ def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
     assert operations == 3 and moved == pytest.approx(5 * 2**22, rel=0.01)  # forward 2 tensors, backward 3
     operations, moved = recorded(norm(torch.bfloat16))
     assert operations > 12 and moved > 20 * 2**22
+
+
+def test_fp32_products_on_a_gpu_go_by_tf32_where_it_was_measured():
+    rates = {"matmul.fp32.4096x3072x3072": 2e13, "matmul.tf32.4096x3072x3072": 1e14, "memory.bandwidth": 1e12}
+    ampere = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
+    assert ampere.matmul_rate((4096, 3072, 3072)) == pytest.approx(1e14)
+    del rates["matmul.tf32.4096x3072x3072"]  # Turing has none
+    turing = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
+    assert turing.matmul_rate((4096, 3072, 3072)) == pytest.approx(2e13)
