@@ -108,3 +108,14 @@ def test_fp32_products_on_a_gpu_go_by_tf32_where_it_was_measured():
     del rates["matmul.tf32.4096x3072x3072"]  # Turing has none
     turing = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
     assert turing.matmul_rate((4096, 3072, 3072)) == pytest.approx(2e13)
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_what_is_joined_is_read_and_known(join):
+    recorder = Recorder("cuda")
+    recorder.mark("all")
+    kept = torch.empty(1024, device="meta")
+    with recorder:
+        join([kept, kept])
+    assert {moved for _, _, _, moved in recorder.segments[0].work} == {4 * 4096}  # reads two, writes two
+    assert recorder.found_bytes == 4096
