@@ -176,7 +176,7 @@ def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple
     seconds = dict.fromkeys(CLASSES, 0.0)
     for item, count in work.items():
         kind, shape = item[0].partition(".")[0], item[1]
-        if kind == "matmul" and min(shape) <= rank:
+        if kind == "matmul" and rank in shape:
             kind = "adapter"
         seconds[kind] += count * rates.seconds(item)
     return (*seconds.values(), float(sum(work.values())))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.kernels import kernel_for, substitutes, workspace_bytes
+from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import Predictor
 from autotune.cost.recorder import SCRATCH, Recorder
-from autotune.cost.timing import Rates
+from autotune.cost.timing import Rates, seconds_by_class
 from autotune.families.registry import FAMILIES
 from autotune.schema import Rate
 
@@ -119,3 +119,15 @@ def test_what_is_joined_is_read_and_known(join):
         join([kept, kept])
     assert {moved for _, _, _, moved in recorder.segments[0].work} == {4 * 4096}  # reads two, writes two
     assert recorder.found_bytes == 4096
+
+
+def test_a_frozen_layer_with_few_rows_is_no_adapter():
+    """Qwen-Image's modulation has as many rows as the micro-batch has items."""
+    rates = Rates(gpu("nvidia-rtx-4090"), "bf16", "native", "flash")
+
+    def kind(shape):
+        seconds = seconds_by_class({("matmul", shape, 1, 1): 1}, rates, 16)
+        return next(name for name, value in zip(CLASSES, seconds, strict=False) if value)
+
+    assert kind((2, 3072, 18432)) == "matmul"
+    assert {kind(shape) for shape in ((4096, 3072, 16), (4096, 16, 3072), (16, 4096, 3072))} == {"adapter"}
