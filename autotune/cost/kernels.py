@@ -4,19 +4,24 @@ Tracing runs the model's own code without data, so allocations follow PyTorch's 
 device runs a fused kernel, or a kernel takes scratch memory of its own, the difference is here and nowhere else:
 
 - attention: a fused backend keeps q, k, v, out and logsumexp, never the matrix of L x L scores;
-- `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row
-  (aten/src/ATen/native/layer_norm.cpp, `_fused_rms_norm`);
+- `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row, unless weight and
+  input differ in dtype (aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`);
 - LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
   (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
   (aten/src/ATen/TensorIterator.cpp, `compute_types`);
-- flash attention's backward takes fp32 accumulators (aten/src/ATen/native/transformers/cuda/flash_attn, `mha_bwd`).
+- the backward pass of fused attention takes fp32 accumulators (aten/src/ATen/native/transformers/cuda: flash_attn,
+  `mha_bwd`; mem_eff_attention/kernel_backward.h, `workspace_elements_gq`). cuDNN's sources are closed: that it takes
+  as much is an assumption, from its last kernel, which converts the query's gradient.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
+
+from autotune.knobs.attention import prefers_cudnn
+from autotune.schema import HardwareProfile
 
 if TYPE_CHECKING:
     import torch
@@ -48,20 +53,38 @@ ATTENTION_KERNELS = {
 }
 """Kernel behind each backend name of diffusers; `fused` is what torch's own dispatcher takes (see `kernel_for`)."""
 
+ACCUMULATES = tuple(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn"))
+"""Operations that sum the query's gradient in fp32 scratch memory."""
+
 CUDA_BLOCK_BYTES = 512
 """Allocation granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 
 
-def kernel_for(attention: str, rules: DeviceRules, masked: bool) -> str:
+def kernel_for(
+    attention: str,
+    rules: DeviceRules,
+    masked: bool,
+    hardware: HardwareProfile | None = None,
+    precision: str = "bf16",
+) -> str:
     """The kernel that `attention` runs: `cpu`, `flash`, `efficient`, `cudnn` or `math`.
 
-    torch's dispatcher on CUDA prefers flash, which takes no mask, then the memory-efficient kernel.
+    torch's dispatcher on CUDA prefers cuDNN on some cards (`prefers_cudnn`), then flash, which takes no mask, no fp32
+    and needs compute capability 8.0, then the memory-efficient kernel
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and `check_tensor_dtype`). Without
+    `hardware`, a card of capability 8.0 is meant.
     """
     kernel = ATTENTION_KERNELS.get(attention, "fused")
     if kernel == "math":
         return kernel
     if rules == "cpu":
         return "cpu"
+    if kernel == "fused":
+        capability = hardware.device.compute_capability if hardware is not None else None
+        if precision == "fp32" or (capability or (8, 0)) < (8, 0):
+            return "efficient"
+        if hardware is not None and prefers_cudnn(hardware):
+            return "cudnn"
     if kernel in ("fused", "flash"):
         return "efficient" if masked else "flash"
     return kernel
@@ -81,7 +104,7 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
     if kernel != "math":
         table["scaled_dot_product_attention"] = _attention_of(kernel)
     if rules == "cuda":
-        table["rms_norm"] = _fused_rms_norm
+        table["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
     originals = {name: getattr(functional, name) for name in table}
     try:
         for name, substitute in table.items():
@@ -131,28 +154,34 @@ def _attention_of(kernel: str) -> Callable[..., "torch.Tensor"]:
     return attend
 
 
-def _fused_rms_norm(
-    input: "torch.Tensor",
-    normalized_shape: list[int],
-    weight: "torch.Tensor | None" = None,
-    eps: float | None = None,
-) -> "torch.Tensor":
+def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[..., "torch.Tensor"]:
     import torch
 
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-            ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+            rows = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+            ctx.save_for_backward(x, weight, rows)
             return torch.empty_like(x)
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             x, weight, _ = ctx.saved_tensors
             of_weight = torch.empty_like(weight) if weight is not None and weight.requires_grad else None
-            return torch.empty_like(x), of_weight
+            return gradient * x, of_weight  # reads both and writes one, as the kernel does
 
-    result: torch.Tensor = Fused.apply(input, weight)  # type: ignore[no-untyped-call]
-    return result
+    def normalised(
+        input: torch.Tensor,
+        normalized_shape: list[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        if weight is not None and weight.dtype != input.dtype:
+            return (decomposed(input, normalized_shape, None, eps) * weight).type_as(input)
+        result: torch.Tensor = Fused.apply(input, weight)  # type: ignore[no-untyped-call]
+        return result
+
+    return normalised
 
 
 def int8_rows(x: "torch.Tensor", rules: DeviceRules) -> "torch.Tensor":
@@ -203,9 +232,9 @@ def workspace_bytes(operation: str, query_shape: tuple[int, ...]) -> int:
         operation: name of the aten operation.
         query_shape: (batch, heads, tokens, head dimension) of an attention's query.
     """
-    if operation != "_scaled_dot_product_flash_attention_backward":
+    if operation not in ACCUMULATES:
         return 0
     batch, heads, tokens, dimension = query_shape
     rows = -(-tokens // 128) * 128
     columns = -(-dimension // 32) * 32
-    return batch * heads * rows * (columns + 1) * 4  # dq_accum and the row sums of dO * O, both fp32
+    return batch * heads * rows * (columns + 1) * 4  # dq and the row sums of dO * O, both fp32

@@ -89,7 +89,7 @@ class Predictor:
     def _usual(self) -> tuple[str, str, str]:
         """Precision, attention and its kernel that any machine of this kind has."""
         precision = str(Precision().choices(self._setting).admitted[0])
-        return precision, "native", kernel_for("native", self.rules, False)
+        return precision, "native", kernel_for("native", self.rules, False, self.hardware, precision)
 
     @cached_property
     def caching(self) -> tuple[CachingSettings, Reason]:
@@ -195,13 +195,18 @@ class Predictor:
     def _traced_table(self, candidate: Candidate, size: int, mode: str) -> PassTable:
         traced = sum(self.model.traced_counts)
         checkpointed = {"none": 0, "some": traced - 1, "all": traced}[mode]
-        kernel = kernel_for(candidate.attention, self.rules, self.model.masked(size))
+        kernel = self.kernel_of(candidate, size)
         trace = self.model.traced(candidate.precision, candidate.quantization, kernel, size, checkpointed)
         return table_of(trace, self.rates_of(candidate), self.workload.rank)
 
+    def kernel_of(self, candidate: Candidate, size: int) -> str:
+        """The kernel of the candidate's attention at micro-batch `size`."""
+        masked = self.model.masked(size)
+        return kernel_for(candidate.attention, self.rules, masked, self.hardware, candidate.precision)
+
     def rates_of(self, candidate: Candidate) -> Rates:
         """What the machine does per second with the candidate's precision and attention."""
-        kernel = kernel_for(candidate.attention, self.rules, self.model.masked(candidate.micro_batch_size))
+        kernel = self.kernel_of(candidate, candidate.micro_batch_size)
         key = (candidate.precision, candidate.attention, kernel)
         if key not in self._rates:
             self._rates[key] = Rates(self.hardware, *key)
@@ -234,7 +239,7 @@ class Predictor:
 
     def _waste_at(self, candidate: Candidate, composed: ComposedPass) -> float:
         size = 1 if candidate.micro_batch_size == 1 else AFFINE_FROM[0]
-        kernel = kernel_for(candidate.attention, self.rules, self.model.masked(size))
+        kernel = self.kernel_of(candidate, size)
         k = 0 if candidate.checkpointed_blocks == 0 else sum(self.model.traced_counts) - 1
         traced = (candidate.precision, candidate.quantization, kernel, size, k)
         key = (candidate.allocator, *traced)

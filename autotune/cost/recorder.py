@@ -86,13 +86,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a quantised weight: let it say which plain operations it is made of
-        inputs = [item for item in args if isinstance(item, torch.Tensor)]
+        inputs = _tensors(args)
         self.found_bytes += self.seed(inputs)
         out = called(func, args, kwargs or {})
         segment = self.segments[-1]
-        outputs = [
-            item for item in (out if isinstance(out, tuple | list) else (out,)) if isinstance(item, torch.Tensor)
-        ]
+        outputs = _tensors((out,))
         fresh = sum(self._watch(tensor, segment) for tensor in outputs)
         name = func._schema.name[6:]
         if self.counts_host and (scratch := conversion_bytes(func, inputs)):
@@ -148,6 +146,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.segments[-1].events.append((number, -rounded))
 
         return free
+
+
+def _tensors(items: Iterable[Any]) -> "list[Tensor]":
+    """Tensors among `items` and within lists and tuples of them, as `cat` and `stack` take."""
+    found: list[torch.Tensor] = []
+    for item in items:
+        found += [
+            part for part in (item if isinstance(item, tuple | list) else (item,)) if isinstance(part, torch.Tensor)
+        ]
+    return found
 
 
 def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:

@@ -23,7 +23,12 @@ from autotune.schema import Datasheet, HardwareProfile
 REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
 ATTENTION_EFFICIENCY = {"flash": 0.69, "efficient": 0.38, "cudnn": 0.56, "cpu": 0.6}
-ATTENTION_EFFICIENCY_HOPPER = {"flash": 0.45, "efficient": 0.25, "cudnn": 0.75}
+ATTENTION_EFFICIENCY_OF = {
+    9: {"flash": 0.45, "efficient": 0.25, "cudnn": 0.75},
+    10: {"flash": 0.2, "efficient": 0.11, "cudnn": 0.56},
+}
+"""By the major compute capability of data-centre cards. Flash and efficient are kernels for Ampere there: on B200 they
+are taken to do in a second what they do on H100, for want of a published figure."""
 BANDWIDTH_EFFICIENCY = 0.7
 STEP_OVER_KERNELS = 1.4
 """Published steps of Qwen-Image and Kandinsky video LoRAs (SimpleTuner; bf16, all blocks checkpointed) on H100 and L40S
@@ -65,7 +70,7 @@ class Rates:
         self.host_to_device = pinned or BANDWIDTH_EFFICIENCY * (bus or UNKNOWN_BUS_BANDWIDTH)
         self.launch_seconds = hardware.rate("operation.launch") or LAUNCH_SECONDS[hardware.device.kind]
         self.products = measured_products(hardware, precision)
-        self.attentions = _measured_attention(hardware, precision, attention)
+        self.attentions = _measured_attention(hardware, precision, attention, kernel)
         self.measured = bool(self.products) and copy is not None
 
     def seconds(self, work: Work) -> float:
@@ -89,8 +94,8 @@ class Rates:
             return _between(self.attentions, tokens)
         if self.products:
             return 0.5 * self.matmul_rate((tokens, 128, tokens))
-        hopper = (self.hardware.device.compute_capability or (0, 0))[0] == 9
-        table = ATTENTION_EFFICIENCY_HOPPER if hopper else ATTENTION_EFFICIENCY
+        major = (self.hardware.device.compute_capability or (0, 0))[0]
+        table = ATTENTION_EFFICIENCY_OF.get(major, ATTENTION_EFFICIENCY)
         return self.reached * table.get(self.kernel, 0.3)
 
     def _filled(self, shape: tuple[int, ...]) -> float:
@@ -125,19 +130,29 @@ def _interpolated(products: tuple[MeasuredProduct, ...], shape: tuple[int, ...])
 
 
 def measured_products(hardware: HardwareProfile, precision: str) -> list[MeasuredProduct]:
-    """The matmuls that the profile has measured in this dtype."""
-    prefix = f"matmul.{precision}."
-    found = []
-    for rate in hardware.rates:
-        if rate.name.startswith(prefix):
-            m, k, n = (int(size) for size in rate.name.removeprefix(prefix).split("x"))
-            found.append(MeasuredProduct((m, k, n), rate.value))
-    return found
+    """The matmuls that the profile has measured in this dtype; for fp32 on CUDA in TF32, as training computes them."""
+    names = ["tf32", "fp32"] if precision == "fp32" and hardware.device.kind == "cuda" else [precision]
+    for name in names:
+        prefix = f"matmul.{name}."
+        found = [
+            MeasuredProduct((int(m), int(k), int(n)), rate.value)
+            for rate in hardware.rates
+            if rate.name.startswith(prefix)
+            for m, k, n in (rate.name.removeprefix(prefix).split("x"),)
+        ]
+        if found:
+            return found
+    return []
 
 
-def _measured_attention(hardware: HardwareProfile, precision: str, backend: str) -> tuple[tuple[int, float], ...]:
-    """(tokens, FLOP/s) of the backend, or of `native` where only that was measured."""
-    for name in (backend, "native"):
+def _measured_attention(
+    hardware: HardwareProfile, precision: str, backend: str, kernel: str
+) -> tuple[tuple[int, float], ...]:
+    """(tokens, FLOP/s) of the backend, or of `native` where only that was measured.
+
+    The probe measures without a mask: `native` with one may run the efficient kernel instead, measured by itself.
+    """
+    for name in ("_native_efficient" if backend == "native" and kernel == "efficient" else backend, "native"):
         prefix = f"attention.{name}.{precision}."
         points = [(int(r.name.removeprefix(prefix)), r.value) for r in hardware.rates if r.name.startswith(prefix)]
         if points:
@@ -161,7 +176,7 @@ def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple
     seconds = dict.fromkeys(CLASSES, 0.0)
     for item, count in work.items():
         kind, shape = item[0].partition(".")[0], item[1]
-        if kind == "matmul" and min(shape) <= rank:
+        if kind == "matmul" and rank in shape:
             kind = "adapter"
         seconds[kind] += count * rates.seconds(item)
     return (*seconds.values(), float(sum(work.values())))

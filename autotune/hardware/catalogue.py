@@ -24,6 +24,7 @@ ASSUMED_VERSIONS = {
     "bitsandbytes": "0.48.0",
     "cuda_runtime": "13.0",
     "cuda_driver": "13.0",
+    "cudnn": "9.20.0",
     "driver": "580",
     "triton": "3.5",
 }

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
+from autotune.hardware.gates import older
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Candidate, Choice, Rejected
+from autotune.schema import Candidate, Choice, HardwareProfile, Rejected
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,6 +15,10 @@ BACKENDS = ("native", "_native_flash", "_native_math", "_native_efficient", "_na
 
 CUDNN_WINS = (9, 10)
 """Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on Hopper)."""
+
+CUDNN_PREFERRED = "9.15.1"
+"""On those, torch's dispatcher asks this and newer versions of cuDNN first, with and without a mask
+(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch 2.11 to 2.14)."""
 
 REFUSES_MASKS = frozenset({"_native_flash", "flash"})
 """These raise on any mask, even one that is all True."""
@@ -54,6 +59,12 @@ class Attention(Knob):
         transformer.set_attention_backend(choice)  # type: ignore[operator]
 
 
+def prefers_cudnn(hardware: HardwareProfile) -> bool:
+    """Whether `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set."""
+    major = (hardware.device.compute_capability or (0, 0))[0]
+    return major in CUDNN_WINS and not older(hardware.versions.cudnn, CUDNN_PREFERRED)
+
+
 def _pointless(name: str, setting: Setting) -> str | None:
     """Why a backend that works on this GPU is not worth a trial; None when it is. On a CPU all are tried."""
     device = setting.hardware.device
@@ -61,7 +72,7 @@ def _pointless(name: str, setting: Setting) -> str | None:
         return None
     if name == "_native_math":
         return "it writes out all pairs of tokens: slower and larger than any fused kernel on a GPU"
-    if name in ("_native_flash", "_native_efficient"):
+    if name in ("_native_flash", "_native_efficient") or (name == "_native_cudnn" and prefers_cudnn(setting.hardware)):
         return "native takes this kernel by itself wherever it is the best that torch has"
     if name == "_native_cudnn" and (device.compute_capability or (0, 0))[0] not in CUDNN_WINS:
         return "cuDNN's kernel wins on Hopper and data-centre Blackwell, and loses elsewhere"

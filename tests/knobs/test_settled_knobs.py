@@ -7,8 +7,9 @@ import torch
 
 from autotune.cost.kernels import ATTENTION_KERNELS
 from autotune.families.registry import family_named
+from autotune.hardware.catalogue import catalogue, profile_of_gpu
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import BACKENDS, Attention
 from autotune.knobs.base import Setting
 from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
@@ -124,3 +125,12 @@ def test_8_bit_moments_are_refused_with_the_reason():
 
 def test_the_cost_model_knows_the_kernel_of_every_attention_backend():
     assert set(ATTENTION_KERNELS) == set(BACKENDS)
+
+
+@pytest.mark.parametrize(("card", "cudnn", "tried"), [("h100-sxm", "9.20.0", False), ("h100-sxm", "9.10.2", True)])
+def test_cudnn_is_no_choice_of_its_own_where_native_takes_it(card, cudnn, tried):
+    one = profile_of_gpu(next(gpu for gpu in catalogue() if gpu.id == f"nvidia-{card}"))
+    one = one.model_copy(update={"versions": one.versions.model_copy(update={"cudnn": cudnn})})
+    choices = Attention().choices(Setting(one, family_named("qwen-image"), workload()))
+    assert ("_native_cudnn" in choices.admitted) == tried
+    assert "native" in choices.admitted

@@ -83,7 +83,7 @@ class PlainLoop:
 def model_flops(predictor: Predictor, chosen: Candidate) -> float:
     """Of one image, forward and backward, nothing counted twice for recomputation; from the traced graph."""
     model = predictor.model
-    kernel = kernel_for(chosen.attention, predictor.rules, False)
+    kernel = kernel_for(chosen.attention, predictor.rules, False, predictor.hardware, chosen.precision)
     trace = model.traced(chosen.precision, "none", kernel, 1, 0)
     index = stretched_index(model.counts, model.traced_counts)
     once = [segment for segment in vars(trace).values() if hasattr(segment, "work")]

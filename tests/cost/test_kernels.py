@@ -1,0 +1,133 @@
+"""What the one table of a device's kernels says: which attention runs, and what it takes."""
+
+import pytest
+import torch
+from tiny_models import TINY, gpu, workload_of
+
+from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
+from autotune.cost.predict import Predictor
+from autotune.cost.recorder import SCRATCH, Recorder
+from autotune.cost.timing import Rates, seconds_by_class
+from autotune.families.registry import FAMILIES
+from autotune.schema import Rate
+
+
+def with_cudnn(card: str, version: str | None):
+    one = gpu(card)
+    return one.model_copy(update={"versions": one.versions.model_copy(update={"cudnn": version})})
+
+
+@pytest.mark.parametrize(
+    ("card", "cudnn", "precision", "masked", "kernel"),
+    [
+        ("nvidia-h100-sxm", "9.20.0", "bf16", False, "cudnn"),
+        ("nvidia-h100-sxm", "9.20.0", "bf16", True, "cudnn"),
+        ("nvidia-b200", "9.15.1", "bf16", True, "cudnn"),
+        ("nvidia-h100-sxm", "9.15.0", "bf16", True, "efficient"),
+        ("nvidia-h100-sxm", None, "bf16", False, "flash"),
+        ("nvidia-h100-sxm", "9.20.0", "fp32", False, "efficient"),
+        ("nvidia-rtx-4090", "9.20.0", "bf16", False, "flash"),
+        ("nvidia-rtx-4090", "9.20.0", "bf16", True, "efficient"),
+        ("nvidia-rtx-5090", "9.20.0", "bf16", False, "flash"),
+    ],
+)
+def test_native_attention_is_the_kernel_that_torch_prefers_on_the_card(card, cudnn, precision, masked, kernel):
+    assert kernel_for("native", "cuda", masked, with_cudnn(card, cudnn), precision) == kernel
+
+
+def test_a_card_before_ampere_has_no_flash_attention():
+    one = gpu("nvidia-rtx-3090")
+    turing = one.model_copy(update={"device": one.device.model_copy(update={"compute_capability": (7, 5)})})
+    assert kernel_for("native", "cuda", False, turing, "bf16") == "efficient"
+
+
+def test_kernels_made_for_ampere_do_not_grow_with_blackwells_peak():
+    hopper, blackwell = (Rates(gpu(f"nvidia-{card}"), "bf16", "native", "flash") for card in ("h100-sxm", "b200"))
+    assert blackwell.attention_rate(4096) == pytest.approx(hopper.attention_rate(4096), rel=0.1)
+
+
+def measured(card: str, rates: dict[str, float]):
+    known = (Rate(name=name, value=value, unit="FLOP/s", spread=0.0, num_samples=1) for name, value in rates.items())
+    return gpu(card).model_copy(update={"rates": tuple(known)})
+
+
+def test_masked_native_attention_goes_by_the_rate_of_the_kernel_that_takes_masks():
+    rates = {"attention.native.bf16.4096": 1e14, "attention._native_efficient.bf16.4096": 5e13}
+    one = measured("nvidia-rtx-4090", rates)
+    assert Rates(one, "bf16", "native", "flash").attention_rate(4096) == 1e14
+    assert Rates(one, "bf16", "native", "efficient").attention_rate(4096) == 5e13
+    assert Rates(one, "bf16", "xformers", "efficient").attention_rate(4096) == 1e14  # not measured
+    assert Rates(one, "bf16", "native", "cudnn").attention_rate(4096) == 1e14  # native's own, with and without a mask
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_every_fused_backward_pass_sums_the_querys_gradient_in_fp32(kind):
+    scratch = workspace_bytes(f"_scaled_dot_product_{kind}_attention_backward", (2, 24, 4352, 128))
+    assert scratch == 2 * 24 * 4352 * (128 + 1) * 4
+    assert workspace_bytes(f"_scaled_dot_product_{kind}_attention", (2, 24, 4352, 128)) == 0
+
+
+@pytest.mark.parametrize("attention", ["_native_flash", "_native_efficient", "_native_cudnn"])
+def test_the_scratch_memory_of_attention_is_in_the_trace(attention):
+    own = Predictor(gpu("nvidia-h100-sxm"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+    kernel = kernel_for(attention, "cuda", False, own.hardware)
+    events = own.model.traced("bf16", "none", kernel, 2, 0).backward[1].events
+    assert any(number == SCRATCH and size > 0 for number, size in events)
+
+
+def recorded(call):
+    """(operations, bytes moved) of `call(x)`, forward and backward, for an fp32 `x` of 4 MB on the meta device."""
+    x = torch.empty(1024, 1024, device="meta", requires_grad=True)
+    recorder = Recorder("cuda")
+    recorder.seed([x])
+    recorder.mark("all")
+    gradient = torch.empty_like(x)
+    with substitutes("flash", "cuda"), recorder:
+        torch.autograd.grad(call(x), x, gradient)
+    work = recorder.segments[0].work
+    return sum(work.values()), sum(moved * count for (_, _, _, moved), count in work.items())
+
+
+def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
+    """Kandinsky's queries and keys are normalised in fp32 by a bf16 weight: torch then takes plain operations."""
+
+    def norm(dtype):
+        weight = torch.empty(1024, device="meta", dtype=dtype)
+        return lambda x: torch.nn.functional.rms_norm(x, (1024,), weight, 1e-6)
+
+    operations, moved = recorded(norm(torch.float32))
+    assert operations == 3 and moved == pytest.approx(5 * 2**22, rel=0.01)  # forward 2 tensors, backward 3
+    operations, moved = recorded(norm(torch.bfloat16))
+    assert operations > 12 and moved > 20 * 2**22
+
+
+def test_fp32_products_on_a_gpu_go_by_tf32_where_it_was_measured():
+    rates = {"matmul.fp32.4096x3072x3072": 2e13, "matmul.tf32.4096x3072x3072": 1e14, "memory.bandwidth": 1e12}
+    ampere = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
+    assert ampere.matmul_rate((4096, 3072, 3072)) == pytest.approx(1e14)
+    del rates["matmul.tf32.4096x3072x3072"]  # Turing has none
+    turing = Rates(measured("nvidia-rtx-4090", rates), "fp32", "native", "efficient")
+    assert turing.matmul_rate((4096, 3072, 3072)) == pytest.approx(2e13)
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_what_is_joined_is_read_and_known(join):
+    recorder = Recorder("cuda")
+    recorder.mark("all")
+    kept = torch.empty(1024, device="meta")
+    with recorder:
+        join([kept, kept])
+    assert {moved for _, _, _, moved in recorder.segments[0].work} == {4 * 4096}  # reads two, writes two
+    assert recorder.found_bytes == 4096
+
+
+def test_a_frozen_layer_with_few_rows_is_no_adapter():
+    """Qwen-Image's modulation has as many rows as the micro-batch has items."""
+    rates = Rates(gpu("nvidia-rtx-4090"), "bf16", "native", "flash")
+
+    def kind(shape):
+        seconds = seconds_by_class({("matmul", shape, 1, 1): 1}, rates, 16)
+        return next(name for name, value in zip(CLASSES, seconds, strict=False) if value)
+
+    assert kind((2, 3072, 18432)) == "matmul"
+    assert {kind(shape) for shape in ((4096, 3072, 16), (4096, 16, 3072), (16, 4096, 3072))} == {"adapter"}
