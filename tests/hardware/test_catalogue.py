@@ -52,6 +52,14 @@ def test_a_card_of_the_same_name_and_another_size_is_another_card():
     assert matching("NVIDIA GeForce RTX 3060", 12 * GIB) is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "seen_gib"),
+    [("nvidia-l4", 22.04), ("nvidia-rtx-4090", 23.64), ("nvidia-rtx-3090", 23.7), ("nvidia-rtx-3080", 9.78)],
+)
+def test_a_card_holds_no_more_than_torch_reports_of_it_on_linux(name, seen_gib):
+    assert hardware_named(name).device.total_memory_bytes <= seen_gib * GIB
+
+
 def test_every_entry_gives_a_profile_that_says_what_is_assumed():
     for gpu in catalogue():
         profile = hardware_named(gpu.id)
