@@ -6,6 +6,8 @@ device runs a fused kernel, or a kernel takes scratch memory of its own, the dif
 - attention: a fused backend keeps q, k, v, out and logsumexp, never the matrix of L x L scores;
 - `rms_norm`: decomposed on CPU, one kernel on CUDA that keeps its input and one fp32 value per row, unless weight and
   input differ in dtype (aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`);
+- dropout: on CPU noise of the input's dtype, on CUDA one kernel that keeps a mask of one byte an element
+  (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`);
 - LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
   (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
@@ -105,6 +107,7 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
         table["scaled_dot_product_attention"] = _attention_of(kernel)
     if rules == "cuda":
         table["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
+        table["dropout"] = _fused_dropout
     originals = {name: getattr(functional, name) for name in table}
     try:
         for name, substitute in table.items():
@@ -182,6 +185,14 @@ def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[...
         return result
 
     return normalised
+
+
+def _fused_dropout(
+    input: "torch.Tensor", p: float = 0.5, training: bool = True, inplace: bool = False
+) -> "torch.Tensor":
+    import torch
+
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
 def int8_rows(x: "torch.Tensor", rules: DeviceRules) -> "torch.Tensor":

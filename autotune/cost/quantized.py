@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+FUSED_4_BIT_ROWS = 4
+"""Up to so many rows, every CUDA card multiplies by the 4-bit weight as it is stored, if its columns fill whole blocks
+(bitsandbytes/backends/cuda/ops.py, `_GEMM_4BIT_CUSTOM_FLOOR_M`); above, that depends on card and shape. Micro-batches
+above 4 follow the line through 2 and 4 here."""
+
 NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4
 """Code table, nested code table and offset of every layer."""
 
@@ -58,11 +63,13 @@ def _functions() -> dict[str, Any]:
     import torch
 
     class MatMul4Bit(torch.autograd.Function):
-        """Dequantises the weight for each product; keeps only the stored weight."""
+        """Dequantises the weight for each product, but for a few rows on CUDA; keeps only the stored weight."""
 
         @staticmethod
-        def forward(ctx: Any, x: "torch.Tensor", layer: "nn.Linear", shape: Any, _: DeviceRules) -> Any:
+        def forward(ctx: Any, x: "torch.Tensor", layer: "nn.Linear", shape: Any, rules: DeviceRules) -> Any:
             ctx.stored, ctx.shape = layer.weight, shape
+            if rules == "cuda" and x.numel() // shape[1] <= FUSED_4_BIT_ROWS and shape[1] % NF4_BLOCK == 0:
+                return layer.weight.new_empty((*x.shape[:-1], shape[0]), dtype=x.dtype)  # reads what is stored
             return torch.nn.functional.linear(x, _from_4_bits(layer.weight, shape, x.dtype), layer.bias)
 
         @staticmethod

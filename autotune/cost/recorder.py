@@ -150,12 +150,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _tensors(items: Iterable[Any]) -> "list[Tensor]":
     """Tensors among `items` and within lists and tuples of them, as `cat` and `stack` take."""
-    found: list[torch.Tensor] = []
-    for item in items:
-        found += [
-            part for part in (item if isinstance(item, tuple | list) else (item,)) if isinstance(part, torch.Tensor)
-        ]
-    return found
+    parts = (part for item in items for part in (item if isinstance(item, tuple | list) else (item,)))
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:

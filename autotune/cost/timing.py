@@ -32,8 +32,9 @@ are taken to do in a second what they do on H100, for want of a published figure
 BANDWIDTH_EFFICIENCY = 0.7
 STEP_OVER_KERNELS = 1.4
 """Published steps of Qwen-Image and Kandinsky video LoRAs (SimpleTuner; bf16, all blocks checkpointed) on H100 and L40S
-take 1.2 to 1.5 times the sum of their kernels at the efficiencies above, by what is assumed of their captions and
-frames; used where nothing was measured."""
+take 1.0 to 1.7 times the sum of their kernels at the efficiencies above, by what is assumed of their captions and
+frames: 1.4 is the geometric mean of these four with captions of 256 tokens and 45 frames (1.2 to 1.35 otherwise). They
+do not say which attention kernel ran; cuDNN is charged on the H100. Used where nothing was measured."""
 LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
 """Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on an EPYC core), and a
 launch."""

@@ -1,11 +1,14 @@
 """What the one table of a device's kernels says: which attention runs, and what it takes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import TINY, gpu, workload_of
 
 from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import Predictor
+from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
 from autotune.cost.recorder import SCRATCH, Recorder
 from autotune.cost.timing import Rates, seconds_by_class
 from autotune.families.registry import FAMILIES
@@ -96,9 +99,11 @@ def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
         return lambda x: torch.nn.functional.rms_norm(x, (1024,), weight, 1e-6)
 
     operations, moved = recorded(norm(torch.float32))
-    assert operations == 3 and moved == pytest.approx(5 * 2**22, rel=0.01)  # forward 2 tensors, backward 3
+    assert operations == 3
+    assert moved == pytest.approx(5 * 2**22, rel=0.01)  # forward 2 tensors, backward 3
     operations, moved = recorded(norm(torch.bfloat16))
-    assert operations > 12 and moved > 20 * 2**22
+    assert operations > 12
+    assert moved > 20 * 2**22
 
 
 def test_fp32_products_on_a_gpu_go_by_tf32_where_it_was_measured():
@@ -131,3 +136,31 @@ def test_a_frozen_layer_with_few_rows_is_no_adapter():
 
     assert kind((2, 3072, 18432)) == "matmul"
     assert {kind(shape) for shape in ((4096, 3072, 16), (4096, 16, 3072), (16, 4096, 3072))} == {"adapter"}
+
+
+def test_dropout_on_cuda_keeps_a_byte_for_each_element():
+    recorder = Recorder("cuda")
+    recorder.mark("all")
+    dropout = torch.nn.Dropout(0.1)
+    x = torch.empty(1024, 1024, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    recorder.seed([x])
+    with substitutes("flash", "cuda"), recorder:
+        out = dropout(x)
+    assert sum(recorder.segments[0].work.values()) == 1
+    assert sum(size for _, size in recorder.segments[0].events) == 3 * 2**20  # what it returns, and the mask
+    del out
+
+
+@pytest.mark.parametrize(("rows", "columns", "fused"), [(4, 128, True), (5, 128, False), (4, 96, False)])
+def test_a_few_rows_are_multiplied_by_4_bits_as_they_are_stored(rows, columns, fused):
+    family = FAMILIES["qwen-image"]
+    layer = torch.nn.Linear(columns, 256, device="meta", dtype=torch.bfloat16)
+    quantize_for_tracing(family, SimpleNamespace(transformer_blocks=[layer]), "bnb-nf4", "cuda")
+    recorder = Recorder("cuda")
+    recorder.mark("all")
+    x = torch.empty(rows, columns, device="meta", dtype=torch.bfloat16)
+    with recorder:
+        layer(x)
+    moved = sum(count * work[3] for work, count in recorder.segments[0].work.items())
+    assert (moved == nf4_bytes(256 * columns) + rows * 256 * 2) == fused
+    assert fused or moved > 2 * 256 * columns
