@@ -60,6 +60,13 @@ def test_a_card_holds_no_more_than_torch_reports_of_it_on_linux(name, seen_gib):
     assert hardware_named(name).device.total_memory_bytes <= seen_gib * GIB
 
 
+def test_weights_of_a_grace_hopper_wait_behind_nvlink():
+    for name, bytes_per_second in (("nvidia-gh200-96gb", 450e9), ("nvidia-gh200-144gb", 450e9)):
+        sheet = hardware_named(name).datasheet
+        assert sheet is not None
+        assert sheet.pcie_bytes_per_second == bytes_per_second
+
+
 def test_every_entry_gives_a_profile_that_says_what_is_assumed():
     for gpu in catalogue():
         profile = hardware_named(gpu.id)
