@@ -1,7 +1,7 @@
 """Seconds of one operation class on one machine: measured rates where the probe has them, else the datasheet's.
 
 Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt where the catalogue
-knows it, else .8 of the dense peak (H200 .8, GB10 .79, RTX PRO 6000 .91). Of that, by class, round figures from
+knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, by class, round figures from
 published measurements:
 
 - matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the SMs in whole waves;

@@ -60,6 +60,11 @@ def test_a_card_holds_no_more_than_torch_reports_of_it_on_linux(name, seen_gib):
     assert hardware_named(name).device.total_memory_bytes <= seen_gib * GIB
 
 
+def test_what_products_reach_was_measured_with_products():
+    known = [gpu for gpu in catalogue() if "bf16" in gpu.measured_tflops]
+    assert [gpu.id for gpu in known if "cuBLAS" not in gpu.source + gpu.notes] == []
+
+
 def test_weights_of_a_grace_hopper_wait_behind_nvlink():
     for name, bytes_per_second in (("nvidia-gh200-96gb", 450e9), ("nvidia-gh200-144gb", 450e9)):
         sheet = hardware_named(name).datasheet
