@@ -155,7 +155,7 @@ class Datasheet(Frozen):
     int8_ops_per_second: float | None = None
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
-    """One direction, 16 lanes, after encoding."""
+    """One direction to the host: 16 lanes after encoding, or the faster link that is there in their place (GH200)."""
     power_watts: float | None = None
     confidence: str
     source: str

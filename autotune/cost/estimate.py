@@ -5,6 +5,7 @@ from typing import Any
 
 from autotune.cost.arguments import checked_bucket, checked_candidate
 from autotune.cost.predict import Predictor
+from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.errors import InvalidInput
 from autotune.families.base import Family
 from autotune.job import num_previews
@@ -84,11 +85,8 @@ def job_time(
     encoders = predictor.model.parts.text_encoder_parameters
     disk = predictor.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
     element = 2 if candidate.precision != "fp32" else 4
-    tokens = predictor.workload.max_text_tokens
-    encoding_rate = ENCODER_SHARE * rates.matmul_rate((tokens, ENCODER_WIDTH, ENCODER_WIDTH))
-    per_caption = 2 * sum(encoders) * tokens / encoding_rate
     vae = predictor.model.vae_cost(candidate.precision)
-    per_image = per_caption + vae.encode_bytes_moved / rates.bandwidth
+    per_image = _caption_seconds(predictor, rates, sum(encoders), element) + vae.encode_bytes_moved / rates.bandwidth
     forward = predictor.forward_seconds(candidate)
     defaults = predictor.family.defaults
     preview = defaults.preview_steps * defaults.preview_calls * forward
@@ -103,3 +101,16 @@ def job_time(
         "save_seconds": CHECKPOINTS_PER_JOB * CHECKPOINT_SECONDS,
     }
     return JobTime(total_seconds=sum(parts.values()), **parts)
+
+
+def _caption_seconds(predictor: Predictor, rates: Rates, parameters: int, element_bytes: int) -> float:
+    """Encoding one caption where the caching settings have the encoders; streamed ones cross the bus for each."""
+    caching, tokens = predictor.caching[0], predictor.workload.max_text_tokens
+    flops = 2 * parameters * tokens
+    if caching.text_encoder_device == "cpu" and predictor.hardware.device.kind != "cpu":
+        return flops / host_flops_per_second(predictor.hardware.host)
+    computing = flops / (ENCODER_SHARE * rates.matmul_rate((tokens, ENCODER_WIDTH, ENCODER_WIDTH)))
+    if not caching.text_encoder_streamed:
+        return computing
+    bus = predictor.hardware.rate("host_to_device.pageable") or rates.host_to_device  # the files are mapped
+    return computing + parameters * element_bytes / bus

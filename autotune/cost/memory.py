@@ -16,6 +16,8 @@ FP32_BYTES = 4
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
 HOPPER_WORKSPACE_BYTES = 32 << 20
 """cuBLAS's default workspace (its documentation, CUBLAS_WORKSPACE_CONFIG), which PyTorch takes from its allocator."""
+WORKSPACES = 2
+"""One for each thread that multiplies: the backward pass runs on autograd's own, with a handle of its own."""
 HOST_PROCESS_BYTES = 3 << 29
 """Resident memory of Python with torch, diffusers and transformers imported, with CUDA's libraries loaded."""
 VISITING_BLOCKS = 2
@@ -83,7 +85,7 @@ def resident_of(
         encode_transient_bytes=vae.encode_transient_bytes,
         decode_transient_bytes=vae.decode_transient_bytes,
         preview_transient_bytes=model.forward_bytes(precision, quantization),
-        library_bytes=_library_bytes(hardware),
+        library_bytes=library_bytes(hardware),
         overhead_bytes=process_overhead_bytes(hardware),
         waste_share=storage.waste_share[candidate.allocator],
         host_memory_bytes=HOST_PROCESS_BYTES
@@ -106,11 +108,12 @@ def away_bytes(storage: "Storage", swapped: int) -> int:
     return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])
 
 
-def _library_bytes(hardware: HardwareProfile) -> int:
+def library_bytes(hardware: HardwareProfile) -> int:
+    """What matrix libraries take from the allocator of a process that trains."""
     if hardware.device.kind != "cuda":
         return 0
     major = (hardware.device.compute_capability or (0, 0))[0]
-    return HOPPER_WORKSPACE_BYTES if major >= 9 else WORKSPACE_BYTES
+    return WORKSPACES * (HOPPER_WORKSPACE_BYTES if major >= 9 else WORKSPACE_BYTES)
 
 
 def phases_of(resident: Resident, composed: ComposedPass, waste: float, factor: float) -> tuple[PhaseMemory, ...]:

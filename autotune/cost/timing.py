@@ -1,7 +1,7 @@
 """Seconds of one operation class on one machine: measured rates where the probe has them, else the datasheet's.
 
 Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt where the catalogue
-knows it, else .8 of the dense peak (H200 .8, GB10 .79, RTX PRO 6000 .91). Of that, by class, round figures from
+knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, by class, round figures from
 published measurements:
 
 - matmul .81, hot and between other kernels, times how fully the output's 128 x 128 tiles fill the SMs in whole waves;
@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from autotune.cost.kernels import CLASSES, Work
-from autotune.schema import Datasheet, HardwareProfile
+from autotune.schema import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
@@ -61,8 +61,7 @@ class Rates:
         self.precision = precision
         self.kernel = kernel
         sheet = hardware.datasheet
-        per_core = UNKNOWN_FLOPS_PER_CORE * (hardware.host.physical_cores or hardware.host.logical_cores)
-        self.reached = _reached(sheet, precision) or per_core
+        self.reached = _reached(sheet, precision) or host_flops_per_second(hardware.host)
         copy = hardware.rate("memory.bandwidth")
         listed = sheet.memory_bytes_per_second if sheet is not None else None
         self.bandwidth = BANDWIDTH_EFFICIENCY * (copy or listed or UNKNOWN_BANDWIDTH)
@@ -105,6 +104,11 @@ class Rates:
             return 1.0
         tiles = math.ceil(shape[0] / TILE) * math.ceil(shape[2] / TILE)
         return tiles / (math.ceil(tiles / units) * units)
+
+
+def host_flops_per_second(host: Host) -> float:
+    """FLOP/s of all cores of a CPU that nobody measured."""
+    return UNKNOWN_FLOPS_PER_CORE * (host.physical_cores or host.logical_cores)
 
 
 def _reached(sheet: Datasheet | None, precision: str) -> float | None:

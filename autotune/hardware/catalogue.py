@@ -55,6 +55,8 @@ class CatalogueGpu(Frozen):
     l2_mib: float | None = None
     power_watts: float
     pcie_generation: int | None = None
+    host_gb_per_second: float | None = None
+    """One direction to the host's memory, where something faster than PCIe leads there (NVLink-C2C)."""
     dense_tflops: dict[str, float]
     measured_tflops: dict[str, float] = Field(default_factory=dict)
     """Products measured by others with cuBLASLt."""
@@ -82,7 +84,8 @@ class CatalogueGpu(Frozen):
     def datasheet(self) -> Datasheet:
         """The figures that profiles carry."""
         peaks = {name: value * 1e12 for name, value in self.dense_tflops.items()}
-        lanes = PCIE_BYTES_PER_LANE.get(self.pcie_generation or 0)
+        lane = PCIE_BYTES_PER_LANE.get(self.pcie_generation or 0)
+        link = None if self.host_gb_per_second is None else self.host_gb_per_second * 1e9
         return Datasheet(
             id=self.id,
             bf16_flops_per_second=peaks.get("bf16"),
@@ -92,7 +95,7 @@ class CatalogueGpu(Frozen):
             fp8_flops_per_second=peaks.get("fp8"),
             int8_ops_per_second=peaks.get("int8"),
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,
-            pcie_bytes_per_second=None if lanes is None else 16 * lanes,
+            pcie_bytes_per_second=link or (None if lane is None else 16 * lane),
             power_watts=self.power_watts,
             confidence=self.confidence,
             source=self.source,

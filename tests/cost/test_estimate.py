@@ -5,7 +5,8 @@ import json
 import pytest
 from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.estimate import estimate
+from autotune.cost.estimate import estimate, job_time
+from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.prediction import Estimate
@@ -55,3 +56,21 @@ def test_a_negative_price_is_refused(answer):
             config=TINY["kandinsky5-video-lite"],
             price_per_hour=-1.0,
         )
+
+
+def test_captions_take_longer_where_the_encoders_do_not_stay_on_the_device():
+    """Streaming copies all of an encoder for each caption; 16 assumed cores are slower still."""
+    family = FAMILIES["qwen-image"]
+    parameters = sum(family.parts.text_encoder_parameters)
+
+    def seconds(**pins: str) -> float:
+        card, work = gpu("nvidia-h100-sxm"), workload_of("qwen-image")
+        own = Predictor(card, work, family, TINY["qwen-image"], parts=family.parts, caching_pins=pins)
+        prediction = own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0))
+        images = sum(bucket.num_items for bucket in work.buckets)
+        return job_time(own, prediction, num_steps=1, num_images=images, num_previews=0).cache_seconds / images
+
+    stays = seconds(text_encoder_device="training")
+    assert seconds(text_encoder_streamed="true") - stays > 2 * parameters / 64e9  # PCIe 5.0 with 16 lanes
+    tokens = workload_of("qwen-image").max_text_tokens
+    assert seconds(text_encoder_device="cpu") - stays > 0.9 * 2 * parameters * tokens / 8e11

@@ -7,6 +7,7 @@ import torch
 from diffusers.models.attention_dispatch import attention_backend
 from tiny_models import TINY, cpu, gpu, workload_of
 
+from autotune.cost.memory import library_bytes
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
@@ -272,3 +273,8 @@ def test_images_are_encoded_after_the_text_encoders_have_left_unless_they_are_ke
     assert allocated == max(encoder, vae.encode_transient_bytes) + vae.weight_bytes
     allocated, encoder, vae = cached(residency="keep")
     assert allocated == encoder + vae.encode_transient_bytes + vae.weight_bytes
+
+
+@pytest.mark.parametrize(("name", "each_mib"), [("nvidia-h100-sxm", 32), ("nvidia-rtx-4090", 8.125)])
+def test_the_backward_passs_thread_has_a_workspace_of_its_own(name, each_mib):
+    assert library_bytes(gpu(name)) == 2 * each_mib * 2**20

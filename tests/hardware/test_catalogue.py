@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def test_every_name_finds_its_own_entry_alone():
-    assert len(catalogue()) == 24
+    assert len(catalogue()) == 26
     for gpu in catalogue():
         assert matching(gpu.name, gpu.memory_bytes) is gpu
         others = [other for other in catalogue() if other is not gpu and other.name != gpu.name]
@@ -58,6 +58,33 @@ def test_a_card_of_the_same_name_and_another_size_is_another_card():
 )
 def test_a_card_holds_no_more_than_torch_reports_of_it_on_linux(name, seen_gib):
     assert hardware_named(name).device.total_memory_bytes <= seen_gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "id_", "gb_per_second"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "nvidia-a100-80gb", 2039),
+        ("NVIDIA A100 80GB PCIe", "nvidia-a100-pcie-80gb", 1935),
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-40gb", 1555),
+        ("NVIDIA A100-PCIE-40GB", "nvidia-a100-pcie-40gb", 1555),
+    ],
+)
+def test_pcie_cards_are_not_taken_for_their_sxm_siblings(name, id_, gb_per_second):
+    gpu = matching(name, None)
+    assert gpu is not None
+    assert (gpu.id, gpu.memory_gb_per_second) == (id_, gb_per_second)
+
+
+def test_what_products_reach_was_measured_with_products():
+    known = [gpu for gpu in catalogue() if "bf16" in gpu.measured_tflops]
+    assert [gpu.id for gpu in known if "cuBLAS" not in gpu.source + gpu.notes] == []
+
+
+def test_weights_of_a_grace_hopper_wait_behind_nvlink():
+    for name, bytes_per_second in (("nvidia-gh200-96gb", 450e9), ("nvidia-gh200-144gb", 450e9)):
+        sheet = hardware_named(name).datasheet
+        assert sheet is not None
+        assert sheet.pcie_bytes_per_second == bytes_per_second
 
 
 def test_every_entry_gives_a_profile_that_says_what_is_assumed():
