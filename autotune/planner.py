@@ -15,7 +15,13 @@ from autotune.hardware.memory import shares_host_memory
 from autotune.plan_file import seal
 from autotune.planning.alternatives import larger_batch_advice
 from autotune.planning.case import Case, case_of
-from autotune.planning.confirming import LEAST_SECONDS, SHARE_OF_SEARCH, confirmed_winner, unverified_rung
+from autotune.planning.confirming import (
+    LEAST_SECONDS,
+    SHARE_OF_SEARCH,
+    confirmed_winner,
+    rehearsed_in_part,
+    unverified_rung,
+)
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.question import Question
 from autotune.planning.resuming import kept_study
@@ -188,6 +194,9 @@ def _plan(
         trials=trials,
         pins=case.question.pins,
         exclusions=case.question.exclusions,
-        advice=larger_batch_advice(case.cost, best.candidate, best.step_seconds, case.budget_bytes),
+        advice=(
+            *rehearsed_in_part(trials, best.candidate),
+            *larger_batch_advice(case.cost, best.candidate, best.step_seconds, case.budget_bytes),
+        ),
     )
     return seal(case.job, frozen)

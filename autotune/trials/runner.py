@@ -119,7 +119,7 @@ class ProcessTrialRunner:
     def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
         """Run a candidate that has won through every phase of a run, and until its steps are steady.
 
-        Where that takes longer than a trial may, what is known after training stands, and the message says so.
+        Where another phase fails or takes too long, what training showed stands, and the message says so.
 
         Raises:
             AutotuneError: another search has the device and does not end.
@@ -135,7 +135,7 @@ class ProcessTrialRunner:
             most_seconds=most_seconds,
         )
         answer = self.ask(request)
-        if isinstance(answer, Failure) and answer.outcome == "timeout" and answer.so_far is not None:
+        if isinstance(answer, Failure) and answer.so_far is not None:
             known = ", ".join(phase.name for phase in answer.so_far.phases)
             answer = answer.so_far.changed(message=f"confirmed as far as {known}: {answer.message}")
         return self.judged(candidate, answer).changed(confirms=True)
