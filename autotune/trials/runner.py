@@ -106,11 +106,22 @@ class ProcessTrialRunner:
         )
 
     def run(self, candidate: Candidate) -> TrialResult:
-        """Run the candidate in a child that has, or loads, what it needs.
+        """Run the candidate in a child that has, or loads, what it needs; the result says what that cost.
 
         Raises:
             AutotuneError: another search has the device and does not end.
         """
+        return self._with_cost(lambda: self._run(candidate))
+
+    def _with_cost(self, work: Callable[[], TrialResult]) -> TrialResult:
+        """What `work` gives, and how long it took; waiting for a turn on the device is nobody's cost."""
+        if self.lock:
+            self.lock.take()
+        started = time.monotonic()
+        result = work()
+        return result.changed(wall_seconds=round(time.monotonic() - started, 3))
+
+    def _run(self, candidate: Candidate) -> TrialResult:
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
         limit = hopeless_seconds(best)
         request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
@@ -124,6 +135,9 @@ class ProcessTrialRunner:
         Raises:
             AutotuneError: another search has the device and does not end.
         """
+        return self._with_cost(lambda: self._confirm(candidate, caching, most_seconds))
+
+    def _confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
         self.close_child()  # phases are measured from an empty device on
         request = RehearsalRequest(
             self.model,
