@@ -7,7 +7,6 @@ Where the machine is not at hand (a GPU of the catalogue), predictions take the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import optuna
 
@@ -15,7 +14,13 @@ from autotune.hardware.memory import shares_host_memory
 from autotune.plan_file import seal
 from autotune.planning.alternatives import larger_batch_advice
 from autotune.planning.case import Case, case_of
-from autotune.planning.confirming import LEAST_SECONDS, SHARE_OF_SEARCH, confirmed_winner, unverified_rung
+from autotune.planning.confirming import (
+    LEAST_SECONDS,
+    SHARE_OF_SEARCH,
+    confirmed_winner,
+    rehearsed_in_part,
+    unverified_rung,
+)
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.question import Question
 from autotune.planning.resuming import kept_study
@@ -24,7 +29,7 @@ from autotune.prediction import Prediction
 from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
-from autotune.search.study import freeze, frozen_plan, once, run_search, search_cost_seconds, timed
+from autotune.search.study import freeze, frozen_plan, once, run_search, search_cost_seconds
 from autotune.search.winner import (
     fallbacks_of,
     measured_scores,
@@ -132,7 +137,7 @@ def _search(
                 events.on_trial(trial)
         over = around.tried is not None or advice.kept(trials)
         rung = None if over else unverified_rung(trials, case)
-        result = once(study, "rung", rung, partial(timed, tell_and_run)) if rung is not None else None
+        result = once(study, "rung", rung, tell_and_run) if rung is not None else None
         if result is not None:
             trials = (*trials, result)
             events.on_trial(result)
@@ -188,6 +193,9 @@ def _plan(
         trials=trials,
         pins=case.question.pins,
         exclusions=case.question.exclusions,
-        advice=larger_batch_advice(case.cost, best.candidate, best.step_seconds, case.budget_bytes),
+        advice=(
+            *rehearsed_in_part(trials, best.candidate),
+            *larger_batch_advice(case.cost, best.candidate, best.step_seconds, case.budget_bytes),
+        ),
     )
     return seal(case.job, frozen)

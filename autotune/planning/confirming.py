@@ -40,6 +40,12 @@ def confirmed_winner(trials: Trials, case: Case, rehearse: Callable[[Candidate],
     return trials
 
 
+def rehearsed_in_part(trials: Trials, best: Candidate) -> tuple[str, ...]:
+    """What a plan has to say where a phase of its settings' run could not be rehearsed."""
+    longer = [trial for trial in trials if trial.confirms and trial.outcome == "ok" and trial.candidate == best]
+    return tuple(f"not all of a run could be rehearsed: {trial.message}" for trial in longer[-1:] if trial.message)
+
+
 def unverified_rung(trials: Trials, case: Case) -> Candidate | None:
     """What to fall back on, where nothing smaller than the winner ran: the fastest that is predicted to be smaller."""
     scores = measured_scores(trials)

@@ -98,8 +98,7 @@ def replayed(recording: Recording) -> Surroundings:
                 f"the recording has no trial of {candidate.label()}, which this search asks for",
                 hint="ask the question that was recorded with the same version, or record again: --record FILE",
             )
-        trial = results[candidate]
-        return trial.changed(wall_seconds=trial.wall_seconds or 0.0)
+        return results[candidate]
 
     @contextmanager
     def trials(model: str, cost: Predictor) -> Iterator[Run]:

@@ -29,7 +29,7 @@ from autotune.schema import (
     TrainingPlan,
     TrialResult,
 )
-from autotune.search.study import Run, search_cost_seconds, timed
+from autotune.search.study import Run, search_cost_seconds
 from autotune.search.winner import measured_scores, winner_of
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
@@ -117,7 +117,7 @@ def _until_one_runs(
 ) -> tuple[TrialResult, ...]:
     trials: list[TrialResult] = []
     for candidate in candidates:
-        trials.append(timed(run, candidate))
+        trials.append(run(candidate))
         on_trial(trials[-1])
         if trials[-1].outcome == "ok":
             return tuple(trials)

@@ -9,7 +9,7 @@ from autotune.cost.predict import Predictor
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
 from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
-from autotune.search.study import Run, timed
+from autotune.search.study import Run
 from autotune.sharing.query import Survey, survey
 from autotune.trials.parity import proven
 from autotune.trials.runner import ProcessTrialRunner
@@ -25,7 +25,7 @@ def child_processes(model: str, cost: Predictor) -> Iterator[Run]:
 def rehearsal(model: str, cost: Predictor, candidate: Candidate, most_seconds: float) -> TrialResult | None:
     """A longer trial of `candidate` in a child process of this machine, through every phase of a run."""
     with ProcessTrialRunner.on(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
-        return timed(lambda winner: runner.confirm(winner, cost.caching[0], most_seconds), candidate)
+        return runner.confirm(candidate, cost.caching[0], most_seconds)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from autotune.search.sampler import (
 )
 
 Run = Callable[[Candidate], TrialResult]
-"""Tries a candidate for a few steps."""
+"""Tries a candidate for a few steps, and says what that cost."""
 
 PLAN = "plan"
 """Trial attribute: a plan that a worker proposes; the one with the lowest number is the search's."""
@@ -121,7 +121,7 @@ def _tried(trial: Trial, search: ResidualSearch, run: Run, on_trial: Callable[[T
     candidate = Candidate.model_validate(values)
     trial.set_user_attr(CANDIDATE, candidate.model_dump_json())
     try:
-        result = timed(run, candidate)
+        result = run(candidate)
     except BaseException:  # interrupted, or the device is not to be had: the candidate did nothing
         trial.set_user_attr(STOPPED, True)
         raise
@@ -146,15 +146,6 @@ def _is_over(search: ResidualSearch, limits: Limits, predicted_seconds: float, s
     if count < least or math.isinf(best):
         return not search.outlooks(results, standing.taken)
     return search.nothing_to_gain(results, standing.taken)
-
-
-def timed(run: Run, candidate: Candidate) -> TrialResult:
-    """The candidate's trial, with what it cost."""
-    started = time.monotonic()
-    result = run(candidate)
-    if result.wall_seconds is not None:
-        return result  # recorded
-    return result.changed(wall_seconds=round(time.monotonic() - started, 3))
 
 
 def frozen_plan(study: optuna.Study) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from autotune.schema import TrialResult
 from autotune.training.data.cache import Cache
 from autotune.training.data.pixels import open_pixels
 from autotune.training.encoders import Encoders
+from autotune.training.memory import give_back_memory
 from autotune.training.monitor import PhaseWatch
 from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.save import ADAPTER_FILE, save_trained
+from autotune.trials.outcomes import one_line
 from autotune.trials.requests import RehearsalRequest
 from autotune.trials.steps import Steps, load
 
@@ -27,10 +30,12 @@ WORDS_PER_TOKEN = 0.5
 
 
 def rehearse(request: RehearsalRequest, tell: Callable[[Any], None]) -> TrialResult:
-    """The result; what is known after each phase is told."""
+    """The result; what is known after each phase is told. Caching that fails says nothing about the candidate: the rest
+    goes on, and the message names it."""
     device, model = torch.device(request.device), resolve_model(request.model)
     watch = PhaseWatch(device)
     result: TrialResult | None = None
+    left_out = ""
 
     @contextlib.contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -45,14 +50,22 @@ def rehearse(request: RehearsalRequest, tell: Callable[[Any], None]) -> TrialRes
 
     def so_far(result: TrialResult) -> TrialResult:
         phases, host_bytes = tuple(watch.peaks.values()), watch.peaks["training"].host_bytes
-        return result.changed(confirms=True, phases=phases, host_memory_bytes=host_bytes)
+        message = result.message or left_out
+        return result.changed(confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message)
 
     with tempfile.TemporaryDirectory(prefix="autotune-rehearsal-") as name:
         folder, sampler = Path(name), None
         preview = _preview(request, model, folder)
         if model.folder is not None:
-            with phase("caching"):
-                sampler = _cache(request, model, device, preview, folder / "cache")
+            try:
+                with phase("caching"):
+                    sampler = _cache(request, model, device, preview, folder / "cache")
+            except Exception as error:
+                traceback.print_exc()
+                left_out = f"{type(error).__name__}: {one_line(error)}"
+            if left_out:  # no longer in the handler: the error held what had been loaded
+                del watch.peaks["caching"]
+                give_back_memory()
         with phase("loading"):
             loaded = load(request)
             if sampler:

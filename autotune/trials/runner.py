@@ -105,11 +105,22 @@ class ProcessTrialRunner:
         )
 
     def run(self, candidate: Candidate) -> TrialResult:
-        """Run the candidate in a child that has, or loads, what it needs.
+        """Run the candidate in a child that has, or loads, what it needs; the result says what that cost.
 
         Raises:
             AutotuneError: another search has the device and does not end.
         """
+        return self._with_cost(lambda: self._run(candidate))
+
+    def _with_cost(self, work: Callable[[], TrialResult]) -> TrialResult:
+        """What `work` gives, and how long it took; waiting for a turn on the device is nobody's cost."""
+        if self.lock:
+            self.lock.take()
+        started = time.monotonic()
+        result = work()
+        return result.changed(wall_seconds=round(time.monotonic() - started, 3))
+
+    def _run(self, candidate: Candidate) -> TrialResult:
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
         limit = hopeless_seconds(best)
         request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
@@ -118,11 +129,14 @@ class ProcessTrialRunner:
     def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
         """Run a candidate that has won through every phase of a run, and until its steps are steady.
 
-        Where that takes longer than a trial may, what is known after training stands, and the message says so.
+        Where another phase fails or takes too long, what training showed stands, and the message says so.
 
         Raises:
             AutotuneError: another search has the device and does not end.
         """
+        return self._with_cost(lambda: self._confirm(candidate, caching, most_seconds))
+
+    def _confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
         self.close_child()  # phases are measured from an empty device on
         request = RehearsalRequest(
             self.model,
@@ -134,7 +148,7 @@ class ProcessTrialRunner:
             most_seconds=most_seconds,
         )
         answer = self.ask(request)
-        if isinstance(answer, Failure) and answer.outcome == "timeout" and answer.so_far is not None:
+        if isinstance(answer, Failure) and answer.so_far is not None:
             known = ", ".join(phase.name for phase in answer.so_far.phases)
             answer = answer.so_far.changed(message=f"confirmed as far as {known}: {answer.message}")
         return self.judged(candidate, answer).changed(confirms=True)

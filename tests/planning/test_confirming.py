@@ -82,6 +82,15 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
     assert smaller or not plan.frozen.fallbacks
 
 
+def test_a_plan_names_the_phase_that_could_not_be_rehearsed() -> None:
+    def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
+        return longer(candidate, 0.5, message="no such encoder (in the caching phase)")
+
+    plan = make_plan(question(max_trials=1), HARDWARE, around=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    assert plan.frozen.expected.step_seconds == 0.5
+    assert any("no such encoder (in the caching phase)" in note for note in plan.frozen.advice)
+
+
 def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted_to_need() -> None:
     """The text encoder needs more than a step: its phase takes what it was measured to, and the context."""
     phases = [

@@ -1,7 +1,9 @@
 """A rehearsal goes through every phase of a run, as far as the model's files allow, and keeps what it knows."""
 
 import gc
+import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +34,34 @@ def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(runner: P
     assert short.peak_memory_bytes == pytest.approx(result.peak_memory_bytes, rel=0.01)
 
 
-def test_on_a_timeout_what_is_known_stands(
-    runner: ProcessTrialRunner, small_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failure", [Failure("timeout", "it failed"), Failure("oom", "it failed")])
+def test_where_a_later_phase_fails_what_is_known_stands(
+    runner: ProcessTrialRunner, monkeypatch: pytest.MonkeyPatch, failure: Failure
 ) -> None:
     known = TrialResult(candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True)
-    monkeypatch.setattr(runner, "ask", lambda request: Failure("timeout", "no answer within 600 s", so_far=known))
+    monkeypatch.setattr(runner, "ask", lambda request: replace(failure, so_far=known))
     result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok"
     assert result.step_seconds == (1.0,)
-    assert "600 s" in result.message
-    monkeypatch.setattr(runner, "ask", lambda request: Failure("timeout", "no answer within 600 s"))
-    assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == "timeout"
+    assert "it failed" in result.message
+    monkeypatch.setattr(runner, "ask", lambda request: failure)
+    assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == failure.outcome
 
 
 def test_the_phase_that_fails_is_named(small_model: Path) -> None:
     with ProcessTrialRunner(str(small_model), workload(small_model, side_px=2048), "cpu", GIB) as runner:
         result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "oom", result
+    assert "in the training phase" in result.message
+
+
+def test_caching_that_fails_is_named_and_the_settings_are_judged_by_the_rest(small_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(small_model, tmp_path / "model")
+    (model / "text_encoder" / "model.safetensors").write_bytes(b"damaged")
+    with ProcessTrialRunner(str(model), workload(model), "cpu", 8 * GIB) as runner:
+        result = runner.confirm(FIRST, CachingSettings(), 1.0)
+    assert result.outcome == "ok", result
+    assert [phase.name for phase in result.phases] == ["loading", "training", "saving"]
     assert "in the caching phase" in result.message
 
 

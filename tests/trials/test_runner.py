@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune.schema import Candidate
+from autotune.schema import CachingSettings, Candidate, TrialResult
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Allowance, cap_memory
 from tests.trials.conftest import FIRST, GIB, workload
@@ -90,6 +90,31 @@ def test_a_backend_that_refuses_masks_is_named_not_hidden(runner: ProcessTrialRu
     result = runner.run(FIRST.model_copy(update={"micro_batch_size": 2, "attention": "_native_flash"}))
     assert result.outcome in ("crash", "unsupported")
     assert "mask" in result.message
+
+
+def test_waiting_for_a_turn_on_the_device_is_not_what_a_trial_costs(
+    runner: ProcessTrialRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    class Busy:
+        def take(self) -> None:
+            nonlocal now
+            now += 1800.0
+
+        def give_back(self) -> None:
+            pass
+
+    def ask(*_: object) -> TrialResult:
+        nonlocal now
+        now += 7.0
+        return TrialResult(candidate=FIRST, outcome="ok", step_seconds=(1.0,))
+
+    monkeypatch.setattr("autotune.trials.runner.time.monotonic", lambda: now)
+    monkeypatch.setattr(runner, "lock", Busy())
+    monkeypatch.setattr(runner, "ask", ask)
+    assert runner.run(FIRST).wall_seconds == 7.0
+    assert runner.confirm(FIRST, CachingSettings(), 1.0).wall_seconds == 7.0
 
 
 def test_leaving_the_runner_leaves_no_child_and_no_log(small_model: Path) -> None:
