@@ -46,10 +46,15 @@ def expected(
     rehearsals = [trial for trial in trials if trial.confirms and trial.candidate == best.candidate]
     phases = rehearsals[-1].phases if rehearsals else ()
     prediction = cost.predict(best.candidate)
-    if any(phase.name == "caching" for phase in phases):  # each phase was measured: what the allocator does not count
-        overhead = prediction.peak_memory_bytes - prediction.allocated_memory_bytes
-    else:  # what the neediest phase is predicted to take beyond a training step
-        overhead = prediction.required_memory_bytes - prediction.allocated_memory_bytes
+    peak = best.peak_memory_bytes if trials else prediction.allocated_memory_bytes
+    largest = max([peak, *(phase.device_bytes or 0 for phase in phases)])
+    overhead = prediction.peak_memory_bytes - prediction.allocated_memory_bytes  # what the allocator does not count
+    room = cost.hardware.device.budget_bytes - largest
+    if trials and room > 0:  # they ran within the budget, so that they need no more than it
+        overhead = min(overhead, room)
+    if not any(phase.name == "caching" for phase in phases):  # the others are only predicted
+        others = [phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"]
+        overhead = max([overhead, *(needed - largest for needed in others)])
     if cost.hardware.device.kind == "cpu":
         host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
         overhead = host - best.peak_memory_bytes
@@ -57,7 +62,7 @@ def expected(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
-        peak_memory_bytes=best.peak_memory_bytes if trials else prediction.allocated_memory_bytes,
+        peak_memory_bytes=peak,
         process_memory_bytes=max(0, overhead) + cost.kept_bytes,
         phases=phases,
         other_seconds=job_time(

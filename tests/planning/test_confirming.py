@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.fit import hardware_misfits
 from autotune.planner import make_plan
 from autotune.planning.case import Case, case_of
 from autotune.planning.confirming import confirmed_winner, unverified_rung
 from autotune.schema import Candidate, Expected, PhasePeak, TrialResult
+from tests import builders
 from tests.builders import GIB, trial
 from tests.conftest import Journey
-from tests.planning.machines import HARDWARE, question, surroundings
+from tests.planning.machines import GATES, HARDWARE, question, surroundings
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,18 @@ def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted
     whole, without_caching = planned(*phases), planned(*phases[1:])
     assert 17 * GIB < whole.required_memory_bytes == 17 * GIB + whole.process_memory_bytes < 19 * GIB
     assert without_caching.process_memory_bytes > 2 * GIB, "predicted for caching, which nothing measured"
+
+
+def test_what_ran_within_the_budget_needs_no_more_than_it() -> None:
+    """22.5 GiB of 23, beside a context of 1 GiB by prediction: less, or it would not have run."""
+    hardware = builders.hardware(*GATES, budget_bytes=23 * GIB)
+
+    def run(candidate: Candidate) -> TrialResult:
+        return trial(candidate, 1.0, 45 * GIB // 2)
+
+    plan = make_plan(question(max_trials=1), hardware, around=surroundings(run))
+    assert plan.frozen.expected.required_memory_bytes == 23 * GIB
+    assert hardware_misfits(plan, hardware) == ()
 
 
 def test_a_real_plan_was_rehearsed_through_every_phase(journey: Journey) -> None:
