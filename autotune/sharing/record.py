@@ -43,7 +43,7 @@ LIBRARIES: Mapping[str, tuple[str, str]] = {
     "flash_attn": ("attention", r"_?flash(?!.*hub)"),
     "kernels": ("attention", r".*hub"),
     "xformers": ("attention", r"xformers"),
-    "cudnn": ("attention", r"_native_cudnn|native$"),
+    "cudnn": ("attention", r"_native_cudnn"),
     "sageattention": ("attention", r"_?sage"),
 }
 """Field of `Versions`: the knob, and what its choices that use the library begin with. Their versions decide
