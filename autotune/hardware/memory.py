@@ -87,6 +87,11 @@ def usual_reserve(kind: MemoryKind, whole_bytes: int, drives_display: bool | Non
     return DISPLAY_RESERVE_BYTES if drives_display else 0
 
 
+def host_floor_bytes(kind: MemoryKind, whole_bytes: int, available_bytes: int) -> int:
+    """What a trial must leave of the host's memory: half of its reserve, and at most a quarter of what it has left."""
+    return min(usual_reserve(kind, whole_bytes) // 2, available_bytes // 4)
+
+
 def shares_host_memory(kind: MemoryKind) -> bool:
     """Whether what the device takes is the host's: where running out hangs the machine before anything raises."""
     return kind in ("integrated", "host")

@@ -16,7 +16,9 @@ QUARTERS = 4
 PROVEN_BLOCKS = 2
 """The fewest of which one is fetched while another runs."""
 HOST_SHARE = 0.7
-"""Of the host's memory that swapped weights may take; pinned memory rounds up to powers of two."""
+"""Of the host's memory that swapped weights may take. Pinned they take more, which planning asks the cost model."""
+FIXED_LIBRARY = "bitsandbytes"
+"""Its weights cannot be swapped."""
 
 
 class Swapping(Knob):
@@ -33,7 +35,8 @@ class Swapping(Knob):
         if device.kind != "cuda" or device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
             return Choices((0,), rejected=_each(levels, reason))
-        least = min(STORAGES[str(name)].bytes_per_parameter for name in Quantization().choices(setting).admitted)
+        storages = [STORAGES[str(name)] for name in Quantization().choices(setting).admitted]
+        least = min(each.bytes_per_parameter for each in storages if each.library != FIXED_LIBRARY)
         weights = least * setting.workload.model.num_parameters
         fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
         too_many = _each([k for k in levels if k not in fitting], "the host has too little memory for the weights")
@@ -43,7 +46,7 @@ class Swapping(Knob):
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         if candidate.swapped_blocks > candidate.checkpointed_blocks:
             return "swapped blocks have to recompute: autograd would keep their weights on the device"
-        if candidate.swapped_blocks and STORAGES[candidate.quantization].library == "bitsandbytes":
+        if candidate.swapped_blocks and STORAGES[candidate.quantization].library == FIXED_LIBRARY:
             return "bitsandbytes keeps what belongs to its weights on the GPU"
         if candidate.swapped_blocks and candidate.compile != "off":
             return "compiled blocks hold on to their weights"

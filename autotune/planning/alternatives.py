@@ -10,12 +10,13 @@ from dataclasses import replace
 from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.base import Family
+from autotune.hardware.memory import host_floor_bytes
 from autotune.knobs.base import Setting
 from autotune.knobs.registry import KNOBS
 from autotune.planning.question import Question
-from autotune.schema import Bucket, Candidate, Workload
+from autotune.schema import Bucket, Candidate, Choice, Workload
 from autotune.search.residual import cautious_bytes
-from autotune.search.space import SearchSpace
+from autotune.search.space import SearchSpace, without
 
 GIB = 2**30
 SMALLER = (0.75, 0.5)
@@ -36,6 +37,18 @@ def least_bytes(candidates: Sequence[Candidate], cost: Predictor, *, cautious: b
     safest = [c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == (least, most)]
     predictions = [cost.predict(candidate) for candidate in safest or candidates]
     return min(cautious_bytes(each) if cautious else each.required_memory_bytes for each in predictions)
+
+
+def within_host(space: SearchSpace, cost: Predictor) -> SearchSpace:
+    """The space without candidates whose swapped blocks the host has no room for."""
+    host = cost.hardware.host
+    room = host.available_memory_bytes
+    room -= host_floor_bytes("integrated", host.memory_bytes, room)
+    kept = [c for c in space.candidates if not c.swapped_blocks or cost.predict(c).host_memory_bytes <= room]
+    levels = {candidate.swapped_blocks for candidate in kept}
+    why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
+    dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if k not in levels}
+    return replace(without(space, "swapped_blocks", dropped), candidates=tuple(kept)) if kept else space
 
 
 def relaxation(question: Question, space: SearchSpace, cost: Predictor) -> str:
@@ -81,7 +94,7 @@ def _needed(question: Question, workload: Workload, cost: Predictor) -> float:
     own = Predictor(hardware, workload, *known, cost.parallel)
     if question.caching_pins and cost.kept_bytes:
         own.caching = cost.caching  # chosen with all of the memory
-    return least_bytes(space.candidates, own, cautious=question.here)
+    return least_bytes(within_host(space, own).candidates, own, cautious=question.here)
 
 
 def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:

@@ -17,7 +17,7 @@ from autotune.families.resolve import (
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
-from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation
+from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation, within_host
 from autotune.planning.question import Question, data_of, job_of
 from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
@@ -146,7 +146,7 @@ def _strategy(
     setting = Setting(cost.hardware, model.family, workload)
     space = question.space(setting)
     if number == 1 and not _fits(space, cost, cautious=question.here):
-        wider = question.space(setting, also=WHERE_NOTHING_FITS)
+        wider = within_host(question.space(setting, also=WHERE_NOTHING_FITS), cost)
         space = wider if _fits(wider, cost) else space
     if number > 1:
         why = "several processes share the weights out instead"

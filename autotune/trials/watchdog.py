@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from autotune.hardware.memory import usual_reserve
+from autotune.hardware.memory import host_floor_bytes
 from autotune.schema import MemoryKind
 
 WATCH_SECONDS = 0.02
@@ -28,9 +28,9 @@ def available_bytes() -> int:
 
 
 def usual_floor_bytes(device_kind: str) -> int:
-    """Half of what is kept for the host, and at most a quarter of what it has left now."""
+    """What must stay of the host's memory as it is now."""
     kind: MemoryKind = "host" if device_kind == "cpu" else "integrated"
-    return min(usual_reserve(kind, int(psutil.virtual_memory().total)) // 2, available_bytes() // 4)
+    return host_floor_bytes(kind, int(psutil.virtual_memory().total), available_bytes())
 
 
 @dataclass

@@ -17,6 +17,7 @@ from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate
+from tests import builders
 from tests.builders import hardware, workload
 
 
@@ -134,3 +135,12 @@ def test_cudnn_is_no_choice_of_its_own_where_native_takes_it(card, cudnn, tried)
     choices = Attention().choices(Setting(one, family_named("qwen-image"), workload()))
     assert ("_native_cudnn" in choices.admitted) == tried
     assert "native" in choices.admitted
+
+
+def test_the_least_that_can_be_swapped_is_not_what_cannot_be() -> None:
+    """Qwen-Image in 4 bits would leave a host of 24 GiB room for more blocks than it has in 8 bits."""
+    gates = ("attention.native", "precision.bf16", "quantization.torchao-int8", "quantization.bnb-nf4")
+    hardware = builders.hardware(*gates)
+    small = hardware.model_copy(update={"host": hardware.host.model_copy(update={"memory_bytes": 24 << 30})})
+    offered = Swapping().choices(builders.setting(small, builders.workload(quality="compact"))).on_request
+    assert [item.choice for item in offered] == [45, 30, 15]

@@ -79,6 +79,7 @@ class FormulaPredictor:
             peak_memory_bytes=allocated + GIB,
             allocated_memory_bytes=allocated,
             required_memory_bytes=allocated + GIB,
+            host_memory_bytes=GIB * (1 + candidate.swapped_blocks),
             phases=(phase,),
             step_seconds=seconds,
         )

@@ -7,7 +7,7 @@ import pytest
 from autotune.knobs.quantization import STORAGES
 from autotune.planning.alternatives import least_bytes
 from autotune.planning.case import case_of
-from autotune.schema import Candidate
+from autotune.schema import Candidate, HardwareProfile
 from tests import builders
 from tests.planning.formula import GIB, FormulaPredictor
 from tests.planning.machines import GATES, question, surroundings
@@ -33,11 +33,23 @@ def test_the_model_is_shared_out_only_where_it_fits_a_device_in_no_storage(
     assert case.cost.parallel.strategy == strategy
 
 
+def tight() -> HardwareProfile:
+    """3% more than the least prediction: too little for a search, which allows for doubt, enough without."""
+    roomy = case_of(question(), builders.hardware(*GATES), surroundings())
+    return builders.hardware(*GATES, budget_bytes=round(1.03 * least_bytes(roomy.space.candidates, roomy.cost)))
+
+
 @pytest.mark.parametrize(("here", "swapped"), [(True, True), (False, False)])
 def test_blocks_may_be_swapped_where_a_search_would_not_dare_to_try_anything_else(here: bool, swapped: bool) -> None:
-    """The budget is 3% above the least prediction: too little for a search, which allows for doubt, enough without."""
-    asked = question(here=here)
-    roomy = case_of(question(), builders.hardware(*GATES), surroundings())
-    budget = round(1.03 * least_bytes(roomy.space.candidates, roomy.cost))
-    case = case_of(asked, builders.hardware(*GATES, budget_bytes=budget), surroundings())
+    case = case_of(question(here=here), tight(), surroundings())
     assert (len(case.space.choices["swapped_blocks"]) > 1) is swapped
+
+
+def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
+    """By formula each takes a GiB of it; 48 are available, and 4 are left to it."""
+    case = case_of(question(), tight(), surroundings())
+    swapped = {candidate.swapped_blocks for candidate in case.space.candidates}
+    assert max(swapped) == 37
+    assert swapped == set(case.space.choices["swapped_blocks"])
+    refused = [item for item in case.space.rejected["swapped_blocks"] if "of the host" in item.reason]
+    assert [item.choice for item in refused] == [49]
