@@ -1,5 +1,6 @@
 """Predict memory and step time of any candidate: traces once, then answers by arithmetic."""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -127,7 +128,17 @@ class Predictor:
 
     def residual(self, trial: TrialResult) -> Residual | None:
         """How far the trial was from what is predicted before any calibration; None where it did not run."""
-        return residual_of(trial, self.uncalibrated(trial.candidate)) if trial.outcome == "ok" else None
+        return residual_of(trial, self.as_tried.uncalibrated(trial.candidate)) if trial.outcome == "ok" else None
+
+    @property
+    def as_tried(self) -> "Predictor":
+        """The same work as trials do it: one process, which sends nothing and keeps no buckets for that."""
+        if self.parallel.strategy == "single":
+            return self
+        _ = self.model, self.caching  # to share them
+        alone = copy.copy(self)
+        alone.parallel, alone._residents = Parallel(), {}
+        return alone
 
     def uncalibrated(self, candidate: Candidate) -> Prediction:
         """What is predicted as if nothing had been learned."""

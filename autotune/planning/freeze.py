@@ -58,6 +58,8 @@ def expected(
     if cost.hardware.device.kind == "cpu":
         host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
         overhead = host - best.peak_memory_bytes
+    if trials:  # which ran in one process
+        overhead += prediction.allocated_memory_bytes - cost.as_tried.predict(best.candidate).allocated_memory_bytes
     return Expected(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,

@@ -7,7 +7,10 @@ import pytest
 
 from autotune.cost.parallel import GATHERED_BLOCKS, PCIE_BANDWIDTH, Parallel
 from autotune.cost.predict import Predictor
-from autotune.schema import Candidate
+from autotune.planning.freeze import expected
+from autotune.schema import Candidate, Job
+from autotune.search.winner import Score
+from tests.builders import trial
 
 CANDIDATE = Candidate(micro_batch_size=1, checkpointed_blocks=0)
 
@@ -34,6 +37,31 @@ def test_ddp_holds_each_gradient_once_more(alone: Predictor) -> None:
     one, two = alone.predict(CANDIDATE), _several(alone, "ddp", 2).predict(CANDIDATE)
     assert two.allocated_memory_bytes - one.allocated_memory_bytes == storage.adapter_bytes
     assert two.phases[0] == one.phases[0]
+
+
+def test_a_trial_alone_is_compared_with_what_one_process_does(alone: Predictor) -> None:
+    """It has no buckets; what it teaches must not take them off again where there are several."""
+    two, one = _several(alone, "ddp", 2), alone.uncalibrated(CANDIDATE)
+    host = 2 * one.allocated_memory_bytes
+    ran = trial(CANDIDATE, one.step_seconds, one.allocated_memory_bytes, host_memory_bytes=host)
+    residual = two.residual(ran)
+    assert residual is not None
+    assert (residual.time, residual.memory) == (0.0, 0.0)
+    job = Job(
+        model="flux1-dev",
+        data=None,
+        num_steps=10,
+        learning_rate=1e-4,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        timestep_shift=1.0,
+        seed=0,
+        preview_steps=2,
+    )
+    score = Score(CANDIDATE, one.step_seconds, one.allocated_memory_bytes)
+    beside, single = (expected(score, [ran], cost, alone.workload, job) for cost in (two, alone))
+    buckets = alone.model.storage("bf16", "none").adapter_bytes
+    assert beside.process_memory_bytes - single.process_memory_bytes == buckets
 
 
 def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: Predictor) -> None:

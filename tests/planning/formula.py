@@ -50,6 +50,10 @@ class FormulaPredictor:
     def residual(self, trial: TrialResult) -> Residual | None:
         return residual_of(trial, self._raw(trial.candidate))
 
+    @property
+    def as_tried(self) -> "FormulaPredictor":
+        return self
+
     def uncalibrated(self, candidate: Candidate) -> Prediction:
         return self._raw(candidate)
 
