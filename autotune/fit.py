@@ -27,7 +27,7 @@ PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
 
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can."""
-    return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *_memory_misfits(plan, hardware))
+    return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory_misfits(plan, hardware))
 
 
 def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
@@ -64,7 +64,8 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
     return tuple(misfits)
 
 
-def _memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why one of the plan's processes has too little memory on this device; empty when it has enough."""
     planned = plan.frozen.hardware
     needed = plan.frozen.expected.required_memory_bytes
     if planned.device_kind == "cpu":
@@ -72,7 +73,8 @@ def _memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str,
     budget = hardware.device.budget_bytes
     if needed <= budget:
         return ()
-    return (f"memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB here",)
+    where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
+    return (f"memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}",)
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:

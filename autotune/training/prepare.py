@@ -1,6 +1,7 @@
 """All that is checked before a run's long work: plan, machine, model, data, output folder, disk."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from autotune.families.resolve import (
     require_weights,
     resolve_model,
 )
-from autotune.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
+from autotune.fit import data_misfits, hardware_misfits, key_misfits, memory_misfits, model_misfits, require_fit
+from autotune.hardware.probe import probe
 from autotune.knobs.base import Setting
 from autotune.plan_file import with_job
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
@@ -25,7 +27,7 @@ from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
 from autotune.training.folder import claim_folder
 from autotune.training.metrics import require_tracker
-from autotune.training.processes import device_misfits
+from autotune.training.processes import device_misfits, started_by_launcher
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
         DoesNotFit, InvalidInput, AutotuneError: as `train`.
     """
     processes = plan.frozen.hardware.num_processes
-    require_fit((*hardware_misfits(plan, hardware), *device_misfits(processes, hardware)))
+    _require_machine(plan, hardware, hardware_misfits)
     job, planned = plan.job, plan.frozen.workload
     if job.data is None:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
@@ -66,6 +68,19 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     return Prepared(model, dataset, workload, Path(job.output), claim)
 
 
+def _require_machine(plan: TrainingPlan, hardware: HardwareProfile, misfits: Callable[..., tuple[str, ...]]) -> None:
+    """Raise DoesNotFit unless all processes have their device. Those that were launched take the launcher's word.
+
+    It looked when no process had taken any memory yet: by now the first may be loading.
+    """
+    if started_by_launcher():
+        return
+    number, kind = plan.frozen.hardware.num_processes, hardware.device.kind
+    require_fit((*misfits(plan, hardware), *device_misfits(number, hardware)))
+    for index in range(1, number if kind == "cuda" else 1):
+        require_fit(memory_misfits(plan, probe(index=index)))
+
+
 def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
     """Bring a hub's model to this machine, with progress bars; the plan returned names the commit.
 
@@ -79,8 +94,8 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan
     if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():
         return plan
     measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may turn to settings that fit
-    misfits = (hardware_misfits if measured else key_misfits)(plan, hardware)
-    require_fit((*misfits, *device_misfits(plan.frozen.hardware.num_processes, hardware)))
+    misfits = hardware_misfits if measured else key_misfits
+    _require_machine(plan, hardware, misfits)
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
 
 

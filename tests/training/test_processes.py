@@ -16,14 +16,17 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
-from autotune.plan_file import write_plan
+from autotune.fit import hardware_misfits
+from autotune.plan_file import seal, write_plan
 from autotune.training.events import Events
 from autotune.training.metrics import read_metrics
-from autotune.training.prepare import prepare
+from autotune.training.prepare import _require_machine, prepare
 from autotune.training.processes import join, launch
 from autotune.training.run import _Run
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.sharding import is_sharded
+from tests import builders
+from tests.test_fit import planned
 from tests.training.conftest import CPU, Bench
 
 
@@ -125,6 +128,25 @@ def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(bench: Bench
         prepare(bench.plan(num_processes=3, output=str(tmp_path)), bench.hardware, resume=False)
     with pytest.raises(DoesNotFit, match="each gets 1 image"):
         prepare(bench.plan(num_processes=4, output=str(tmp_path)), bench.hardware, resume=False)
+
+
+def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = planned()
+    needed = plan.frozen.expected.required_memory_bytes
+    free, full = (builders.hardware(budget_bytes=size) for size in (needed, needed - 1))
+    used = full.model_copy(update={"device": full.device.model_copy(update={"index": 1})})
+    pair = plan.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})
+    plan = seal(plan.job, plan.frozen.model_copy(update={"hardware": pair}))
+    monkeypatch.setattr("autotune.training.prepare.device_misfits", lambda number, hardware: ())
+    monkeypatch.setattr("autotune.training.prepare.probe", lambda index: (free, used)[index])
+    with pytest.raises(DoesNotFit, match="on cuda:1"):
+        _require_machine(plan, free, hardware_misfits)
+    with pytest.raises(DoesNotFit, match="here"):
+        _require_machine(plan, full, hardware_misfits)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    _require_machine(plan, full, hardware_misfits)
 
 
 def test_weights_that_are_not_what_the_plan_says_are_noticed(bench: Bench) -> None:
