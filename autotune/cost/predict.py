@@ -95,7 +95,7 @@ class Predictor:
     @cached_property
     def caching(self) -> tuple[CachingSettings, Reason]:
         """How captions are to be encoded here, and why. Raises InvalidInput for pins that cannot be."""
-        return choose_caching(self._setting, self.encoder_size, self.caching_pins)
+        return choose_caching(self._setting, self.encoder_size, self.caching_pins, self.parallel.num_processes)
 
     @property
     def kept_bytes(self) -> int:

@@ -65,16 +65,22 @@ def size_of(parts: Parts, precision: str, vae_bytes: int) -> EncoderSize:
 
 
 def choose_caching(
-    setting: Setting, size: EncoderSize, pins: Mapping[str, str] | None = None
+    setting: Setting, size: EncoderSize, pins: Mapping[str, str] | None = None, num_processes: int = 1
 ) -> tuple[CachingSettings, Reason]:
     """The settings, and why. `pins` fix fields by name.
+
+    With several processes each GPU has one that trains on it, so none is free for encoders.
 
     Raises:
         InvalidInput: a pin names no field or a value that cannot be used here.
     """
     kept = pinned(pins or {}, setting)
     fixed = set(pins or {}) - {"residency"}
-    ways = [kept] if fixed else [way.model_copy(update={"residency": kept.residency}) for way in _ways(setting)]
+    ways = (
+        [kept]
+        if fixed
+        else [way.model_copy(update={"residency": kept.residency}) for way in _ways(setting, num_processes)]
+    )
     against = {way: _against(way, size, setting) for way in ways}
     chosen = next((way for way, why in against.items() if why is None), ways[-1])
     rejected = tuple(Rejected(choice=shown(way), reason=why) for way, why in against.items() if why and way != chosen)
@@ -123,11 +129,11 @@ def _num_gpus(setting: Setting) -> int:
     return device.count if device.kind == "cuda" else 0
 
 
-def _ways(setting: Setting) -> list[CachingSettings]:
+def _ways(setting: Setting, num_processes: int) -> list[CachingSettings]:
     """All ways on this machine, in the order they are preferred."""
     device = setting.hardware.device
     ways = [CachingSettings()]
-    if _num_gpus(setting) > 1:
+    if _num_gpus(setting) > 1 and num_processes == 1:
         ways.append(CachingSettings(text_encoder_device="cuda:1" if device.index == 0 else "cuda:0"))
     ways += [CachingSettings(text_encoder_storage=storage) for storage in OFFERED]
     if device.memory_kind in ("discrete", "coherent"):

@@ -91,6 +91,12 @@ def test_every_way_takes_less_of_the_device_than_the_plain_one() -> None:
         assert QWEN.device_bytes(CachingSettings.model_validate(change)) < plain
 
 
+def test_no_other_gpu_encodes_where_each_has_a_process_that_trains() -> None:
+    setting = on(11, count=2)
+    assert choose_caching(setting, QWEN)[0].text_encoder_device == "cuda:1"
+    assert choose_caching(setting, QWEN, num_processes=2)[0].text_encoder_device == "training"
+
+
 def test_t5_is_never_stored_by_bitsandbytes() -> None:
     """It casts activations to the dtype of a weight, which is that of packed bytes."""
     qwen = on(4.5, quality="compact")
