@@ -99,7 +99,7 @@ def test_no_other_gpu_encodes_where_each_has_a_process_that_trains() -> None:
 
 def test_t5_is_never_stored_by_bitsandbytes() -> None:
     """It casts activations to the dtype of a weight, which is that of packed bytes."""
-    qwen = on(4.5, quality="compact")
+    qwen = on(5.3, quality="compact")
     flux = Setting(qwen.hardware, FAMILIES["flux1-dev"], qwen.workload)
     size = size_of(FAMILIES["flux1-dev"].parts, "bf16", 168 << 20)
     assert choose_caching(qwen, size, {})[0].text_encoder_storage == "bnb-nf4"
