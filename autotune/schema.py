@@ -49,9 +49,6 @@ MOST_RESIDUAL = 5.0
 Choice = str | int
 
 
-# --- the question ------------------------------------------------------------------------------------------------
-
-
 class ModelSpec(Frozen):
     """Which model, by what it is made of rather than by where its files lie."""
 
