@@ -289,13 +289,19 @@ def test_a_disk_nearly_full_is_said_before_any_work(
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
 
-def test_a_second_start_asks_only_for_the_room_that_is_not_yet_taken(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of the disk that each start asks for."""
+    sizes: list[int] = []
     monkeypatch.setattr(
-        "autotune.training.folder.require_free", lambda folder, needed, what, hint: asked.append(needed)
+        "autotune.training.folder.require_free", lambda folder, needed, what, hint: sizes.append(needed)
     )
+    return sizes
+
+
+def test_a_second_start_asks_only_for_the_room_that_is_not_yet_taken(
+    bench: Bench, tmp_path: Path, asked: list[int]
+) -> None:
     plan = bench.plan(num_steps=4, checkpointing_steps=2, output=str(tmp_path))
     prepare(plan, bench.hardware, resume=False).claim.release()
     bench.loop(plan, tmp_path)
@@ -306,12 +312,8 @@ def test_a_second_start_asks_only_for_the_room_that_is_not_yet_taken(
 
 
 def test_checkpoints_kept_for_good_are_counted_in_epochs_where_these_decide(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, asked: list[int]
 ) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(
-        "autotune.training.folder.require_free", lambda folder, needed, what, hint: asked.append(needed)
-    )
     for length in ({"num_steps": 10}, {"num_train_epochs": 8}):  # 40 images in steps of 4
         plan = bench.plan(checkpointing_steps=1, checkpoints_keep_every=1, output=str(tmp_path), **length)
         prepare(plan, bench.hardware, resume=False).claim.release()
