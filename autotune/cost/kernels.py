@@ -40,9 +40,11 @@ A class may be followed by a dot and what tells its kernel apart: `attention.bac
 CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution")
 """What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
 
-SLOW_ON_CPU = ("gelu", "gelu_backward")
-"""Elementwise kernels that a processor computes for longer than it moves their bytes: a quarter to a tenth of a copy's
-rate. The probe measures them, and conversions of stored weights, by themselves."""
+SLOW_ON_CPU = ("gelu", "gelu_backward", "narrow")
+"""Elementwise kernels that a processor computes for longer than it moves their bytes: a quarter to a thirtieth of a
+copy's rate. The probe measures them, and conversions of stored weights, by themselves. `narrow`: broadcasts and sums
+over a last dimension of `NARROW` at most, as Kandinsky turns pairs of channels; nothing of that is vectorised."""
+NARROW = 4
 
 ATTENTION_KERNELS = {
     "native": "fused",

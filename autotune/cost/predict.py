@@ -15,7 +15,7 @@ from autotune.cost.kernels import CLASSES, DeviceRules, kernel_for
 from autotune.cost.memory import PHASES, Resident, away_bytes, phases_of, resident_of
 from autotune.cost.model import TracedModel
 from autotune.cost.parallel import Parallel
-from autotune.cost.timing import Rates
+from autotune.cost.timing import RECOMPUTED_LAUNCHES, Rates
 from autotune.families.base import Family, Parts
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import EncoderSize, choose_caching, size_of
@@ -279,7 +279,7 @@ class Predictor:
         rates = self.rates_of(candidate)
         storage = self.model.storage(candidate.precision, candidate.quantization)
         device = accumulation * composed.work[:-1]
-        launches = accumulation * composed.work[-1]
+        launches = accumulation * (composed.work[-1] + (RECOMPUTED_LAUNCHES - 1) * composed.recompute[-1])
         if candidate.compile == "block":
             launches *= LAUNCH_SHARE
             device[CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.cost.kernels import (
     CUDA_BLOCK_BYTES,
+    NARROW,
     SLOW_ON_CPU,
     DeviceRules,
     Work,
@@ -170,7 +171,16 @@ def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
     stored = [tensor.dtype for tensor in inputs if tensor.dtype in STORED]
     if stored:
         return f"dequantization.{str(stored[0]).removeprefix('torch.')}", ()
-    return (f"elementwise.{name}" if name in SLOW_ON_CPU else "elementwise"), ()
+    kernel = "narrow" if _is_narrow(name, inputs) else name
+    return (f"elementwise.{kernel}" if kernel in SLOW_ON_CPU else "elementwise"), ()
+
+
+def _is_narrow(name: str, inputs: "list[Tensor]") -> bool:
+    """Whether a last dimension of a few numbers is summed or broadcast over; see `kernels.SLOW_ON_CPU`."""
+    whole = [tensor for tensor in inputs if tensor.ndim > 1]
+    if not whole or max(tensor.shape[-1] for tensor in whole) > NARROW:
+        return False
+    return name == "sum" or any(t.shape != whole[0].shape or not t.is_contiguous() for t in whole)
 
 
 def summarise(segments: Iterable[Segment]) -> None:

@@ -38,6 +38,12 @@ do not say which attention kernel ran; cuDNN is charged on the H100. Used where 
 LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
 """Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on an EPYC core), and a
 launch."""
+RECOMPUTED_LAUNCHES = 3
+"""Launches' worth of host time for each operation of a checkpoint that runs again: saved tensors are packed and
+unpacked in Python. Small models of all families on a processor: 2.9 to 3.5 times the probe's rate."""
+LAUNCHES_OF = {"dequantization.uint8": 8}
+"""The same for a 4-bit weight's conversion, which bitsandbytes wraps in Python: 16 forward and next to none backward
+(small models of all families on a processor)."""
 UNKNOWN_FLOPS_PER_CORE = 5e10
 UNKNOWN_BANDWIDTH = 1e10
 """For a CPU that nobody measured: one AVX2 core and one memory channel, in fp32."""
@@ -74,12 +80,17 @@ class Rates:
         self.measured = bool(self.products) and copy is not None
 
     def seconds(self, work: Work) -> float:
-        """Device time of one operation: limited by arithmetic or by bandwidth, whichever takes longer."""
+        """Device time of one operation.
+
+        A GPU fetches while it computes: the longer of the two counts. A processor's rates are those of operands in its
+        caches, and in a step they come from memory first: both count.
+        """
         kind, shape, flops, moved = work
         seconds = moved / (self.hardware.rate(f"{kind}.{self.precision}") or self.bandwidth)
         if flops:
             rate = self.attention_rate(shape[2]) if kind.startswith("attention") else self.matmul_rate(shape)
-            seconds = max(seconds, flops / rate)
+            computes = flops / rate
+            seconds = seconds + computes if self.hardware.device.kind == "cpu" else max(seconds, computes)
         return seconds if self.measured else seconds * STEP_OVER_KERNELS
 
     def matmul_rate(self, shape: tuple[int, ...]) -> float:
@@ -179,9 +190,11 @@ def _between(points: tuple[tuple[int, float], ...], tokens: int) -> float:
 def seconds_by_class(work: Mapping[Work, int], rates: Rates, rank: int) -> tuple[float, ...]:
     """Device seconds of a segment for each of `CLASSES`, then the number of launches."""
     seconds = dict.fromkeys(CLASSES, 0.0)
+    launches = 0.0
     for item, count in work.items():
         kind, shape = item[0].partition(".")[0], item[1]
         if kind == "matmul" and rank in shape:
             kind = "adapter"
         seconds[kind] += count * rates.seconds(item)
-    return (*seconds.values(), float(sum(work.values())))
+        launches += count * LAUNCHES_OF.get(item[0], 1)
+    return (*seconds.values(), launches)

@@ -30,6 +30,7 @@ ATTENTION_FLOPS = 14
 KERNELS = {
     "elementwise.gelu": None,
     "elementwise.gelu_backward": None,
+    "elementwise.narrow": None,
     "dequantization.int8": None,
     "dequantization.float8_e4m3fn": None,
     "dequantization.uint8": "quantization.bnb-nf4",
@@ -174,19 +175,22 @@ class Meter:
         what, variant = name.split(".")
         x = torch.randn(number, device=self.device).to(kind)
         call: Callable[[], object]
+        moved = 2 * x.nbytes
         if variant == "uint8":
             from bitsandbytes import functional
 
             stored, state = functional.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
-            call = partial(functional.dequantize_4bit, stored, state)
+            call, moved = partial(functional.dequantize_4bit, stored, state), stored.nbytes + x.nbytes
         elif what == "dequantization":
             stored = x.to(getattr(torch, variant))
-            call = partial(stored.to, kind)
+            call, moved = partial(stored.to, kind), stored.nbytes + x.nbytes
+        elif variant == "narrow":  # pairs of channels turned by 2 x 2 matrices: four products a pair, two sums of them
+            turns, pairs = torch.randn(64, 2, 2, device=self.device).to(kind), x.view(-1, 64, 1, 2)
+            call, moved = (lambda: (turns * pairs).sum(-1)), 6 * x.nbytes
+        elif variant == "gelu_backward":
+            call, moved = partial(torch.ops.aten.gelu_backward, x, x, approximate="tanh"), 3 * x.nbytes
         else:
-            stored = x
-            function = torch.nn.functional.gelu if variant == "gelu" else partial(torch.ops.aten.gelu_backward, x)
-            call = partial(function, x, approximate="tanh")
-        moved = stored.nbytes + (2 if variant == "gelu_backward" else 1) * x.nbytes
+            call = partial(torch.nn.functional.gelu, x, approximate="tanh")
         return self.rate(f"{name}.{dtype}", moved, self.time(call), "B/s")
 
     def launch(self) -> Rate:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import TINY, gpu, workload_of
+from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import Predictor
@@ -164,3 +164,30 @@ def test_a_few_rows_are_multiplied_by_4_bits_as_they_are_stored(rows, columns, f
     moved = sum(count * work[3] for work, count in recorder.segments[0].work.items())
     assert (moved == nf4_bytes(256 * columns) + rows * 256 * 2) == fused
     assert fused or moved > 2 * 256 * columns
+
+
+def kinds_of(call):
+    recorder = Recorder("cpu")
+    recorder.mark("all")
+    with recorder:
+        call()
+    return {work[0] for work in recorder.segments[0].work}
+
+
+def test_what_no_processor_vectorises_is_charged_by_its_own_rate():
+    """As Kandinsky turns pairs of channels; the same numbers of one shape are an ordinary product."""
+    pairs, turns = (torch.empty(shape, device="meta") for shape in ((2, 8, 1, 2), (8, 2, 2)))
+    whole = torch.empty(2, 8, 2, 2, device="meta")
+    assert kinds_of(lambda: turns * pairs) == kinds_of(lambda: whole.sum(-1)) == {"elementwise.narrow"}
+    assert kinds_of(lambda: whole * whole) == {"elementwise"}
+    assert kinds_of(lambda: torch.empty(2, 64, device="meta") * torch.empty(2, 1, device="meta")) == {"elementwise"}
+
+
+def test_a_processor_fetches_and_then_computes_where_a_gpu_does_both_at_once():
+    work = ("matmul", (512, 256, 256), 2 * 512 * 256 * 256, 4 * (512 * 256 + 256 * 256 + 512 * 256))
+    _, _, flops, moved = work
+    for hardware, join in ((cpu(), sum), (gpu("nvidia-rtx-4090"), max)):
+        product = Rate(name="matmul.bf16.512x256x256", value=1e11, unit="FLOP/s", spread=0.0, num_samples=1)
+        copy = Rate(name="memory.bandwidth", value=1e10, unit="B/s", spread=0.0, num_samples=1)
+        rates = Rates(hardware.model_copy(update={"rates": (product, copy)}), "bf16", "native", "flash")
+        assert rates.seconds(work) == pytest.approx(join((flops / 1e11, moved / 0.7e10)), rel=1e-6)

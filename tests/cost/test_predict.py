@@ -125,13 +125,27 @@ def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel
     storages = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8", "uint8": "bnb-nf4"}
     storage = storages.get(kernel.split(".")[1], "none")
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=storage)
-    own = predictor("flux1-dev")
+    own = predictor("kandinsky5-image-lite" if kernel.endswith("narrow") else "flux1-dev")
     slow = Rate(name=f"{kernel}.fp32", value=1e3, unit="B/s", spread=0.0, num_samples=1)
     slower = own.beside(own.hardware.model_copy(update={"rates": (*own.hardware.rates, slow)}))
     before, after = (one.predict(candidate).step_time for one in (own, slower))
     part = f"{kernel.split('.')[0]}_seconds"
     assert getattr(after, part) > 10 * getattr(before, part)
     assert after.matmul_seconds == before.matmul_seconds
+
+
+def test_operations_that_run_again_cost_the_host_what_packing_their_tensors_takes(predictor):
+    """Where nothing but launches counts, recomputing three blocks costs three times their forward pass."""
+    own = predictor("qwen-image")
+    launch = Rate(name="operation.launch", value=1e3, unit="s", spread=0.0, num_samples=1)
+    others = [rate for rate in own.hardware.rates if rate.name != launch.name]
+    slow = own.beside(own.hardware.model_copy(update={"rates": (*others, launch)}))
+    plain, again = (Candidate(micro_batch_size=1, checkpointed_blocks=k, precision="fp32") for k in (0, 3))
+    more = slow.predict(again).step_seconds - slow.predict(plain).step_seconds
+    accumulation = own.workload.effective_batch_size
+    repeated = slow.composed(again, accumulates=True).recompute[-1]
+    assert repeated > 0
+    assert more == pytest.approx(3 * accumulation * repeated * launch.value, rel=1e-3)
 
 
 def test_4_bits_are_dequantised_by_reading_them_and_writing_the_copy_for_each_product(card):
