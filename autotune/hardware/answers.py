@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,49 +132,96 @@ def _package(name: str) -> str:
 # --- operating system --------------------------------------------------------------------------------------------
 
 
+CPUINFO = Path("/proc/cpuinfo")
+BRAND = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
+"""What tells an Apple chip from another: macOS calls the processor of each `arm`."""
+
+
 def _cpu(_: int) -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        if found:
-            return found.group(1)
-    return _known(platform.processor() or platform.machine() or None, "no name")  # type: ignore[return-value]
+    """The processor's name; on Arm servers, whose kernel knows none, the numbers of maker and core."""
+    if platform.system() == "Darwin":
+        return subprocess.run(BRAND, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    text = _content(CPUINFO)
+    if found := re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE):
+        return found.group(1)
+    name = platform.processor() or platform.machine()
+    if found := re.search(r"^CPU implementer\s*:\s*(\w+)\n(?:.+\n)*?CPU part\s*:\s*(\w+)", text, re.MULTILINE):
+        name = f"{name} {found.group(1)}/{found.group(2)}"
+    return str(_known(name or None, "no name"))
 
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+UNLIMITED_BYTES = 1 << 60
+"""From here on a limit of cgroup v1 is none: it writes the largest page count there is."""
 
 
-def _limits(file: str) -> Iterator[tuple[Path, list[str]]]:
-    """(control group, content) of the file in this process's group and all around it that limit anything (cgroup v2).
+def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """(control group, numbers) of the files in this process's group and all around it that hold numbers alone.
 
-    A container sees its own group as the root; a job of Slurm or a service of systemd is a group further down.
+    A container sees its own group as the root; a job of Slurm or a service of systemd is a group further down. Under
+    cgroup v1 each controller has a hierarchy of its own, and a container is told where it lies in the host's.
     """
-    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []
-    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    for group in (CGROUPS / own, *(CGROUPS / own).parents):
-        if group.is_relative_to(CGROUPS) and (group / file).is_file():
-            words = (group / file).read_text().split()
-            if words[0] != "max":
-                yield group, words
+    lines = _content(OWN_CGROUP).splitlines() or ["0::/"]
+    for _, names, own in (line.split(":", 2) for line in lines if line.count(":") > 1):
+        if names and controller not in names.split(","):
+            continue
+        root = CGROUPS / controller if names else CGROUPS
+        group = root / own.lstrip("/")
+        for place in (group, *group.parents):
+            if place.is_relative_to(root) and (found := tuple(n for file in files for n in _numbers(place / file))):
+                yield place, found
+
+
+def _numbers(file: Path) -> tuple[int, ...]:
+    """What a file of numbers holds; nothing where it cannot be read, or says `max`."""
+    try:
+        return tuple(map(int, _content(file).split()))
+    except ValueError:
+        return ()
+
+
+def _content(file: Path) -> str:
+    """Text of a file of the kernel's, empty where it cannot be read."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _logical_cores(_: int) -> int:
     """Cores that this process may run on, quotas of its control groups included."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = (int(most) // int(period) for _, (most, period) in _limits("cpu.max"))
+    found = (*_limits("cpu", "cpu.max"), *_limits("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    quotas = (numbers[0] // numbers[1] for _, numbers in found if len(numbers) == 2 and min(numbers) > 0)
     return max(1, min((allowed, *quotas)))
 
 
+def _memory_limits() -> list[tuple[int, int]]:
+    """(most, what is left of it) of each group that limits memory; page cache inside it can be given back."""
+    limits = []
+    for file, taken, idle in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for group, (most, *_) in _limits("memory", file):
+            inactive = re.search(rf"^{idle} (\d+)", _content(group / "memory.stat"), re.MULTILINE)
+            left = most - sum(_numbers(group / taken)) + (int(inactive.group(1)) if inactive else 0)
+            if most < UNLIMITED_BYTES:
+                limits.append((most, max(0, left)))
+    return limits
+
+
+def _memory_bytes(_: int) -> int:
+    """Of the machine, or of the container or job within it."""
+    return min((psutil.virtual_memory().total, *(most for most, _ in _memory_limits())))
+
+
 def _container_free_bytes(_: int) -> int:
-    """What the memory limits of a container or a job leave; page cache inside it can be given back."""
-    left = []
-    for group, (most,) in _limits("memory.max"):
-        used = int((group / "memory.current").read_text())
-        inactive = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        left.append(max(0, int(most) - used + (int(inactive.group(1)) if inactive else 0)))
-    if not left:
+    """What the memory limits of a container or a job leave."""
+    limits = _memory_limits()
+    if not limits:
         raise Unanswered("no limit")
-    return min(left)
+    return min(left for _, left in limits)
 
 
 def _container(_: int) -> str:
@@ -217,7 +265,7 @@ OS_QUESTIONS: Mapping[str, Answer] = {
     "cpu": _cpu,
     "physical_cores": lambda _: psutil.cpu_count(logical=False),
     "logical_cores": _logical_cores,
-    "memory_bytes": lambda _: psutil.virtual_memory().total,
+    "memory_bytes": _memory_bytes,
     "available_bytes": lambda _: psutil.virtual_memory().available,
     "container_free_bytes": _container_free_bytes,
     "swap_bytes": lambda _: psutil.swap_memory().total,

@@ -134,7 +134,7 @@ def check_visible_devices(patient: Patient) -> Iterator[Finding]:
 
 
 def _names_device(entry: str, count: int | None) -> bool:
-    if entry.isdigit():
+    if entry.isdecimal():
         return count is None or int(entry) < count
     return entry.startswith(("GPU-", "MIG-"))
 

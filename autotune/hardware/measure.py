@@ -29,7 +29,7 @@ CONDITIONS: Facts = {
 def main() -> None:
     """Measure the device of the profile on stdin."""
     silence_libraries()
-    profile = HardwareProfile.model_validate_json(sys.stdin.read())
+    profile = HardwareProfile.model_validate_json(sys.stdin.buffer.read())
     measure(profile, RealSystem(), lambda kind, value: print(json.dumps({kind: value}), flush=True))  # noqa: T201
 
 

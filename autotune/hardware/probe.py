@@ -83,7 +83,9 @@ def measured(
     on a device whose memory is about to be planned.
     """
     rates, notes, noisy, last = [], list(profile.notes), False, "the start"
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
+    ) as child:
         timer = threading.Timer(limit_seconds, child.kill)
         timer.start()
         try:
@@ -139,8 +141,8 @@ def with_reserve(profile: HardwareProfile, reserve_bytes: int) -> HardwareProfil
 def with_cap(profile: HardwareProfile, cap_bytes: int) -> HardwareProfile:
     """The profile with the budget that a device of only `cap_bytes` would leave, its usual reserve and margin off."""
     device = profile.device
-    total, free = device.total_memory_bytes or cap_bytes, device.free_memory_bytes or cap_bytes
-    if cap_bytes >= total:
+    total, free = device.total_memory_bytes, device.free_memory_bytes or cap_bytes
+    if total is not None and cap_bytes >= total:
         return profile
     num_bytes, why = budget(device.memory_kind, cap_bytes, min(cap_bytes, free), device.drives_display)
     return _with_budget(profile, min(num_bytes, device.budget_bytes), f"rehearsed: {why}")

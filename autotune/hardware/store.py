@@ -4,6 +4,7 @@ A file carries the digest of its profile, so a damaged one is noticed and measur
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ from autotune.hardware.catalogue import catalogue, profile_of_gpu
 from autotune.hardware.probe import ABOUT_RATES, measured, probe, with_rates
 from autotune.schema import HardwareProfile, digest_of
 
+POWER_TOLERANCE = 0.1
+"""Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""
+
 
 def cached_profile(
     *, index: int = 0, fresh: bool = False, on_progress: Callable[[str], None] | None = None
@@ -24,7 +28,7 @@ def cached_profile(
     """This machine's profile: facts and budget as they are now, rates from the last probe while they still hold.
 
     Rates are measured again when `fresh`, or when the saved file is absent, damaged, of another device or of another
-    fingerprint.
+    fingerprint, or when the GPU's power limit or the number of cores that train has changed.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
@@ -43,7 +47,12 @@ def cached_profile(
 
 def still_holds(saved: HardwareProfile, now: HardwareProfile) -> bool:
     """Whether rates saved earlier are true of the machine as it is now."""
-    return bool(saved.rates) and saved.fingerprint == now.fingerprint and saved.device.name == now.device.name
+    if not saved.rates or saved.fingerprint != now.fingerprint or saved.device.name != now.device.name:
+        return False
+    limits = (saved.device.power_limit_watts, now.device.power_limit_watts)
+    cores = (saved.host.logical_cores, now.host.logical_cores)  # a container's may be a part of the host's
+    same_power = None in limits or math.isclose(limits[0] or 0, limits[1] or 0, rel_tol=POWER_TOLERANCE)
+    return same_power and (now.device.kind != "cpu" or cores[0] == cores[1])
 
 
 def profile_path(profile: HardwareProfile) -> Path:

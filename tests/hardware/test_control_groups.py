@@ -1,11 +1,15 @@
-"""Limits of containers and of a cluster's jobs are seen, wherever they stand above the process."""
+"""Limits of containers and of a cluster's jobs are seen, wherever they stand above the process, in both versions."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from autotune.hardware import answers
 from autotune.hardware.answers import RealSystem
+from autotune.hardware.facts import read_host
+from autotune.hardware.memory import budget
+from autotune.hardware.reader import Reader
 from autotune.hardware.system import Unanswered
 
 GIB = 2**30
@@ -38,6 +42,54 @@ def test_a_container_sees_its_own_group_as_the_root(groups: Path) -> None:
     limit(groups, 8 * GIB, used=GIB)
     answers.OWN_CGROUP.write_text("0::/\n")
     assert RealSystem(torch=False).ask("os", "container_free_bytes") == 7 * GIB
+
+
+@pytest.fixture
+def v1(groups: Path) -> Path:
+    """A Docker container under cgroup v1: told the host's path, which it does not see."""
+    answers.OWN_CGROUP.write_text("5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n")
+    for controller in ("memory", "cpu"):
+        (groups / controller).mkdir()
+    (groups / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    (groups / "memory" / "memory.usage_in_bytes").write_text(f"{3 * GIB}\n")
+    (groups / "memory" / "memory.stat").write_text(f"inactive_file 5\ntotal_inactive_file {GIB}\n")
+    (groups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    return groups
+
+
+def test_limits_of_the_older_control_groups_count_too(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    ask = RealSystem(torch=False).ask
+    assert ask("os", "container_free_bytes") == 2 * GIB
+    (v1 / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert ask("os", "logical_cores") == 64
+    (v1 / "cpu" / "cpu.cfs_quota_us").write_text("250000\n")
+    assert ask("os", "logical_cores") == 2
+    (v1 / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
+    with pytest.raises(Unanswered, match="no limit"):
+        ask("os", "container_free_bytes")
+
+
+def test_a_small_container_of_a_large_host_keeps_a_share_of_its_own_memory_free(
+    groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers.psutil, "virtual_memory", lambda: SimpleNamespace(total=512 * GIB, available=400 * GIB))
+    limit(groups, 2 * GIB, used=GIB // 4)
+    host = read_host(Reader(RealSystem(torch=False)))
+    assert (host.memory_bytes, host.available_memory_bytes) == (2 * GIB, 2 * GIB - GIB // 4)
+    assert budget("host", host.memory_bytes, host.available_memory_bytes, None)[0] == int(1.5 * GIB)
+
+
+@pytest.mark.parametrize("damage", ["", "max", "-1", "1 2 3", "none of your business", "\0"])
+def test_odd_control_groups_cost_neither_cores_nor_memory(
+    groups: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    for file in ("cpu.max", "memory.current", "memory.stat"):
+        (groups / file).write_text(damage)
+    (groups / "slurm" / "memory.max").mkdir()
+    assert RealSystem(torch=False).ask("os", "logical_cores") == 8
+    assert read_host(Reader(RealSystem(torch=False))).memory_bytes == answers.psutil.virtual_memory().total
 
 
 def test_without_limits_nothing_is_answered(groups: Path) -> None:

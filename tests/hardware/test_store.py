@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from autotune.errors import InvalidInput
 from autotune.hardware import store
 from autotune.hardware.probe import profile_of, with_rates
-from autotune.hardware.store import cached_profile, hardware_named, load_profile, profile_path, save_profile
+from autotune.hardware.store import (
+    cached_profile,
+    hardware_named,
+    load_profile,
+    profile_path,
+    save_profile,
+    still_holds,
+)
 from autotune.schema import Conditions, Rate
 from tests.hardware.fleet import MACHINES, machine
 
@@ -87,6 +94,22 @@ def test_another_card_or_stack_is_measured_again(probes):
     probes["machine"] = "rtx-4090"
     cached_profile()
     assert probes["measured"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "holds"),
+    [
+        ("rtx-4090", "device", {"power_limit_watts": 300.0}, False),
+        ("rtx-4090", "device", {"power_limit_watts": 340.0}, True),
+        ("rtx-4090", "device", {"power_limit_watts": None}, True),
+        ("rtx-4090", "host", {"logical_cores": 2}, True),
+        ("no-gpu", "host", {"logical_cores": 2}, False),
+    ],
+)
+def test_rates_of_a_machine_that_was_slowed_down_are_measured_again(name, part, change, holds):
+    saved = measured(name)
+    now = saved.changed(**{part: getattr(saved, part).changed(**change)})
+    assert still_holds(saved, now) == holds
 
 
 def test_fresh_measures_again(probes):

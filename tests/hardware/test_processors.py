@@ -1,0 +1,42 @@
+"""What a processor is called: records of two machines are compared by it where it trains."""
+
+from pathlib import Path
+
+import pytest
+
+from autotune.hardware import answers
+from autotune.hardware.answers import RealSystem
+from autotune.hardware.system import Unanswered
+
+XEON = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) 8480+\n"
+ARM = """processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd
+CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: 0xd4f\nCPU revision\t: 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (XEON, "Intel(R) Xeon(R) 8480+"),
+        ("processor : 0\nModel : Raspberry Pi 5 Model B\n", "Raspberry Pi 5 Model B"),
+        (ARM, "aarch64 0x41/0xd4f"),
+        ("", "aarch64"),
+        ("\udcff", "aarch64"),
+    ],
+)
+def test_on_linux_the_kernel_says(text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_bytes(text.encode(errors="surrogateescape"))
+    monkeypatch.setattr(answers, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(answers.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(answers.platform, "processor", lambda: "")
+    monkeypatch.setattr(answers.platform, "machine", lambda: "aarch64")
+    assert RealSystem(torch=False).ask("os", "cpu") == name
+
+
+def test_one_apple_chip_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(answers, "BRAND", ("printf", "Apple M3 Max\\n"))
+    assert RealSystem(torch=False).ask("os", "cpu") == "Apple M3 Max"
+    monkeypatch.setattr(answers, "BRAND", ("false",))
+    with pytest.raises(Unanswered):
+        RealSystem(torch=False).ask("os", "cpu")
