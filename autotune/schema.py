@@ -42,7 +42,8 @@ PLAN_SCHEMA_VERSION = 1
 
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
-Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "crash"]
+Outcome = Literal["ok", "oom", "host_oom", "spill", "timeout", "unsupported", "numerics", "crash"]
+"""`host_oom`: beside a device with memory of its own it was the host's that ran out; where both are one it is `oom`."""
 Strategy = Literal["single", "ddp", "fsdp2"]
 MOST_RESIDUAL = 5.0
 """A factor of 148: what is further from its prediction is counted as this far."""

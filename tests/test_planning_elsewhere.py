@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput, NothingFits
+from autotune.families.registry import FAMILIES
+from autotune.families.resolve import parts_of, resolve_model
 from autotune.hardware.probe import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.plan_file import read_plan
@@ -50,6 +52,18 @@ def test_an_estimate_of_what_does_not_fit_says_so() -> None:
     assert json.loads(process.stdout)["step_seconds"] > 0
     bucket = estimate.workload.buckets[0]
     assert (bucket.width_px, bucket.height_px) == (512, 768)
+
+
+def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    FAMILIES["qwen-image"].write_small_pipeline(tmp_path, ["a red circle"], seed=0)
+    asked = ("--model", tmp_path, "--hardware", "nvidia-rtx-4090", "--resolution", 64, "--json")
+    estimate = Estimate.model_validate_json(autotune_here(capfd, "estimate", *asked).stdout)
+    parts = parts_of(resolve_model(str(tmp_path)))
+    assert parts is not None
+    caching = next(phase for phase in estimate.prediction.phases if phase.name == "cache")
+    assert caching.breakdown.weight_bytes >= 2 * sum(parts.text_encoder_parameters) > 0
 
 
 def test_plan_for_a_named_gpu_as_a_process(tmp_path: Path) -> None:

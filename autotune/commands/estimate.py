@@ -48,7 +48,8 @@ def estimate(asked: EstimateOptions) -> None:
     from autotune.commands.machine import machine_for
     from autotune.cost.arguments import parse_resolution
     from autotune.cost.estimate import estimate as predict
-    from autotune.families.resolve import resolve_model
+    from autotune.cost.predict import Predictor
+    from autotune.families.resolve import parts_of, resolve_model
     from autotune.knobs.base import Setting
     from autotune.reporting.estimate import render
     from autotune.training.describe import Wishes, describe_workload, given
@@ -65,15 +66,9 @@ def estimate(asked: EstimateOptions) -> None:
         effective_batch_size=given(asked.batch, usual_batch),
     )
     setting = Setting(machine, resolved.family, describe_workload(resolved, None, wishes))
-    answer = predict(
-        setting.workload,
-        _candidate(asked, setting),
-        machine,
-        family=resolved.family,
-        config=resolved.config,
-        num_steps=asked.steps,
-        price_per_hour=asked.price,
-    )
+    predictor = Predictor(machine, setting.workload, resolved.family, resolved.config, parts_of(resolved))
+    candidate = _candidate(asked, setting)
+    answer = predict(predictor, candidate, num_steps=asked.steps, price_per_hour=asked.price)
     typer.echo(answer.model_dump_json(indent=1) if asked.as_json else render(answer), nl=asked.as_json)
 
 

@@ -27,16 +27,17 @@ def parse_bytes(text: str) -> int:
 def machine_for(
     hardware: str | None,
     *,
+    num_devices: int = 1,
     max_memory: str | None = None,
     reserve: str | None = None,
     cap_memory: str | None = None,
 ) -> "HardwareProfile":
-    """The named hardware, or this machine; with the budget that the options leave.
+    """The named hardware, or this machine; with the budget that the options leave on each of its first `num_devices`.
 
     Raises:
         InvalidInput: there is no such hardware, or an option is no size.
     """
-    from autotune.hardware.probe import with_budget, with_cap, with_reserve
+    from autotune.hardware.probe import probe, with_budget, with_cap, with_reserve
     from autotune.hardware.store import cached_profile, hardware_named
     from autotune.terminal import err
 
@@ -45,12 +46,20 @@ def machine_for(
     else:
         with err.status("reading the machine") as status:
             machine = cached_profile(on_progress=status.update)
-    if reserve is not None:
-        machine = with_reserve(machine, parse_bytes(reserve))
-    if cap_memory is not None:
-        machine = with_cap(machine, parse_bytes(cap_memory))
-    if max_memory is not None:
-        machine = with_budget(machine, parse_bytes(max_memory), by_user=True)
+
+    def limited(machine: "HardwareProfile") -> "HardwareProfile":
+        if reserve is not None:
+            machine = with_reserve(machine, parse_bytes(reserve))
+        if cap_memory is not None:
+            machine = with_cap(machine, parse_bytes(cap_memory))
+        if max_memory is not None:
+            machine = with_budget(machine, parse_bytes(max_memory), by_user=True)
+        return machine
+
+    machine = limited(machine)
+    several = hardware is None and machine.device.kind == "cuda"
+    for index in range(1, min(num_devices, machine.device.count) if several else 1):
+        machine = with_budget(machine, limited(probe(index=index)).device.budget_bytes)
     return machine
 
 

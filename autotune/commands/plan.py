@@ -90,7 +90,9 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     recording = read_recording(asked.replay) if asked.replay else None
     around = replayed(recording) if recording else Surroundings()
     limits = {"max_memory": asked.max_memory, "reserve": asked.reserve, "cap_memory": asked.cap_memory}
-    machine = recording.hardware if recording else machine_for(asked.hardware, **limits)
+    machine = (
+        recording.hardware if recording else machine_for(asked.hardware, num_devices=question.num_processes, **limits)
+    )
     if asked.list_knobs:
         out.print("\n".join(knob_lines(list_choices(question, machine))))
         return

@@ -15,10 +15,10 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
     from autotune.fit import hardware_misfits
     from autotune.hardware.probe import probe as read_machine
     from autotune.plan_file import read_plan
-    from autotune.training.processes import device_misfits
+    from autotune.training.processes import card_misfits
 
     chosen, machine = read_plan(plan_file), read_machine()
-    misfits = hardware_misfits(chosen, machine) + device_misfits(chosen.frozen.hardware.num_processes, machine)
+    misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
     if as_json:
         typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
     else:

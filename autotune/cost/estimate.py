@@ -1,17 +1,13 @@
 """Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours and money."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from autotune.cost.arguments import checked_bucket, checked_candidate
 from autotune.cost.predict import Predictor
 from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.errors import InvalidInput
-from autotune.families.base import Family
 from autotune.job import num_previews
 from autotune.knobs.compile import startup_seconds
 from autotune.prediction import Estimate, JobTime, Prediction
-from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.schema import Candidate
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""
@@ -24,41 +20,29 @@ CHECKPOINT_SECONDS = 1.0
 
 
 def estimate(
-    workload: Workload,
-    candidate: Candidate,
-    hardware: HardwareProfile,
-    *,
-    family: Family,
-    config: Mapping[str, Any],
-    num_steps: int | None = None,
-    price_per_hour: float | None = None,
-    predictor: Predictor | None = None,
+    predictor: Predictor, candidate: Candidate, *, num_steps: int | None = None, price_per_hour: float | None = None
 ) -> Estimate:
     """Predict `candidate`, and the job that would run with it.
 
     Args:
-        workload: shapes and effective batch size.
+        predictor: of the work on the machine.
         candidate: one value for every knob.
-        hardware: the machine, probed or from the catalogue.
-        family: of the workload's model.
-        config: constructor arguments of its transformer.
         num_steps: optimizer steps of the job; by default what the family advises for the number of images.
         price_per_hour: of the machine, in whatever currency the answer shall have.
-        predictor: one of this workload and hardware, to share its traces and calibration.
 
     Raises:
         InvalidInput: the candidate or a bucket cannot be.
     """
+    workload, hardware = predictor.workload, predictor.hardware
     for bucket in workload.buckets:
-        checked_bucket(family, bucket.width_px, bucket.height_px, bucket.num_frames, bucket.num_items)
+        checked_bucket(predictor.family, bucket.width_px, bucket.height_px, bucket.num_frames, bucket.num_items)
     checked_candidate(candidate, workload)
     if price_per_hour is not None and price_per_hour < 0:
         raise InvalidInput(f"a price of {price_per_hour} per hour is negative", hint="give what one hour costs")
-    own = predictor or Predictor(hardware, workload, family, config)
-    prediction = own.predict(candidate)
+    prediction = predictor.predict(candidate)
     images = max(1, sum(bucket.num_items for bucket in workload.buckets))
-    steps = num_steps if num_steps is not None else family.defaults.num_steps(images)
-    job = job_time(own, prediction, num_steps=steps, num_images=images, num_previews=num_previews(steps))
+    steps = num_steps if num_steps is not None else predictor.family.defaults.num_steps(images)
+    job = job_time(predictor, prediction, num_steps=steps, num_images=images, num_previews=num_previews(steps))
     hours = job.total_seconds / 3600
     return Estimate(
         hardware=hardware.device.name,

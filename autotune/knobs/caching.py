@@ -153,8 +153,9 @@ def _against(way: CachingSettings, size: EncoderSize, setting: Setting) -> str |
     if way.text_encoder_device == "cpu":
         budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * plain)
     elif way.text_encoder_device != "training":
-        # The other GPU is taken to be like this one, and free.
-        budget, needed = hardware.device.total_memory_bytes or budget, round((1 + WORKING_SHARE) * plain)
+        # The other GPU is taken to be like this one, and free; where a smaller one is rehearsed, both are.
+        whole = None if hardware.device.budget_set_by_user else hardware.device.total_memory_bytes
+        budget, needed = whole or budget, round((1 + WORKING_SHARE) * plain)
     if needed <= budget:
         return None
     place = "of the host's memory are free" if way.text_encoder_device == "cpu" else "may be taken"

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.base import Family
@@ -51,12 +52,18 @@ def within_host(space: SearchSpace, cost: Predictor) -> SearchSpace:
     return replace(without(space, "swapped_blocks", dropped), candidates=tuple(kept)) if kept else space
 
 
+def shareable(space: SearchSpace) -> SearchSpace:
+    """The part of the space whose weights several processes can share out among them; it may have no candidates."""
+    why = "the model is shared out over the processes, for which weights must be plain"
+    return without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
+
+
 def relaxation(question: Question, space: SearchSpace, cost: Predictor) -> str:
     """What to ask instead, where nothing of `space` fits: each was predicted to fit, alone, with all else as asked."""
     budget = cost.hardware.device.budget_bytes
     needed = least_bytes(space.candidates, cost, cautious=question.here)
-    found = [f"{what} ({need / GIB:.1f} GiB)" for what, need in _relaxed(question, cost) if need <= budget]
-    memory = f"a device on which a run may take {needed / GIB:.1f} GiB (--max-memory, where one is set)"
+    found = [f"{what} ({_amount(need)})" for what, need in _relaxed(question, cost) if need <= budget]
+    memory = f"a device on which a run may take {_amount(needed)} (--max-memory, where one is set)"
     if found:
         return f"predicted to fit: {', or '.join(found)}; or take {memory}"
     return f"no smaller quality, resolution, rank or batch is predicted to fit; take {memory}"
@@ -87,14 +94,18 @@ def _relaxed(question: Question, cost: Predictor) -> Iterator[tuple[str, float]]
 
 
 def _needed(question: Question, workload: Workload, cost: Predictor) -> float:
-    """Least memory that a run needs for `workload` as `question` has it."""
-    hardware, family, alone = cost.hardware, cost.family, cost.parallel.num_processes == 1
-    space = question.space(Setting(hardware, family, workload), also=WHERE_NOTHING_FITS if alone else None)
-    known = (family, cost.config, cost.parts, question.caching_pins)
-    own = Predictor(hardware, workload, *known, cost.parallel)
-    if question.caching_pins and cost.kept_bytes:
-        own.caching = cost.caching  # chosen with all of the memory
-    return least_bytes(within_host(space, own).candidates, own, cautious=question.here)
+    """Least memory that a run needs for `workload` as `question` has it, by whichever strategy its processes take."""
+    hardware, family, number = cost.hardware, cost.family, cost.parallel.num_processes
+    space = question.space(Setting(hardware, family, workload), also=WHERE_NOTHING_FITS if number == 1 else None)
+    ways = {Parallel("ddp", number): space, Parallel("fsdp2", number): shareable(space)} if number > 1 else {}
+    known, needs = (family, cost.config, cost.parts, question.caching_pins), []
+    for parallel, admitted in (ways or {cost.parallel: space}).items():
+        own = Predictor(hardware, workload, *known, parallel)
+        if question.caching_pins and cost.kept_bytes:
+            own.caching = cost.caching  # chosen with all of the memory
+        if admitted.candidates:
+            needs.append(least_bytes(within_host(admitted, own).candidates, own, cautious=question.here))
+    return min(needs)
 
 
 def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:
@@ -103,6 +114,10 @@ def _smaller(bucket: Bucket, share: float, family: Family) -> Bucket | None:
     if min(width, height) < step:
         return None
     return bucket.changed(width_px=width, height_px=height)
+
+
+def _amount(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _text(bucket: Bucket) -> str:

@@ -17,7 +17,7 @@ from autotune.families.resolve import (
 from autotune.fit import KEY_NAMES
 from autotune.hardware.probe import with_budget
 from autotune.knobs.base import Setting
-from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation, within_host
+from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation, shareable, within_host
 from autotune.planning.question import Question, data_of, job_of
 from autotune.planning.surroundings import Surroundings
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
@@ -160,11 +160,10 @@ def _strategy(
     except NothingFits:
         if number == 1:
             raise
-    why = "the model is shared out over the processes, for which weights must be plain"
-    plain = without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
+    plain = shareable(space)
     if not plain.candidates:
-        hint = relaxation(question, space, cost)
-        raise NothingFits(f"on each of {number} devices nothing fits, and {why}", hint=hint)
+        what = f"on each of {number} devices nothing fits, and weights must be plain to be shared out over them"
+        raise NothingFits(what, hint=relaxation(question, space, cost))
     cost = _cost_beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
     return cost, _without_too_heavy(question, plain, cost)
 

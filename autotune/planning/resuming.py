@@ -5,6 +5,8 @@ was interrupted it is still there, and that search goes on.
 """
 
 import contextlib
+import fcntl
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from autotune.schema import digest_of
 from autotune.search.sampler import release_dead, standing_of
 from autotune.search.storage import Place, opened_study, safe_words
 from autotune.search.study import frozen_plan
+from autotune.trials.lock import locked
 
 
 @contextlib.contextmanager
@@ -33,27 +36,42 @@ def kept_study(case: Case, autotune_version: str, on_note: Callable[[str], None]
         AutotuneError: the storage failed.
     """
     question, path = case.question, _path(case, autotune_version)
-    place = question.study
-    if place is None and question.interrupted != "ignored":
-        place = _file_of_its_own(path, case, on_note)
-    with safe_words(place):
-        try:
-            yield opened_study(place, case.identity)
-        except NothingFits:
-            if question.study is None:
-                path.unlink(missing_ok=True)  # it came to its end: there may be more memory next time
-            raise
+    with contextlib.ExitStack() as held:
+        users = None
+        if question.study is None and question.interrupted != "ignored":
+            users = _users(path, held, on_note)
+        place = question.study if users is None else _file_of_its_own(path, users, case, on_note)
+        with safe_words(place):
+            try:
+                yield opened_study(place, case.identity)
+            except NothingFits:
+                if users is not None and locked(users, fcntl.LOCK_EX):
+                    path.unlink(missing_ok=True)  # it came to its end: there may be more memory next time
+                raise
 
 
-def _file_of_its_own(path: Path, case: Case, on_note: Callable[[str], None]) -> Place | None:
-    place = Place("search", f"sqlite:///{path}")
+def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None]) -> int | None:
+    """A file beside the search's own that all who use it hold a lock on; None where nothing can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if case.question.interrupted == "forgotten" or (path.exists() and not _goes_on(place, case, on_note)):
-            path.unlink(missing_ok=True)
+        users = os.open(path.with_suffix(".users"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         on_note(f"trials are kept in memory alone: {path.parent}: {error.strerror}")
         return None
+    held.callback(os.close, users)
+    return users
+
+
+def _file_of_its_own(path: Path, users: int, case: Case, on_note: Callable[[str], None]) -> Place | None:
+    """Where the search is kept while the lock on `users` is held; None beside one that is not to be joined."""
+    place, fresh = Place("search", f"sqlite:///{path}"), case.question.interrupted == "forgotten"
+    alone = locked(users, fcntl.LOCK_EX)
+    if fresh and not alone:
+        on_note("another search of the same runs: this one keeps its trials in memory alone")
+        return None
+    if fresh or (path.exists() and not _goes_on(place, case, on_note) and alone):
+        path.unlink(missing_ok=True)
+    fcntl.flock(users, fcntl.LOCK_SH)
     return place
 
 

@@ -128,7 +128,7 @@ class ResidualSearch:
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
         # Without a step it was the weights themselves that missed the quality floor: no attention changes that.
         too_far = {r.candidate.quantization for r in results if r.outcome == "numerics" and not r.step_seconds}
-        limit = self._limit_bytes(results)
+        limit, most_of_host = self._limit_bytes(results), self._limit_of_host(results)
         found = []
         for candidate in self.space.candidates:
             storage = candidate.quantization
@@ -136,7 +136,7 @@ class ResidualSearch:
                 continue
             prediction = self.cost.predict(candidate)
             required = cautious_bytes(prediction)
-            if required < limit:
+            if required < limit and prediction.host_memory_bytes <= most_of_host:
                 found.append(self._outlook(prediction, required))
         # On memory of its own a trial has a cap: where caution alone is against a first one, being wrong costs no more.
         return found if found or results or taken or self.ascending else self._boldly()
@@ -202,6 +202,11 @@ class ResidualSearch:
             return self.budget_bytes
         ran = max((self._required(r) for r in results if r.outcome == "ok"), default=0.0)
         return min(self.budget_bytes, (ran + min(too_large)) / 2)
+
+    def _limit_of_host(self, results: Sequence[TrialResult]) -> float:
+        """Of the host's memory: no more than what ran out of it was predicted to take; others may have been there."""
+        ran_out = [result.candidate for result in results if result.outcome == "host_oom"]
+        return min((self.cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf)
 
     def _required(self, result: TrialResult) -> float:
         return cautious_bytes(self.cost.predict(result.candidate))

@@ -18,8 +18,7 @@ from autotune.families.resolve import (
     require_weights,
     resolve_model,
 )
-from autotune.fit import data_misfits, hardware_misfits, key_misfits, memory_misfits, model_misfits, require_fit
-from autotune.hardware.probe import probe
+from autotune.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
 from autotune.knobs.base import Setting
 from autotune.plan_file import with_job
 from autotune.schema import HardwareProfile, TrainingPlan, Workload
@@ -27,7 +26,7 @@ from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
 from autotune.training.folder import claim_folder
 from autotune.training.metrics import require_tracker
-from autotune.training.processes import device_misfits, started_by_launcher
+from autotune.training.processes import card_misfits, started_by_launcher
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,7 @@ def _require_machine(plan: TrainingPlan, hardware: HardwareProfile, misfits: Cal
     """
     if started_by_launcher():
         return
-    number, kind = plan.frozen.hardware.num_processes, hardware.device.kind
-    require_fit((*misfits(plan, hardware), *device_misfits(number, hardware)))
-    for index in range(1, number if kind == "cuda" else 1):
-        require_fit(memory_misfits(plan, probe(index=index)))
+    require_fit((*misfits(plan, hardware), *card_misfits(plan, hardware)))
 
 
 def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from autotune.errors import AutotuneError
-from autotune.schema import HardwareProfile, PlannedHardware, Strategy
+from autotune.fit import memory_misfits
+from autotune.hardware.probe import probe
+from autotune.schema import HardwareProfile, PlannedHardware, Strategy, TrainingPlan
 from autotune.training.folder import checkpoints_in
 from autotune.training.sharding import is_sharded
 
@@ -130,6 +132,15 @@ def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, 
     unlike = {(card.name, card.total_memory // 2**30) for card in cards}
     names = ", ".join(sorted(f"{name} ({size} GiB)" for name, size in unlike))
     return (f"processes: they need equal GPUs, the first {num_processes} are {names}",) if len(unlike) > 1 else ()
+
+
+def card_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why each of the plan's processes cannot have a device with room; of the first one `memory_misfits` tells."""
+    number = plan.frozen.hardware.num_processes
+    if few := device_misfits(number, hardware):
+        return few
+    others = range(1, number if hardware.device.kind == "cuda" else 1)
+    return tuple(misfit for index in others for misfit in memory_misfits(plan, probe(index=index)))
 
 
 def started_by_launcher() -> bool:

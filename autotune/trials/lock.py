@@ -86,12 +86,12 @@ class DeviceLock:
     def _locked(self, handle: int) -> bool:
         """Whether the lock could be had at once. A run lets searches that wait for a turn go first."""
         if self.trains:
-            return not self.is_wanted() and _locked(handle, fcntl.LOCK_SH)
-        return _locked(handle, fcntl.LOCK_EX)
+            return not self.is_wanted() and locked(handle, fcntl.LOCK_SH)
+        return locked(handle, fcntl.LOCK_EX)
 
     def _wait(self, handle: int) -> None:
         named = self.path.read_text().strip() or f"{SEARCH} (unknown process)"
-        if named.startswith(RUN) and not self.trains and _locked(handle, fcntl.LOCK_SH):  # which only runs share
+        if named.startswith(RUN) and not self.trains and locked(handle, fcntl.LOCK_SH):  # which only runs share
             if self._locked(handle):
                 return  # it has just ended
             raise AutotuneError(
@@ -104,7 +104,7 @@ class DeviceLock:
         started = time.monotonic()
         with _opened(self._waiting) as turns:
             if not self.trains:
-                _locked(turns, fcntl.LOCK_SH)
+                locked(turns, fcntl.LOCK_SH)
             while not self._locked(handle):
                 if time.monotonic() - started > self.longest_wait_seconds:
                     raise AutotuneError(
@@ -116,7 +116,7 @@ class DeviceLock:
     def is_wanted(self) -> bool:
         """Whether another process waits for the lock."""
         with _opened(self._waiting) as turns:
-            return not _locked(turns, fcntl.LOCK_EX)
+            return not locked(turns, fcntl.LOCK_EX)
 
     def give_back(self) -> None:
         """Let others have the device; whoever waits gets it before this process can take it again."""
@@ -182,7 +182,8 @@ def _open(path: Path) -> int:
         ) from error
 
 
-def _locked(handle: int, how: int) -> bool:
+def locked(handle: int, how: int) -> bool:
+    """Whether the open file `handle` could be locked at once, LOCK_SH or LOCK_EX; the lock goes when it is closed."""
     try:
         fcntl.flock(handle, how | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -30,7 +30,7 @@ from autotune.trials.worker import Failure
 MOST_TEXT_TOKENS = 77
 TIMEOUT_SECONDS = 300.0
 """Compiling blocks takes a minute or two on a processor."""
-PASSING = ("timeout", "oom")
+PASSING = ("timeout", "oom", "host_oom")
 """Outcomes that say more about the moment than about the choice: not kept."""
 
 ParityRequest = GradientRequest | UpdateRequest

@@ -20,7 +20,7 @@ from autotune.hardware.memory import LEAST_MARGIN_BYTES, process_overhead_bytes,
 from autotune.knobs.registry import reload_key
 from autotune.prediction import Prediction
 from autotune.quiet import stderr_in
-from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, Outcome, TrialResult, Workload
 from autotune.trials.lock import DeviceLock, lock_path
 from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
 from autotune.trials.requests import RehearsalRequest, Request, TrialRequest
@@ -210,7 +210,7 @@ class ProcessTrialRunner:
             if child.requests.poll(WATCH_SECONDS):
                 yield child.requests.recv()
             elif alarm := self.watchdog.alarm():
-                yield True, Failure("oom", alarm)
+                yield True, Failure(self._host_ran_out, alarm)
             elif time.monotonic() > deadline:
                 yield True, Failure("timeout", f"no answer within {limit_seconds:.0f} s")
 
@@ -218,13 +218,17 @@ class ProcessTrialRunner:
         child.process.join(timeout=10)
         code = child.process.exitcode
         if code == -signal.SIGKILL:
-            return Failure("oom", "killed by the system, most likely out of host memory")
+            return Failure(self._host_ran_out, "killed by the system, most likely out of host memory")
         with self._log.open("rb") as log:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
         last = f": {lines[-1][:200]}" if lines else ""
         return Failure("crash", f"the trial process died, {cause}{last}")
+
+    @property
+    def _host_ran_out(self) -> Outcome:
+        return "oom" if self.shares_memory else "host_oom"
 
     def _cap_bytes(self) -> int:
         """What a trial may take now: on shared memory never what the watchdog would end it for."""

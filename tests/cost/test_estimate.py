@@ -16,15 +16,13 @@ from autotune.schema import Candidate
 
 @pytest.fixture(scope="module")
 def answer() -> Estimate:
-    return estimate(
-        workload_of("kandinsky5-video-lite"),
-        Candidate(micro_batch_size=1, checkpointed_blocks=2, quantization="torchao-int8"),
-        gpu("nvidia-rtx-4090"),
-        family=FAMILIES["kandinsky5-video-lite"],
-        config=TINY["kandinsky5-video-lite"],
-        num_steps=1000,
-        price_per_hour=2.5,
-    )
+    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=2, quantization="torchao-int8")
+    return estimate(_predictor(), candidate, num_steps=1000, price_per_hour=2.5)
+
+
+def _predictor() -> Predictor:
+    name = "kandinsky5-video-lite"
+    return Predictor(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
 
 
 def test_the_text_fits_a_terminal_and_names_every_part(answer):
@@ -48,14 +46,7 @@ def test_money_is_hours_times_price(answer):
 
 def test_a_negative_price_is_refused(answer):
     with pytest.raises(InvalidInput, match="negative"):
-        estimate(
-            answer.workload,
-            answer.prediction.candidate,
-            gpu("nvidia-rtx-4090"),
-            family=FAMILIES["kandinsky5-video-lite"],
-            config=TINY["kandinsky5-video-lite"],
-            price_per_hour=-1.0,
-        )
+        estimate(_predictor(), answer.prediction.candidate, price_per_hour=-1.0)
 
 
 def test_captions_take_longer_where_the_encoders_do_not_stay_on_the_device():

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from autotune.commands.machine import machine_for
 from autotune.errors import InvalidInput
 from autotune.hardware.doctor import findings
 from autotune.hardware.patient import examine
@@ -72,6 +73,19 @@ def test_the_whole_profile_is_as_recorded(name):
 def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(name):
     busy = changed(name, nvml={"other_process_bytes": 9 * GIB, "free_bytes": GIB}, os={"available_bytes": 20 * GIB})
     assert profile_of(machine(name)).fingerprint == profile_of(busy).fingerprint
+
+
+def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
+    """The second of two is busy."""
+    free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
+    monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: free)
+    monkeypatch.setattr("autotune.hardware.probe.probe", lambda index: (free, busy)[index])
+    assert busy.device.budget_bytes < free.device.budget_bytes - GIB
+    assert machine_for(None).device.budget_bytes == free.device.budget_bytes
+    both = machine_for(None, num_devices=2).device
+    assert (both.budget_bytes, both.budget_set_by_user) == (busy.device.budget_bytes, False)
+    left = machine_for(None, num_devices=2, reserve="2GiB").device.budget_bytes
+    assert left == with_reserve(busy, 2 * GIB).device.budget_bytes
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -1,5 +1,7 @@
 """How captions are encoded: the first way that fits, exact ones first; pins are checked."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +97,14 @@ def test_no_other_gpu_encodes_where_each_has_a_process_that_trains() -> None:
     setting = on(11, count=2)
     assert choose_caching(setting, QWEN)[0].text_encoder_device == "cuda:1"
     assert choose_caching(setting, QWEN, num_processes=2)[0].text_encoder_device == "training"
+
+
+def test_beside_a_rehearsed_smaller_gpu_the_other_is_as_small() -> None:
+    """Of 24 GiB each, 11 are rehearsed: 17 for an encoder are on neither."""
+    setting = on(11, count=2)
+    device = setting.hardware.device.changed(budget_set_by_user=True)
+    small = dataclasses.replace(setting, hardware=setting.hardware.changed(device=device))
+    assert choose_caching(small, QWEN)[0].text_encoder_device != "cuda:1"
 
 
 def test_t5_is_never_stored_by_bitsandbytes() -> None:

@@ -41,7 +41,8 @@ class FormulaPredictor:
         return KEPT_BYTES if self.caching[0].residency == "keep" else 0
 
     def weight_bytes(self, candidate: Candidate) -> int:
-        return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55))
+        shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1
+        return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55)) // shards
 
     def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
         pairs = [(trial.candidate, residual) for trial in trials if (residual := self.residual(trial))]

@@ -22,10 +22,12 @@ from tests.planning.machines import GATES, HARDWARE, question, surroundings
 pytestmark = pytest.mark.usefixtures("_by_formula")
 
 
-def test_every_relaxation_that_is_named_really_fits() -> None:
-    hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=14 * 2**30)
-    tight = question(wishes=replace(question().wishes, size_px=(2048, 2048), quality="exact"))
-    tight = replace(tight, here=False)
+@pytest.mark.parametrize(("num_processes", "budget_gib"), [(1, 14), (4, 7.2)])
+def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_gib: float) -> None:
+    """Four processes that share the weights out have no use for smaller storages."""
+    hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30))
+    wishes = replace(question().wishes, size_px=(2048, 2048), quality="exact", effective_batch_size=4 * num_processes)
+    tight = question(wishes=wishes, num_processes=num_processes, here=False)
     with pytest.raises(NothingFits) as caught:
         make_plan(tight, hardware)
     hint = caught.value.hint

@@ -142,6 +142,23 @@ def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: Question, tmp_p
     ]
 
 
+def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: Question, tmp_path: Path) -> None:
+    worker = start_worker(tmp_path, "first", asked, hangs_at=3)
+    wait_until(lambda: len(logged(worker.log, "begins")) == 3)
+    tried: list[Candidate] = []
+    notes: list[str] = []
+    fresh = dataclasses.replace(asked, interrupted="forgotten")
+    make_plan(fresh, HARDWARE, Events(on_note=notes.append), interrupted_after(99, tried))
+    assert tried[:2] == logged(worker.log, "ends"), "it measures anew"
+    os.kill(worker.process.pid or 0, signal.SIGKILL)
+    worker.process.join()
+    make_plan(asked, HARDWARE, Events(on_note=notes.append), surroundings())
+    assert notes == [
+        "another search of the same runs: this one keeps its trials in memory alone",
+        "an interrupted search of the same goes on: 2 trials known (--fresh forgets them)",
+    ]
+
+
 def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Question) -> None:
     tried: list[Candidate] = []
     rehearsed: list[Candidate] = []

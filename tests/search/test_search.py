@@ -1,5 +1,6 @@
 """The search on simulated machines: finds what is good, never repeats, learns from failures, ends."""
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -104,7 +105,22 @@ def test_out_of_memory_teaches_and_does_not_end_the_search(cost: Predictor) -> N
     assert outcomes.count("oom") <= 4
 
 
-@pytest.mark.parametrize("outcome", ["crash", "timeout", "numerics", "unsupported", "oom", "spill"])
+def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
+    cost: Predictor, space: SearchSpace
+) -> None:
+    plain = space.candidates[0]
+    some, many = (plain.changed(checkpointed_blocks=59, swapped_blocks=blocks) for blocks in (10, 50))
+    wider = dataclasses.replace(space, candidates=(*space.candidates, some, many))
+    sampler = ResidualSearch(wider, cost, 100 * GIB)
+    before = {outlook.candidate for outlook in sampler.outlooks(())}
+    after = {outlook.candidate for outlook in sampler.outlooks((builders.trial(some, None, outcome="host_oom"),))}
+    assert {some, many} <= before
+    assert after == before - {some, many}
+    as_the_device = {outlook.candidate for outlook in sampler.outlooks((builders.trial(some, None, outcome="oom"),))}
+    assert len(as_the_device) < len(after), "what the device ran out of bars whatever is as large"
+
+
+@pytest.mark.parametrize("outcome", ["crash", "timeout", "numerics", "unsupported", "oom", "host_oom", "spill"])
 def test_search_survives_any_outcome_everywhere(cost: Predictor, outcome: Outcome) -> None:
     results = search(cost, lambda c: builders.trial(c, seconds=None, outcome=outcome, message="by design"))
     assert results

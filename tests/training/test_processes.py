@@ -26,6 +26,7 @@ from autotune.training.run import _Run
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.sharding import is_sharded
 from tests import builders
+from tests.conftest import autotune_here
 from tests.test_fit import planned
 from tests.training.conftest import CPU, Bench
 
@@ -131,7 +132,7 @@ def test_a_plan_for_more_processes_than_images_in_a_step_is_refused(bench: Bench
 
 
 def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_takes_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plan = planned()
     needed = plan.frozen.expected.required_memory_bytes
@@ -139,8 +140,12 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     used = full.model_copy(update={"device": full.device.model_copy(update={"index": 1})})
     pair = plan.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})
     plan = seal(plan.job, plan.frozen.model_copy(update={"hardware": pair}))
-    monkeypatch.setattr("autotune.training.prepare.device_misfits", lambda number, hardware: ())
-    monkeypatch.setattr("autotune.training.prepare.probe", lambda index: (free, used)[index])
+    monkeypatch.setattr("autotune.training.processes.device_misfits", lambda number, hardware: ())
+    monkeypatch.setattr("autotune.training.processes.probe", lambda index: (free, used)[index])
+    monkeypatch.setattr("autotune.hardware.probe.probe", lambda: free)
+    write_plan(tmp_path / "plan.yaml", plan)
+    checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
+    assert (checked.returncode, "on cuda:1" in checked.stdout) == (4, True)
     with pytest.raises(DoesNotFit, match="on cuda:1"):
         _require_machine(plan, free, hardware_misfits)
     with pytest.raises(DoesNotFit, match="here"):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -58,6 +59,17 @@ def test_nothing_is_tried_beyond_what_the_watchdog_would_allow(small_model: Path
     watchdog = Watchdog(floor_bytes=3 * GIB, available=lambda: 4 * GIB)
     with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 64 * GIB, watchdog=watchdog) as runner:
         assert runner._cap_bytes() == GIB
+
+
+@pytest.mark.parametrize(("shares_memory", "outcome"), [(True, "oom"), (False, "host_oom")])
+def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
+    small_model: Path, *, shares_memory: bool, outcome: str
+) -> None:
+    watchdog, work = Watchdog(floor_bytes=2, available=lambda: 1), workload(small_model)
+    silent = SimpleNamespace(requests=SimpleNamespace(poll=lambda seconds: False))
+    with ProcessTrialRunner("m", work, "cpu", GIB, watchdog=watchdog, shares_memory=shares_memory) as runner:
+        _, answer = next(runner._answers(silent, 9.0))  # type: ignore[arg-type]
+        assert runner.judged(FIRST, answer).outcome == outcome
 
 
 def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:
