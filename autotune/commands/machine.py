@@ -37,7 +37,7 @@ def machine_for(
         InvalidInput: there is no such hardware, or an option is no size.
     """
     from autotune.hardware.probe import with_budget, with_cap, with_reserve
-    from autotune.hardware.store import cached_profile, hardware_named
+    from autotune.hardware.store import NOT_KEPT, cached_profile, hardware_named
     from autotune.terminal import err
 
     if hardware is not None:
@@ -45,6 +45,9 @@ def machine_for(
     else:
         with err.status("reading the machine") as status:
             machine = cached_profile(on_progress=status.update)
+        for note in machine.notes:
+            if note.startswith(NOT_KEPT):
+                err.print(f"note      {note}")
     if reserve is not None:
         machine = with_reserve(machine, parse_bytes(reserve))
     if cap_memory is not None:

@@ -17,6 +17,9 @@ from autotune.hardware.catalogue import catalogue, profile_of_gpu
 from autotune.hardware.probe import ABOUT_RATES, measured, probe, with_rates
 from autotune.schema import HardwareProfile, digest_of
 
+NOT_KEPT = "rates are not kept for the next command"
+"""How the note begins that says so."""
+
 
 def cached_profile(
     *, index: int = 0, fresh: bool = False, on_progress: Callable[[str], None] | None = None
@@ -24,7 +27,7 @@ def cached_profile(
     """This machine's profile: facts and budget as they are now, rates from the last probe while they still hold.
 
     Rates are measured again when `fresh`, or when the saved file is absent, damaged, of another device or of another
-    fingerprint.
+    fingerprint. Where the cache folder cannot be written they are measured every time, and a note says so.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
@@ -37,7 +40,11 @@ def cached_profile(
         about_rates = (note for note in saved.notes if note.startswith(ABOUT_RATES))
         return with_rates(now, saved.rates, (*now.notes, *about_rates), saved.noisy)
     profile = measured(now, on_progress or (lambda _: None))
-    save_profile(profile, path)
+    try:
+        save_profile(profile, path)
+    except OSError as error:  # what was measured is true all the same
+        note = f"{NOT_KEPT}: the cache folder cannot be written ({error.strerror}); XDG_CACHE_HOME names another"
+        return with_rates(profile, profile.rates, (*profile.notes, note), profile.noisy)
     return profile
 
 
