@@ -130,6 +130,7 @@ def sample(
             control_paths=tuple(control or ()),
             output=output,
             on_progress=status.update,
+            on_warning=lambda message: err.print(f"warning: {message}", style="yellow"),
         )
     for path in written:
         typer.echo(path)
