@@ -38,6 +38,7 @@ def machine_for(
     """
     from autotune.hardware.probe import with_budget, with_cap, with_reserve
     from autotune.hardware.store import NOT_KEPT, cached_profile, hardware_named
+    from autotune.reporting.plan import note_text
     from autotune.terminal import err
 
     if hardware is not None:
@@ -47,7 +48,7 @@ def machine_for(
             machine = cached_profile(on_progress=status.update)
         for note in machine.notes:
             if note.startswith(NOT_KEPT):
-                err.print(f"note      {note}")
+                err.print(note_text(note))
     if reserve is not None:
         machine = with_reserve(machine, parse_bytes(reserve))
     if cap_memory is not None:
