@@ -3,9 +3,10 @@
 probe ──> plan ──> plan.yaml ──> train
 """
 
+import json
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,6 +23,9 @@ from autotune.quiet import silence_libraries
 
 INTERRUPTED = 130
 """What typer ends with on Ctrl-C."""
+
+UsageError: Any = typer.BadParameter.__base__
+"""Typer exports only this subclass of click's, and since 0.26 has a click of its own."""
 
 app = typer.Typer(
     help="Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.",
@@ -56,18 +60,17 @@ def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
     silence_libraries()
     try:
-        app()
+        status = app(standalone_mode=False, prog_name="autotune")
+    except UsageError as error:
+        error.show()
+        _exit(error.format_message(), f"{error.ctx.command_path if error.ctx else 'autotune'} --help", error.exit_code)
     except AutotuneError as error:
-        if isinstance(error, Preempted) and os.environ.get("RANK", "0") != "0":
+        if isinstance(error, Preempted) and not _is_first():
             sys.exit(error.exit_status)  # the first of several processes says it
         _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED:
-            _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
-        raise
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK"):
             raise
@@ -80,8 +83,24 @@ def main() -> None:
             "this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
             1,
         )
-
-
-def _fail(message: str, hint: str, status: int) -> None:
-    sys.stderr.write(f"error: {' '.join(message.split())}\nhint: {hint}\n")
+    if status == INTERRUPTED:
+        _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
     sys.exit(status)
+
+
+def _fail(message: str, hint: str, status: int) -> NoReturn:
+    message = " ".join(message.split())
+    sys.stderr.write(f"error: {message}\nhint: {hint}\n")
+    _exit(message, hint, status)
+
+
+def _exit(message: str, hint: str, status: int) -> NoReturn:
+    """End with `status`; a script that reads JSON finds there what people read on stderr."""
+    if "--json" in sys.argv and _is_first():
+        typer.echo(json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1))
+    sys.exit(status)
+
+
+def _is_first() -> bool:
+    """Whether this is the only process of a run, or the first of several."""
+    return os.environ.get("RANK", "0") == "0"

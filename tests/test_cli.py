@@ -1,6 +1,7 @@
 """The command line's surface: light to import, quick to help, the same options tomorrow."""
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -61,6 +62,24 @@ def test_wrong_usage_exits_with_2() -> None:
     assert autotune("no-such-command").returncode == 2
     assert autotune("plan", "--model", "x", "--quality", "best").returncode == 2
     assert autotune("plan", "--model", "x", "--steps", "7", "--epochs", "2").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("check nowhere.yaml", "make one with `autotune plan --model MODEL -o plan.yaml`"),
+        ("estimate --model qwen-image --bach 2", "autotune estimate --help"),
+        ("plan", "autotune plan --help"),
+        ("profiles show 123 --json", "autotune profiles show --help"),
+    ],
+)
+def test_a_script_that_asked_for_json_gets_the_error_as_json(words: str, hint: str) -> None:
+    process = autotune(*words.split(), "--json")
+    told = json.loads(process.stdout)
+    assert told.keys() == {"error", "hint", "exit_status"}
+    assert (told["hint"], told["exit_status"]) == (hint, process.returncode)
+    assert told["error"] in process.stderr
+    assert not autotune(*words.replace("--json", "").split()).stdout
 
 
 WRONG = {

@@ -74,6 +74,7 @@ def test_plan_chose_the_fastest_trial_and_says_why(journey: Journey) -> None:
     for reason in frozen.reasons:
         assert f"{reason.knob} = {reason.chosen}" in explained
         assert all(str(rejected.choice) in explained for rejected in reason.rejected)
+    assert max(map(len, explained.splitlines())) <= 80
 
 
 def test_adapter_has_diffusers_keys_and_moved(journey: Journey) -> None:

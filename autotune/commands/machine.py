@@ -38,7 +38,8 @@ def machine_for(
         InvalidInput: there is no such hardware, or an option is no size.
     """
     from autotune.hardware.probe import probe, with_budget, with_cap, with_reserve
-    from autotune.hardware.store import cached_profile, hardware_named
+    from autotune.hardware.store import NOT_KEPT, cached_profile, hardware_named
+    from autotune.reporting.plan import note_text
     from autotune.terminal import err
 
     if hardware is not None:
@@ -46,6 +47,9 @@ def machine_for(
     else:
         with err.status("reading the machine") as status:
             machine = cached_profile(on_progress=status.update)
+        for note in machine.notes:
+            if note.startswith(NOT_KEPT):
+                err.print(note_text(note))
 
     def limited(machine: "HardwareProfile") -> "HardwareProfile":
         if reserve is not None:

@@ -55,10 +55,15 @@ class JobOptions:
         float | None, typer.Option("--guidance", min=0, help="Of guidance-distilled models, in training.")
     ] = None
     preview_prompts: Annotated[
-        list[str] | None, typer.Option("--preview-prompt", help="What previews show; repeat for more, up to 4.")
+        list[str] | None,
+        typer.Option("--preview-prompt", help="What previews show; repeat for more, up to 4.", metavar="TEXT"),
     ] = None
-    preview_every: Annotated[int | None, typer.Option(min=0, help="Steps between previews; 0: only at the end.")] = None
-    checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints.")] = None
+    preview_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between previews (default 250); 0: only at the end.")
+    ] = None
+    checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints; default 250.")] = (
+        None
+    )
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Of initial weights, order and noise; default 0.")
     ] = None

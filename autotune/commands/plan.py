@@ -1,6 +1,7 @@
 """`autotune plan`: options to a question, progress to the terminal, the answer to a file."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,8 +41,8 @@ class PlanOptions:
         str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
     ] = None
     objective: Annotated[str | None, typer.Option(help="throughput (default) or memory.")] = None
-    pin: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: choose only this value.")] = None
-    exclude: Annotated[list[str] | None, typer.Option(help="KNOB=VALUE: never choose this value.")] = None
+    pin: Annotated[list[str] | None, typer.Option(help="Choose only this value.", metavar="KNOB=VALUE")] = None
+    exclude: Annotated[list[str] | None, typer.Option(help="Never choose this value.", metavar="KNOB=VALUE")] = None
     list_knobs: Annotated[bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")] = False
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None
     max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None
@@ -80,7 +81,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.surroundings import Surroundings
     from autotune.reporting.origins import origin_lines
-    from autotune.reporting.plan import knob_lines, plan_lines
+    from autotune.reporting.plan import knob_lines, note_text, plan_lines
     from autotune.sharing.files import Unreachable
     from autotune.sharing.record import why_no_evidence
     from autotune.sharing.store import remember
@@ -110,12 +111,12 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
         try:
             remember(made, machine, tuple(heard.calibration))
         except Unreachable as error:  # the plan is made all the same
-            err.print(f"profiles  not kept for the next search: {error.message}", style="yellow")
+            err.print(note_text(f"not kept for the next search: {error.message}", "profiles"), style="yellow")
     if asked.as_json:
         typer.echo(made.model_dump_json(indent=1))
         return
     out.print("\n".join([*plan_lines(made), *origin_lines(made)]))
-    out.print(f"written to {asked.output}; train it with: autotune train {asked.output}")
+    out.print(f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}")
 
 
 def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
@@ -178,7 +179,7 @@ class _Heard:
     def events(self, display: "TrialDisplay") -> "Events":
         """Progress to stderr, trials to `display`."""
         from autotune.planner import Events
-        from autotune.reporting.plan import prediction_lines, workload_lines
+        from autotune.reporting.plan import note_text, prediction_lines, workload_lines
         from autotune.terminal import err
 
         budget = self.proven.device.budget_bytes
@@ -186,11 +187,11 @@ class _Heard:
             on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow"),
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
             on_machine=lambda machine: setattr(self, "proven", machine),
-            on_note=lambda note: err.print(f"note      {note}"),
+            on_note=lambda note: err.print(note_text(note)),
             on_survey=self._survey,
             on_start=display.start,
             on_trial=display.show,
-            on_doubt=lambda line: err.print(f"profiles  {line}"),
+            on_doubt=lambda line: err.print(note_text(line, "profiles")),
             on_calibration=self.calibration.extend,
             on_predictions=lambda predictions: err.print("\n".join(prediction_lines(predictions, budget))),
         )

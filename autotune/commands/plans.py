@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
     from autotune.fit import hardware_misfits
     from autotune.hardware.probe import probe as read_machine
     from autotune.plan_file import read_plan
+    from autotune.reporting.text import wrapped
     from autotune.training.processes import card_misfits
 
     chosen, machine = read_plan(plan_file), read_machine()
@@ -23,11 +25,11 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
         typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
     else:
         for misfit in misfits:
-            typer.echo(f"does not fit: {misfit}")
+            typer.echo("\n".join(wrapped(f"does not fit: {misfit}")))
         if not misfits:
             typer.echo(f"{plan_file} is valid and fits this machine")
     if misfits:
-        typer.echo(f"hint: make one for this machine: autotune plan --from {plan_file}", err=True)
+        typer.echo(f"hint: make one for this machine: autotune plan --from {shlex.quote(str(plan_file))}", err=True)
         raise typer.Exit(4)
 
 

@@ -88,7 +88,9 @@ def diff(first: Id, second: Id, store: Where = None) -> None:
 
 
 @app.command("export")
-def export_records(file: Annotated[Path, typer.Argument(metavar="FILE")], store: Where = None) -> None:
+def export_records(
+    file: Annotated[Path, typer.Argument(help="File to write.", metavar="FILE")], store: Where = None
+) -> None:
     """Write all records into one file, to send where there is no store."""
     from autotune.sharing.exchange import export_to
 
@@ -96,7 +98,7 @@ def export_records(file: Annotated[Path, typer.Argument(metavar="FILE")], store:
 
 
 @app.command("import")
-def import_records(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+def import_records(file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE")]) -> None:
     """Add the records of an exported file to your own; what is wrong is refused and named."""
     from autotune.sharing.exchange import import_from
 
@@ -137,6 +139,8 @@ def _tell(merged: "Merged", where: str) -> None:
     for refused in merged.refused:
         typer.echo(f"refused: {refused}", err=True)
     typer.echo(f"new: {merged.new}, already there: {merged.present}, refused: {len(merged.refused)}; in {where}")
+    if merged.refused and not merged.new + merged.present:
+        raise typer.Exit(1)
 
 
 def _verdicts(store: "Store") -> dict[str, dict[str, object]]:

@@ -23,7 +23,7 @@ class TrainOptions:
     data: Data = None
     output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False
-    trace: Annotated[bool, typer.Option("--trace", help="Write a torch.profiler trace of a few steps.")] = False
+    trace: Annotated[bool, typer.Option("--trace", help="Write a profile of a few steps to trace.json.")] = False
     as_json: Json = False
 
 
@@ -106,7 +106,9 @@ def sample(
     count: Annotated[int, typer.Option(min=1, help="Pictures, each from another seed.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the first picture.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; the plan's by default.")] = None,
-    control: Annotated[list[Path] | None, typer.Option(help="Control image of an edit model; repeat for more.")] = None,
+    control: Annotated[
+        list[Path] | None, typer.Option(help="Control image of an edit model; repeat for more.", metavar="FILE")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="PNG file; in RUN by default.")] = None,
 ) -> None:
     """Sample from a trained adapter, through the model's stock pipeline."""
@@ -130,6 +132,7 @@ def sample(
             control_paths=tuple(control or ()),
             output=output,
             on_progress=status.update,
+            on_warning=lambda message: err.print(f"warning: {message}", style="yellow"),
         )
     for path in written:
         typer.echo(path)

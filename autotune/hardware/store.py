@@ -20,6 +20,8 @@ from autotune.schema import HardwareProfile, digest_of
 
 POWER_TOLERANCE = 0.1
 """Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""
+NOT_KEPT = "rates are not kept for the next command"
+"""How the note begins that says so."""
 
 
 def cached_profile(
@@ -28,7 +30,8 @@ def cached_profile(
     """This machine's profile: facts and budget as they are now, rates from the last probe while they still hold.
 
     Rates are measured again when `fresh`, or when the saved file is absent, damaged, of another device or of another
-    fingerprint, or when the GPU's power limit or the number of cores that train has changed.
+    fingerprint, or when the GPU's power limit or the number of cores that train has changed. Where the cache folder
+    cannot be written they are measured every time, and a note says so.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
@@ -41,7 +44,11 @@ def cached_profile(
         about_rates = (note for note in saved.notes if note.startswith(ABOUT_RATES))
         return with_rates(now, saved.rates, (*now.notes, *about_rates), saved.noisy)
     profile = measured(now, on_progress or (lambda _: None))
-    save_profile(profile, path)
+    try:
+        save_profile(profile, path)
+    except OSError as error:  # what was measured is true all the same
+        note = f"{NOT_KEPT}: the cache folder cannot be written ({error.strerror}); XDG_CACHE_HOME names another"
+        return with_rates(profile, profile.rates, (*profile.notes, note), profile.noisy)
     return profile
 
 

@@ -61,9 +61,13 @@ def difference_lines(found: Sequence[Difference]) -> list[str]:
         return ["the plans do not differ"]
     return [
         f"{_title(item.name):<24} {_shown(item.name, item.first):>20} -> {_shown(item.name, item.second):<20}"
-        + (f" {item.ratio:.2f}x" if item.ratio is not None else "")
+        f"{'' if item.ratio is None else _times(item.ratio)}".rstrip()
         for item in found
     ]
+
+
+def _times(ratio: float) -> str:
+    return f" {ratio:.2f}x" if ratio >= 0.1 else f" {ratio:.2g}x"
 
 
 def _title(name: str) -> str:

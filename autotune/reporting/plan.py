@@ -6,7 +6,7 @@ from autotune.knobs.caching import shown
 from autotune.knobs.registry import KNOBS
 from autotune.prediction import Prediction
 from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
-from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
+from autotune.schema import Bucket, Candidate, TrainingPlan, TrialResult, Workload
 from autotune.search.space import SearchSpace
 from autotune.sharing.query import Survey
 
@@ -31,15 +31,23 @@ def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes:
 
 def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     """What is planned for, before the first trial."""
-    model = workload.model
-    sizes = ", ".join(f"{b.width_px}x{b.height_px} ({b.num_items})" for b in workload.buckets)
-    return [
+    model, largest = workload.model, workload.largest_bucket
+    count = sum(b.num_items for b in workload.buckets)
+    sizes = ", ".join(f"{_size(b)} ({b.num_items})" for b in workload.buckets)
+    kind = "image" if largest.num_frames == 1 else "clip"
+    data = f"{count} {kind}s: {sizes}" if count > 1 else f"one {kind} of {_size(largest)}"
+    lines = [
         f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",
-        f"data      {sum(b.num_items for b in workload.buckets)} images: {sizes}; "
-        f"captions up to {workload.max_text_tokens} tokens",
+        f"data      {data}; captions up to {workload.max_text_tokens} tokens",
         f"learning  rank {workload.rank}, effective batch {workload.effective_batch_size}",
         f"search    {num_candidates} candidates",
     ]
+    return [part for line in lines for part in wrapped(line, 10)]
+
+
+def _size(bucket: Bucket) -> str:
+    frames = f"x{bucket.num_frames}" if bucket.num_frames > 1 else ""
+    return f"{bucket.width_px}x{bucket.height_px}{frames}"
 
 
 def prediction_lines(
@@ -74,9 +82,14 @@ def survey_lines(survey: Survey) -> list[str]:
         "upgraded": "measured here before an upgrade: a trial or two will tell whether it still holds",
         "near": f"{len(survey.known)} of similar machines or work start the search",
     }
-    lines = [f"profiles  {told[survey.known[0].match.kind]}"] if survey.known else []
-    lines += [f"profiles  {line}" for line in (*survey.stale, *survey.refused)]
+    known = [told[survey.known[0].match.kind]] if survey.known else []
+    lines = [note_text(line, "profiles") for line in (*known, *survey.stale, *survey.refused)]
     return [*lines, ""] if lines else []
+
+
+def note_text(text: str, title: str = "note") -> str:
+    """Something that a reader should know, aligned with what is told before the first trial."""
+    return "\n".join(wrapped(f"{title:<10}{text}", 10))
 
 
 def knob_lines(space: SearchSpace) -> list[str]:
@@ -87,7 +100,7 @@ def knob_lines(space: SearchSpace) -> list[str]:
         for one in space.rejected[name]:
             word = "to pin" if one.choice in space.on_request[name] else "not"
             lines.append(f"    {word} {one.choice}: {one.reason}")
-    return lines
+    return [part for line in lines for part in wrapped(line, 4)]
 
 
 def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
@@ -151,13 +164,13 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     for reason in plan.frozen.reasons:
         lines.append(f"{reason.knob} = {reason.chosen}: {reason.why}")
         lines += [f"    not {rejected.choice}: {rejected.reason}" for rejected in reason.rejected]
-    lines.append("")
-    lines.append("trials")
-    lines.append(TRIAL_HEADER)
+    lines = [part for line in lines for part in wrapped(line, 4)]
+    if plan.frozen.trials:
+        lines += ["", "trials", TRIAL_HEADER]
     for number, trial in enumerate(plan.frozen.trials, 1):
         lines.append(trial_row(number, trial))
         if trial.message:
-            lines.append(f"      {trial.message}")
+            lines += wrapped(f"      {trial.message}")
     if plan.frozen.fallbacks:
         lines.append("")
         lines.append("where memory is shorter than planned, in this order")

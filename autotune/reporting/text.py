@@ -41,7 +41,7 @@ def wrapped(text: str, hanging: int = 2) -> list[str]:
     """`text` in lines of `WIDTH`, the later ones indented by `hanging` more than the first; one empty line of none."""
     plain = printable(text)
     indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
-    return textwrap.wrap(plain, WIDTH, subsequent_indent=indent) or [""]
+    return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def cut(text: str, width: int = WIDTH) -> str:

@@ -109,14 +109,13 @@ def reasons_for(space: SearchSpace, scores: Sequence[Score], winner: Score, obje
 def _reason(knob: str, space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective) -> Reason:
     chosen: Choice = getattr(winner.candidate, knob)
     others = [choice for choice in space.choices[knob] if choice != chosen]
-    excluded = {item.choice for item in space.rejected[knob]}
     best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
     own = winner_of([score for score in scores if score.candidate == winner.candidate], objective)
     even = own or winner  # others ran for a short time: compared with the winner's short trial, not its long one
-    rejected = [
-        *space.rejected[knob],
-        *(Rejected(choice=c, reason=_compare(score, even)) for c, score in best.items() if c not in excluded),
-    ]
+    ran = {chosen, *(choice for choice, score in best.items() if score)}  # what they don't go with is then no reason
+    excluded = [item for item in space.rejected[knob] if item.choice not in ran]
+    left = {choice: score for choice, score in best.items() if choice not in {item.choice for item in excluded}}
+    rejected = [*excluded, *(Rejected(choice=c, reason=_compare(score, even)) for c, score in left.items())]
     if not others:
         why = "the only value that is searched here"
     elif any(best.values()):

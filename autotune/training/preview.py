@@ -7,7 +7,7 @@ code of its own for this.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,9 @@ class _TransformerReached(Exception):
 class PreviewSampler:
     """Samples previews: `encode_prompts` first, then `attach` a transformer."""
 
-    def __init__(self, encoders: Encoders) -> None:
-        self.encoders = encoders
+    def __init__(self, encoders: Encoders, on_smaller: Callable[[str], None] = lambda message: None) -> None:
+        """`on_smaller` is told where memory is too short for pictures of the asked size."""
+        self.encoders, self.on_smaller = encoders, on_smaller
         self.model, self.dtype, self.device = encoders.model, encoders.dtype, encoders.device
         self.encoded: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
         self.pipeline: Any = None
@@ -129,6 +130,11 @@ class PreviewSampler:
             vae.enable_tiling()
         elif min(preview.bucket.width_px, preview.bucket.height_px) // self.scale >= 256:
             self.scale *= 2
+            smaller = _scaled(preview.bucket, self.scale, self.model.family.size_multiple_px)
+            self.on_smaller(
+                f"memory is too short for a preview of {preview.bucket.width_px}x{preview.bucket.height_px} px: "
+                f"it is {smaller.width_px}x{smaller.height_px}"
+            )
         else:
             raise PreviewTooLarge(
                 "memory is too short for a preview", hint="train without: set preview_prompts to [] in the plan's job"

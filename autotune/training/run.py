@@ -27,6 +27,7 @@ from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge, 
 from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.shortage import telling_of_full_disk, telling_of_short_memory
+from autotune.training.stopping import stopped_at_once
 from autotune.training.verdict import judge
 
 TRACE_FILE = "trace.json"
@@ -75,9 +76,10 @@ class _Run:
         self.processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
         self.events = events if self.processes.is_first else Events()
         self.watch = PhaseWatch(self.processes.device)
+        self.warnings: list[str] = []
         frozen = plan.frozen
         self.encoders = Encoders(prepared.model, frozen.caching, frozen.settings, self.processes.device)
-        self.sampler = PreviewSampler(self.encoders)
+        self.sampler = PreviewSampler(self.encoders, self._warn)
         self.previews = self._previews() if self.processes.samples else []
 
     def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
@@ -116,9 +118,9 @@ class _Run:
             with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):
                 loop = Loop(plan, trained, encoded, checkpoint, around)
                 loop.run()
-        with as_written(trained.transformer):
+        with as_written(trained.transformer), stopped_at_once(second_ends=processes.world_size == 1):
             report = self._finish(loop, started)
-        processes.wait()
+            processes.wait()
         return report
 
     def _previews(self) -> list[Preview]:
@@ -171,8 +173,13 @@ class _Run:
         except PreviewTooLarge as error:
             if self.processes.strategy == "fsdp2":
                 raise
-            self.events.on_warning(f"{error.message}; the run goes on without previews")
+            self._warn(f"{error.message}; the run goes on without previews")
             self.previews = []
+
+    def _warn(self, message: str) -> None:
+        """Tell it now and in the report."""
+        self.warnings.append(message)
+        self.events.on_warning(message)
 
     def _finish(self, loop: Loop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
@@ -232,7 +239,7 @@ class _Run:
             gpu_utilisation=sum(busy) / len(busy) if busy else None,
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),
-            warnings=tuple(loop.warnings),
+            warnings=(*loop.warnings, *self.warnings),
             settings=loop.settings,
             quantization_error=loop.model.quantization_error,
             adapter=ADAPTER_FILE,

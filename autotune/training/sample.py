@@ -34,6 +34,7 @@ def sample_run(
     control_paths: tuple[Path, ...] = (),
     output: Path | None = None,
     on_progress: Callable[[str], None] = lambda message: None,
+    on_warning: Callable[[str], None] = lambda message: None,
 ) -> list[Path]:
     """Sample `count` pictures from the adapter in a run's folder and return the files written.
 
@@ -55,7 +56,7 @@ def sample_run(
         settings = settings.changed(swapped_blocks=frozen.workload.model.num_blocks - 1)
     configure_allocator(settings.allocator)  # before anything is allocated
     encoders = Encoders(model, frozen.caching, settings, device)
-    sampler = PreviewSampler(encoders)
+    sampler = PreviewSampler(encoders, on_warning)
     steps = num_steps or plan.job.preview_steps
     previews = [
         Preview(prompt, frozen.workload.largest_bucket, steps, seed + number, control_paths) for number in range(count)

@@ -1,4 +1,8 @@
-"""Turns the first SIGTERM or SIGINT into a request that the loop honours after its step; a second one ends at once."""
+"""What SIGTERM and SIGINT do to a run: the first is honoured after the step, or at once where no steps are taken.
+
+With several processes only the first counts: an interrupt from the terminal is followed by their launcher's SIGTERM.
+Else the old handlers are back after it, so a second one ends at once.
+"""
 
 import contextlib
 import signal
@@ -7,17 +11,49 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from autotune.errors import Preempted
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextlib.contextmanager
 def stop_requests(*, second_ends: bool) -> Iterator[Callable[[], str | None]]:
-    """Yields what tells which signal came.
+    """Yields what tells which signal came, for whoever finishes a step first."""
+    came: list[str] = []
+    with _heard(came.append, second_ends=second_ends):
+        yield lambda: came[-1] if came else None
 
-    `second_ends`: the old handlers are back after the first. Not so among several processes: there an interrupt from
-    the terminal is followed by their launcher's SIGTERM.
+
+class _Stopped(BaseException):
+    """No `Exception`, as KeyboardInterrupt is none: libraries catch those."""
+
+
+@contextlib.contextmanager
+def stopped_at_once(*, second_ends: bool) -> Iterator[None]:
+    """For what comes after the last step, whose checkpoint is written.
+
+    Raises:
+        Preempted: a signal came.
     """
     came: list[str] = []
+
+    def stop(name: str) -> None:
+        came.append(name)
+        if len(came) == 1:
+            raise _Stopped
+
+    try:
+        with _heard(stop, second_ends=second_ends):
+            yield
+    except _Stopped:
+        raise Preempted(
+            f"stopped by {came[0]} after the last step; its checkpoint is written",
+            hint="for what is missing, samples and report, run the same command with --resume",
+        ) from None
+
+
+@contextlib.contextmanager
+def _heard(tell: Callable[[str], None], *, second_ends: bool) -> Iterator[None]:
     before: dict[int, Any] = {}
 
     def restore() -> None:
@@ -25,13 +61,13 @@ def stop_requests(*, second_ends: bool) -> Iterator[Callable[[], str | None]]:
             signal.signal(*before.popitem())
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(signal.Signals(number).name)
         if second_ends:
             restore()
+        tell(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
         before |= {number: signal.signal(number, note) for number in SIGNALS}
     try:
-        yield lambda: came[-1] if came else None
+        yield
     finally:
         restore()

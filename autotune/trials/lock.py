@@ -30,10 +30,21 @@ RETRY_SECONDS = 0.2
 
 
 def lock_path(device: Device) -> Path:
-    """Where the lock of a device lies: a GPU may have several users, a processor is tried by one."""
+    """Where the lock of a device lies: a GPU may have several users, a processor is tried by one.
+
+    Where nobody can write to the cache folder, that of a processor lies in the temporary folder, too.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:60]
-    folder = Path(tempfile.gettempdir()) if device.kind == "cuda" else platformdirs.user_cache_path("autotune")
+    folder = platformdirs.user_cache_path("autotune")
+    if device.kind == "cuda" or not _takes_files(folder):
+        folder = Path(tempfile.gettempdir())
     return folder / f"autotune-{device.kind}-{_card(device)}-{name}.lock"
+
+
+def _takes_files(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK)
 
 
 def _card(device: Device) -> str:

@@ -10,6 +10,7 @@ from autotune.errors import InvalidInput
 from autotune.hardware import store
 from autotune.hardware.probe import profile_of, with_rates
 from autotune.hardware.store import (
+    NOT_KEPT,
     cached_profile,
     hardware_named,
     load_profile,
@@ -76,6 +77,15 @@ def test_any_damage_is_noticed(tmp_path, data):
         assert load_profile(path) == measured("gb10")  # blanks between the values may change
     except InvalidInput:
         return
+
+
+def test_a_cache_that_cannot_be_written_costs_only_what_it_would_have_kept(probes, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    first, again = cached_profile(), cached_profile()
+    assert probes["measured"] == 2
+    assert first.rates == again.rates == RATES
+    assert [note.partition(":")[0] for note in first.notes][-1] == NOT_KEPT
 
 
 def test_rates_are_reused_with_a_fresh_budget(probes):

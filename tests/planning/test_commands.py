@@ -1,6 +1,7 @@
 """The commands around plans, on the demo's plan: record and replay, ask again, compare, seal."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.conftest import Journey, autotune_here
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("commands")
+    return tmp_path_factory.mktemp("commands and a blank")
 
 
 def test_a_search_is_recorded_resumed_and_replayed(
@@ -32,7 +33,9 @@ def test_a_search_is_recorded_resumed_and_replayed(
     assert all(trial.outcome == "ok" for trial in plan.frozen.trials)
     assert len({trial.candidate for trial in plan.frozen.trials}) >= 2
     assert 0 < plan.frozen.search_seconds == pytest.approx(sum(t.wall_seconds or 0 for t in plan.frozen.trials))
-    assert max(map(len, first.stdout.splitlines()[:-1])) <= 80
+    *lines, last = first.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert shlex.split(last.partition("train it with: ")[2]) == ["autotune", "train", str(folder / "a.yaml")]
 
     resumed = autotune_here(capfd, "plan", *asked, "--study", "s", "-o", folder / "b.yaml")
     assert resumed.returncode == 0, resumed.stderr

@@ -233,6 +233,19 @@ def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: Pr
         assert all(rejected.reason for rejected in reason.rejected)
 
 
+@pytest.mark.parametrize(("chosen", "other"), [("flash", "native"), ("native", "flash")])
+def test_what_ran_is_not_called_excluded_because_other_settings_do_not_go_with_it(chosen: str, other: str) -> None:
+    gates = ("attention.native", "attention.flash", "precision.bf16")
+    space = search_space(builders.setting(builders.hardware(*gates), builders.workload(text_padding="masked")))
+    trials = [builders.trial(builders.candidate(attention=chosen), seconds=1.0)]
+    trials.append(builders.trial(builders.candidate(attention=other), seconds=2.0))
+    scores = measured_scores(trials)
+    (reason,) = (r for r in reasons_for(space, scores, scores[0], "throughput") if r.knob == "attention")
+    said = {rejected.choice: rejected.reason for rejected in reason.rejected}
+    assert chosen not in said
+    assert said[other].startswith("at best 2.00x the step time")
+
+
 def test_objectives_choose_the_fastest_or_the_smallest() -> None:
     fast = builders.trial(builders.candidate(micro_batch_size=4, checkpointed_blocks=0), seconds=1.0, memory=9 * GIB)
     small = builders.trial(builders.candidate(), seconds=2.0, memory=2 * GIB)

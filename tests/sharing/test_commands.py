@@ -115,7 +115,9 @@ def test_an_altered_line_of_an_export_is_refused(tmp_path: Path, monkeypatch: py
     own_store().add(record())
     run("export", "all")
     (tmp_path / "all").write_bytes((tmp_path / "all").read_bytes().replace(b"580.95", b"999.99"))
-    assert "altered" in run("import", tmp_path / "all").stderr
+    result = run("import", tmp_path / "all")
+    assert "altered" in result.stderr
+    assert result.exit_code == 1  # nothing of it was taken
 
 
 def test_verify_names_an_altered_record_and_exits_with_1() -> None:

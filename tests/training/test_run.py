@@ -2,8 +2,10 @@
 
 import errno
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
@@ -18,7 +20,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
+from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
 from autotune.plan_file import seal, write_plan
 from autotune.planner import Question, make_plan
@@ -163,7 +165,8 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, short_of_memory: Exception
 ) -> None:
     bucket = bench.plan().frozen.workload.largest_bucket.model_copy(update={"width_px": 512, "height_px": 512})
-    sampler, tried = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), []
+    told: list[str] = []
+    sampler, tried = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU), told.append), []
     sampler.encoded[PROMPTS[0], ()] = []
     vae = torch.nn.Module()
     vae.use_tiling = False
@@ -179,6 +182,7 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     monkeypatch.setattr(sampler, "_run", short)
     assert sampler.sample(Preview(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert tried == [(512, False), (512, True), (256, True)]
+    assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
 
 
 def test_where_no_preview_fits_the_run_goes_on_without(
@@ -192,9 +196,8 @@ def test_where_no_preview_fits_the_run_goes_on_without(
     plan = bench.plan(num_steps=4, output=str(tmp_path), preview_every=2, preview_prompts=PROMPTS)
     report = train(plan, bench.hardware, bench.cache, Events(on_warning=told.append))
     assert report.num_steps == 4
-    assert [line for line in told if "preview" in line] == [
-        "memory is too short for a preview; the run goes on without previews"
-    ]
+    assert [line for line in told if "preview" in line] == list(report.warnings)
+    assert report.warnings == ("memory is too short for a preview; the run goes on without previews",)
     assert (tmp_path / "report.json").is_file()
 
 
@@ -263,6 +266,26 @@ def test_a_run_killed_after_its_last_step_is_only_finished(bench: Bench, tmp_pat
     assert (finished.first_loss, finished.verdict) == (whole.first_loss, whole.verdict)
     again = load_file(tmp_path / ADAPTER_FILE)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later(
+    bench: Bench, tmp_path: Path, number: int
+) -> None:
+    plan = bench.plan(num_steps=2, output=str(tmp_path), preview_prompts=PROMPTS[:1])
+
+    def stop(phase: str) -> None:
+        if phase.startswith("sampling"):
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(Preempted, match="after the last step") as stopped:
+        train(plan, bench.hardware, bench.cache, Events(on_phase=stop))
+    assert (stopped.value.exit_status, "--resume" in stopped.value.hint) == (75, True)
+    assert signal.getsignal(number) is before
+    assert not (tmp_path / "samples.png").exists()
+    train(plan, bench.hardware, bench.cache, resume=True)
+    assert (tmp_path / "samples.png").is_file()
 
 
 def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path) -> None:

@@ -171,6 +171,17 @@ def test_a_card_has_one_lock_whichever_cards_a_process_sees(monkeypatch: pytest.
     assert one != other
 
 
+def test_a_cache_that_cannot_be_written_does_not_keep_a_processor_from_being_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = hardware(kind="cpu").device
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert lock_path(cpu).is_relative_to(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert lock_path(cpu).parent == Path(tempfile.gettempdir())
+
+
 def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "device.lock").mkdir()
     with pytest.raises(AutotuneError, match=r"device\.lock") as refused:
