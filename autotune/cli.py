@@ -19,6 +19,7 @@ from autotune.commands.probe import probe
 from autotune.commands.train import sample, train
 from autotune.errors import AutotuneError, Preempted
 from autotune.quiet import silence_libraries
+from autotune.reporting.text import printable
 
 INTERRUPTED = 130
 """What typer ends with on Ctrl-C."""
@@ -83,5 +84,6 @@ def main() -> None:
 
 
 def _fail(message: str, hint: str, status: int) -> None:
-    sys.stderr.write(f"error: {' '.join(message.split())}\nhint: {hint}\n")
+    said = (" ".join(text.split()) for text in (f"error: {message}", f"hint: {hint}"))
+    sys.stderr.write("".join(f"{printable(line)}\n" for line in said))
     sys.exit(status)

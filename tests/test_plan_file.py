@@ -24,6 +24,7 @@ from autotune.schema import (
     Versions,
 )
 from tests import builders
+from tests.conftest import autotune_here
 
 
 def make_plan(**job: Any) -> TrainingPlan:
@@ -241,3 +242,15 @@ def test_a_plan_from_before_a_field_existed_is_still_whole(tmp_path: Path) -> No
 def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
     expected = make_plan().frozen.expected.model_copy(update={"phases": ()})
     assert expected.required_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
+
+
+def test_words_in_a_plan_cannot_steer_the_terminal_that_explains_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    frozen = make_plan().frozen
+    evil = frozen.changed(reasons=(frozen.reasons[0].changed(why="\x1b[2J\x9bfast"),))
+    write_plan(tmp_path / "plan.yaml", seal(make_plan().job, evil))
+    told = autotune_here(capfd, "explain", tmp_path / "plan.yaml")
+    assert "?[2J?fast" in told.stdout
+    missing = autotune_here(capfd, "explain", tmp_path / "\x1b[2Jno\nhint: run this")
+    assert missing.stderr.startswith(f"error: there is no plan at {tmp_path}/?[2Jno hint: run this\nhint: make one")
