@@ -55,6 +55,7 @@ for listing in (app, data.app, profiles.app, weights.app):
 
 def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
+    _open_streams()
     silence_libraries()
     try:
         app()
@@ -81,6 +82,13 @@ def main() -> None:
             "this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
             1,
         )
+
+
+def _open_streams() -> None:
+    """Where a stream was closed, the next file to be opened would take its number, and what libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _fail(message: str, hint: str, status: int) -> None:
