@@ -20,6 +20,7 @@ from autotune.weights.sources import open_source
 CHECK_CONFIG = "check transformer/config.json, or update diffusers"
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """A repository's name on the hub."""
+REVISION = re.compile(r"\w[\w./-]*")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def resolve_model(model: str) -> ResolvedModel:
     folder = _folder(model)
     if folder.is_dir():
         return _from_folder(folder, folder.resolve().name)
-    name, _, revision = model.partition("@")
+    name, revision = _at_revision(model)
     family = _named(name)
     repo = family.hub_id if family else name
     snapshot = (
@@ -83,10 +84,12 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
         InvalidInput: as `resolve_model`.
         HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not whole in the local cache.
     """
-    name, _, revision = model.partition("@")
+    if _folder(model).is_dir():
+        return resolve_model(model)
+    name, revision = _at_revision(model)
     family = _named(name)
     repo = family.hub_id if family else name
-    if _folder(model).is_dir() or not REPO.fullmatch(repo):
+    if not REPO.fullmatch(repo):
         return resolve_model(model)
     if family is None:  # what it is made of is said in the repository itself
         index = fetch(repo, revision=revision or "main", components=())
@@ -102,6 +105,18 @@ def is_on_hub(model: str) -> bool:
 
 def _folder(model: str) -> Path:
     return Path(os.path.expanduser(model))  # noqa: PTH111  Path's raises for a user that there is not
+
+
+def _at_revision(model: str) -> tuple[str, str]:
+    """Name and revision, which is empty where none is given.
+
+    Raises:
+        InvalidInput: git has no such revision; joined to the cache's folder it might lead out of it.
+    """
+    name, at, revision = model.partition("@")
+    if at and (not REVISION.fullmatch(revision) or ".." in revision):
+        raise InvalidInput(f"{revision!r} is no revision of {name}", hint="name a commit, branch or tag after the @")
+    return name, revision
 
 
 def is_family(model: str) -> bool:
@@ -172,17 +187,17 @@ def _from_folder(folder: Path, name: str, revision: str | None = None) -> Resolv
 
 def _family_of(folder: Path) -> Family:
     index = read_config(folder / "model_index.json")
+    pipeline = index.get("_class_name")
+    family = next((family for family in FAMILIES.values() if family.pipeline_class == pipeline), None)
+    if family is None:
+        known = ", ".join(sorted(f.pipeline_class for f in FAMILIES.values()))
+        raise InvalidInput(f"{folder} holds a {pipeline}, which no family here can train", hint=f"known: {known}")
     for name, entry in index.items():
         if isinstance(entry, list) and entry[:1] not in ([None], *([library] for library in LIBRARIES)):
             raise InvalidInput(
                 f"{name} in {folder} comes from {entry[0] if entry else 'nowhere'}, not from diffusers or transformers",
                 hint="use the published pipeline: code from elsewhere is never run",
             )
-    pipeline = index.get("_class_name")
-    family = next((family for family in FAMILIES.values() if family.pipeline_class == pipeline), None)
-    if family is None:
-        known = ", ".join(sorted(f.pipeline_class for f in FAMILIES.values()))
-        raise InvalidInput(f"{folder} holds a {pipeline}, which no family here can train", hint=f"known: {known}")
     return family
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.families.resolve import parts_of, resolve_model
+from autotune.families.resolve import fetch_model, parts_of, resolve_model
 
 
 @pytest.fixture
@@ -93,6 +93,13 @@ def test_an_autoencoder_that_cannot_be_built_is_refused_before_anything_is_trace
     (folder / "vae" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=f"does not build a {vae}"):
         parts_of(resolve_model(str(folder)))
+
+
+@pytest.mark.parametrize("revision", ["../../../x", "a/../../b", "/etc", "", "a b", "\x1b[2J"])
+def test_a_revision_leads_nowhere_out_of_the_cache(revision):
+    for find in (resolve_model, fetch_model):
+        with pytest.raises(InvalidInput, match="is no revision of"):
+            find(f"Qwen/Qwen-Image@{revision}")
 
 
 def test_unknown_name_lists_known_models():

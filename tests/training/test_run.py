@@ -2,6 +2,7 @@
 
 import errno
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -35,6 +36,7 @@ from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
 from autotune.training.verdict import judge
 from autotune.weights.adapters import read_adapter
+from autotune.weights.saving import save_file
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
 from tests.training.small import make_plan as plan_of
@@ -57,6 +59,28 @@ def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
     steps: list[StepEvent] = []
     report = train(plan, bench.hardware, bench.cache, Events(on_step=steps.append), trace=True)
     return folder, report, steps
+
+
+@pytest.mark.parametrize("damage", ["cut off", "nan", "another model's", "pickled"])
+def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
+    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(run[0] / "run-plan.yaml", folder)
+    whole, adapter = (run[0] / ADAPTER_FILE).read_bytes(), folder / ADAPTER_FILE
+    weights = load_file(run[0] / ADAPTER_FILE)
+    if damage == "cut off":
+        adapter.write_bytes(whole[:-1])
+    elif damage == "nan":
+        save_file(adapter, {name: tensor * float("nan") for name, tensor in weights.items()})
+    elif damage == "pickled":
+        adapter.write_bytes(pickle.dumps(weights))
+    else:
+        save_file(adapter, {name.replace("blocks", "layers"): tensor for name, tensor in weights.items()})
+    with pytest.raises(InvalidInput, match=r"cut off|not finite|no adapter of this model|claims a header|no JSON"):
+        sample_run(folder, bench.hardware, PROMPTS[0], bench.cache, seed=5)
+    assert not list(folder.glob("*.png"))
 
 
 def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
