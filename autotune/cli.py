@@ -20,6 +20,7 @@ from autotune.commands.probe import probe
 from autotune.commands.train import sample, train
 from autotune.errors import AutotuneError, Preempted
 from autotune.quiet import silence_libraries
+from autotune.reporting.text import printable
 
 INTERRUPTED = 130
 """What typer ends with on Ctrl-C."""
@@ -58,6 +59,7 @@ for listing in (app, data.app, profiles.app, weights.app):
 
 def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
+    _open_streams()
     silence_libraries()
     try:
         status = app(standalone_mode=False, prog_name="autotune")
@@ -85,11 +87,17 @@ def main() -> None:
         )
     if status == INTERRUPTED:
         _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
-    sys.exit(status)
+
+
+def _open_streams() -> None:
+    """Where a stream was closed, the next file to be opened would take its number, and what libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:
-    message = " ".join(message.split())
+    message, hint = (printable(" ".join(text.split())) for text in (message, hint))
     sys.stderr.write(f"error: {message}\nhint: {hint}\n")
     _exit(message, hint, status)
 

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 TRIAL_PROTOCOL_VERSION = 1
 """Version of how a trial measures; results of different versions are never compared."""
 
-PositiveInt = Field(ge=1)
-NaturalInt = Field(ge=0)
+PositiveInt = Field(ge=1, lt=2**63)
+NaturalInt = Field(ge=0, lt=2**63)
+"""Beyond 63 bits lies nothing that is counted here, and a product of two such numbers is still a float."""
 
 
 class Frozen(BaseModel):

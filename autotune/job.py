@@ -2,14 +2,25 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from autotune.frozen import Frozen, PositiveInt
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap"]
 TimestepSampling = Literal["logit_normal", "uniform"]
-Place = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+
+
+def _in_utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a name on disk may hold any bytes
+        raise ValueError("it is not UTF-8, which no plan can hold") from error
+    return text
+
+
+Words = Annotated[str, AfterValidator(_in_utf8)]
+Place = Annotated[Words, Field(pattern=r"^[^\x00]*$")]
 """A path or a name: no file system takes a NUL."""
 MAX_PREVIEW_PROMPTS = 4
 """More would take longer than they tell."""
@@ -25,15 +36,15 @@ class Job(Frozen):
 
     model: Place
     """Folder in the diffusers layout, a family's name, or a hub id."""
-    revision: str | None = None
+    revision: Words | None = None
     """Commit on the hub that `model` is taken at; None for a folder, or until it is first fetched."""
     data: Place | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
     control: Place | None = None
     """Folder of control images for editing, by the same stems."""
-    caption: str | None = None
+    caption: Words | None = None
     """For images that have none."""
-    trigger: str | None = None
+    trigger: Words | None = None
     """Word put in front of every caption that lacks it."""
     num_frames: int = Field(default=1, ge=1)
     """Above 1, each subfolder of the data is a clip."""
@@ -68,7 +79,7 @@ class Job(Frozen):
     """Newest checkpoints kept."""
     checkpoints_keep_every: int = Field(default=0, ge=0)
     """Every this many checkpoints one is kept for good; 0 for none."""
-    preview_prompts: tuple[str, ...] = ()
+    preview_prompts: tuple[Words, ...] = ()
     """The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the same noise."""
     preview_steps: int = PositiveInt
     """Denoising steps of a preview."""

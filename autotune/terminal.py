@@ -3,20 +3,32 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from autotune.reporting.plan import TRIAL_HEADER, trial_row
-from autotune.reporting.text import memory_text, seconds_text
+from autotune.reporting.text import memory_text, printable_lines, seconds_text
 from autotune.schema import Candidate, TrialResult
 from autotune.training.events import StepEvent
 
 QUIET_SECONDS = 60.0
 """Longest silence of a training run whose output goes to a file."""
 
-out = Console(highlight=False, markup=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+class _Plain(Console):
+    """Shows text as it is, but for control characters: what is printed may hold words from strangers' files."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def render_str(self, text: str, **style: Any) -> Text:
+        return super().render_str(printable_lines(text), **style)
+
+
+out, err = _Plain(), _Plain(stderr=True)
 
 
 def _bar() -> Progress:

@@ -157,6 +157,15 @@ def test_a_file_that_cannot_be_written_is_named_before_the_search(tmp_path: Path
     assert process.stderr.startswith(f"error: {wanted.parent}: File exists\nhint: check the path")
 
 
+def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file() -> None:
+    code = "import os, sys; from autotune import cli; cli.app = lambda: print(os.open('/', 0)); cli.main()"
+    command = [sys.executable, "-c", code]
+    closed = subprocess.run(["sh", "-c", 'exec "$@" 0<&- 2>&-', "sh", *command], stdout=subprocess.PIPE, check=True)
+    assert int(closed.stdout) > 2
+    absent = [sys.executable, "-m", "autotune", "explain", "/no/such/plan.yaml"]
+    assert subprocess.run(["sh", "-c", 'exec "$@" 0<&- >&- 2>&-', "sh", *absent], check=False).returncode == 2
+
+
 def test_an_interruption_says_so_and_has_a_status_of_its_own() -> None:
     code = (
         "import autotune.cli as cli, typer; app = typer.Typer()\n"

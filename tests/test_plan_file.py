@@ -24,6 +24,7 @@ from autotune.schema import (
     Versions,
 )
 from tests import builders
+from tests.conftest import autotune_here
 
 
 def make_plan(**job: Any) -> TrainingPlan:
@@ -165,7 +166,14 @@ def test_the_job_may_be_edited(tmp_path: Path) -> None:
         (lambda t: t.replace("num_steps: 100", "num_steps: 2001-01-01"), "job.num_steps"),
         (lambda t: t.replace("seed: 0", f"seed: {2**63}"), "job.seed"),
         (lambda t: t.replace("output: output", 'output: "a\\0b"'), "job.output"),
-        (lambda t: t.replace("job:", "job:\n  <<: {seed: 1}\n", 1), "merge keys"),
+        (lambda t: t.replace("job:", "job:\n  <<: {seed: 1}\n", 1), "line 5 has a key"),
+        (lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      1: a"), "a key that is not plain text"),
+        (lambda t: t.replace("torch: '2.13'", "torch: '2.13'\n      .nan: a"), "a key that is not plain text"),
+        (lambda t: t.replace("job:", "job:\n  ? [seed]\n  : 1\n", 1), "a key that is not plain text"),
+        (lambda t: t.replace("num_steps: 100", "num_steps: 0100"), "job.num_steps"),
+        (lambda t: t.replace("num_steps: 100", "num_steps: 1:30"), "job.num_steps"),
+        (lambda t: t.replace("num_steps: 100", "num_steps: 1" + "0" * 400), "job.num_steps"),
+        (lambda t: "a: 1" + ":1" * (1 << 20), "not a valid plan"),  # YAML 1.1 makes a number of it, in minutes
         (lambda t: t + "".join(f"key{i}: 1\n" for i in range(200_000)), "more than 100000 values"),
         (lambda t: t.replace("schema_version: 1", "schema_version: 2"), "plan schema 2"),
         (lambda t: t.replace("micro_batch_size: 1", "micro_batch_size: 8", 1), "frozen part"),
@@ -181,7 +189,7 @@ def test_the_job_may_be_edited(tmp_path: Path) -> None:
         (lambda t: "a: 1\n---\nb: 2\n", "not YAML"),
         (lambda t: "x" * (MAX_PLAN_BYTES + 1), "too large"),
         (lambda t: "a: 2001-01-01\n", "not a valid plan"),
-        (lambda t: "1: 2\n", "not a valid plan"),
+        (lambda t: "1: 2\n", "line 1 has a key"),
     ],
 )
 def test_each_damage_has_its_own_message(tmp_path: Path, edit: Any, words: str) -> None:
@@ -234,3 +242,15 @@ def test_a_plan_from_before_a_field_existed_is_still_whole(tmp_path: Path) -> No
 def test_a_plan_without_rehearsed_phases_needs_what_its_step_needs() -> None:
     expected = make_plan().frozen.expected.model_copy(update={"phases": ()})
     assert expected.required_memory_bytes == expected.peak_memory_bytes + expected.process_memory_bytes
+
+
+def test_words_in_a_plan_cannot_steer_the_terminal_that_explains_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    frozen = make_plan().frozen
+    evil = frozen.changed(reasons=(frozen.reasons[0].changed(why="\x1b[2J\x9bfast"),))
+    write_plan(tmp_path / "plan.yaml", seal(make_plan().job, evil))
+    told = autotune_here(capfd, "explain", tmp_path / "plan.yaml")
+    assert "?[2J?fast" in told.stdout
+    missing = autotune_here(capfd, "explain", tmp_path / "\x1b[2Jno\nhint: run this")
+    assert missing.stderr.startswith(f"error: there is no plan at {tmp_path}/?[2Jno hint: run this\nhint: make one")

@@ -1,5 +1,6 @@
 """Plans and estimates for machines that are not here: predictions alone, said to be so, nothing downloaded."""
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,22 @@ def test_a_predicted_plan_says_so_and_fits_its_budget(predicted: TrainingPlan) -
     assert needed <= frozen.hardware.budget_bytes
     assert frozen.hardware.device_name == "NVIDIA GeForce RTX 4090"
     assert {reason.knob for reason in frozen.reasons} == {*type(frozen.settings).model_fields, "caching"}
+
+
+def test_a_plan_that_the_disk_no_longer_takes_is_printed(
+    predicted: TrainingPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, plan: TrainingPlan) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("autotune.planner.make_plan", lambda *asked: predicted)
+    monkeypatch.setattr("autotune.plan_file.write_plan", full)
+    asked = ("--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "-o", tmp_path / "plan.yaml")
+    process = autotune_here(capfd, "plan", *asked)
+    assert process.returncode == 1
+    assert "the plan is printed instead" in process.stderr
+    (tmp_path / "kept.yaml").write_text(process.stdout)
+    assert read_plan(tmp_path / "kept.yaml") == predicted
 
 
 def test_an_estimate_of_what_does_not_fit_says_so() -> None:

@@ -12,7 +12,7 @@ from autotune.commands.options import Batch, Data, Frames, JobOptions, Json, Pri
 if TYPE_CHECKING:
     from autotune.planner import Events
     from autotune.planning.question import Question
-    from autotune.schema import HardwareProfile, Residual
+    from autotune.schema import HardwareProfile, Residual, TrainingPlan
     from autotune.sharing.query import Known, Survey
     from autotune.terminal import TrialDisplay
 
@@ -75,7 +75,6 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.atomic import require_writable
     from autotune.commands.machine import machine_for
-    from autotune.plan_file import write_plan
     from autotune.planner import make_plan
     from autotune.planning.case import list_choices
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
@@ -103,7 +102,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     heard = _Heard(machine)
     with trial_display(asked.max_trials) as display:
         made = make_plan(question, machine, heard.events(display), around)
-    write_plan(asked.output, made)
+    _write(asked.output, made)
     if asked.record is not None:
         shared = question.study is not None
         write_recording(asked.record, recording_of(made, heard.proven, heard.known, shared=shared))
@@ -117,6 +116,25 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
         return
     out.print("\n".join([*plan_lines(made), *origin_lines(made)]))
     out.print(f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}")
+
+
+def _write(path: Path, made: "TrainingPlan") -> None:
+    """Write the plan, or print it where the disk has become full meanwhile: it took a search to find.
+
+    Raises:
+        AutotuneError: it could not be written.
+    """
+    from autotune.errors import AutotuneError
+    from autotune.plan_file import plan_text, write_plan
+
+    try:
+        write_plan(path, made)
+    except OSError as error:
+        typer.echo(plan_text(made))
+        raise AutotuneError(
+            f"cannot write {path}: {error.strerror}; the plan is printed instead",
+            hint="keep what is printed above as a file: it is the whole plan",
+        ) from error
 
 
 def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":

@@ -17,6 +17,7 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
     from autotune.hardware.probe import probe as read_machine
     from autotune.plan_file import read_plan
     from autotune.reporting.text import wrapped
+    from autotune.terminal import err, out
     from autotune.training.processes import card_misfits
 
     chosen, machine = read_plan(plan_file), read_machine()
@@ -25,11 +26,11 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
         typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
     else:
         for misfit in misfits:
-            typer.echo("\n".join(wrapped(f"does not fit: {misfit}")))
+            out.print("\n".join(wrapped(f"does not fit: {misfit}")))
         if not misfits:
-            typer.echo(f"{plan_file} is valid and fits this machine")
+            out.print(f"{plan_file} is valid and fits this machine")
     if misfits:
-        typer.echo(f"hint: make one for this machine: autotune plan --from {shlex.quote(str(plan_file))}", err=True)
+        err.print(f"hint: make one for this machine: autotune plan --from {shlex.quote(str(plan_file))}")
         raise typer.Exit(4)
 
 
@@ -38,12 +39,13 @@ def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     from autotune.plan_file import read_plan
     from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import explain_lines
+    from autotune.terminal import out
 
     chosen = read_plan(plan_file)
     if as_json:
         typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
     else:
-        typer.echo("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
+        out.print("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
 
 
 def diff(
@@ -55,9 +57,10 @@ def diff(
     """Compare two plans: settings, memory, time and cost."""
     from autotune.plan_file import read_plan
     from autotune.reporting.difference import difference_lines, differences
+    from autotune.terminal import out
 
     found = differences(read_plan(first), read_plan(second), price_per_hour=price)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(item) for item in found], indent=1))
     else:
-        typer.echo("\n".join(difference_lines(found)))
+        out.print("\n".join(difference_lines(found)))

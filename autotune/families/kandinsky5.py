@@ -87,7 +87,7 @@ class Kandinsky5(Family):
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
         pipeline = bare_pipeline(self.pipeline_class)
         texts = [pipeline.prompt_template.format(prompt_clean(caption)) for caption in captions]
         dropped = pipeline.prompt_template_encode_start_idx

@@ -85,7 +85,7 @@ class QwenImage(Family):
         from transformers import AutoTokenizer
 
         pipeline = bare_pipeline(self.pipeline_class)
-        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
         template, dropped = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
         longest = pipeline.tokenizer_max_length
         ids = tokenizer([template.format(caption) for caption in captions])["input_ids"]

@@ -13,13 +13,14 @@ from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
 from autotune.schema import ModelSpec, digest_of
-from autotune.weights.components import component_class
+from autotune.weights.components import LIBRARIES, component_class, empty_component, read_config
 from autotune.weights.hub import fetch, missing_files, snapshot_in_cache
 from autotune.weights.sources import open_source
 
-MAX_CONFIG_BYTES = 1 << 20
+CHECK_CONFIG = "check transformer/config.json, or update diffusers"
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """A repository's name on the hub."""
+REVISION = re.compile(r"\w[\w./-]*")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def resolve_model(model: str) -> ResolvedModel:
     folder = _folder(model)
     if folder.is_dir():
         return _from_folder(folder, folder.resolve().name)
-    name, _, revision = model.partition("@")
+    name, revision = _at_revision(model)
     family = _named(name)
     repo = family.hub_id if family else name
     snapshot = (
@@ -83,10 +84,12 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
         InvalidInput: as `resolve_model`.
         HubError, MissingWeights, PickledWeights: it cannot be fetched, and is not whole in the local cache.
     """
-    name, _, revision = model.partition("@")
+    if _folder(model).is_dir():
+        return resolve_model(model)
+    name, revision = _at_revision(model)
     family = _named(name)
     repo = family.hub_id if family else name
-    if _folder(model).is_dir() or not REPO.fullmatch(repo):
+    if not REPO.fullmatch(repo):
         return resolve_model(model)
     if family is None:  # what it is made of is said in the repository itself
         index = fetch(repo, revision=revision or "main", components=())
@@ -102,6 +105,18 @@ def is_on_hub(model: str) -> bool:
 
 def _folder(model: str) -> Path:
     return Path(os.path.expanduser(model))  # noqa: PTH111  Path's raises for a user that there is not
+
+
+def _at_revision(model: str) -> tuple[str, str]:
+    """Name and revision, which is empty where none is given.
+
+    Raises:
+        InvalidInput: git has no such revision; joined to the cache's folder it might lead out of it.
+    """
+    name, at, revision = model.partition("@")
+    if at and (not REVISION.fullmatch(revision) or ".." in revision):
+        raise InvalidInput(f"{revision!r} is no revision of {name}", hint="name a commit, branch or tag after the @")
+    return name, revision
 
 
 def is_family(model: str) -> bool:
@@ -129,14 +144,21 @@ def parts_of(model: ResolvedModel) -> Parts | None:
     """The models around the transformer, from headers and configurations in its folder.
 
     Without a folder those of the published model, where it is that one; else None.
+
+    Raises:
+        InvalidInput: the folder's VAE cannot be built.
     """
+    import torch
+
     family = model.family
     if model.folder is None:
         published = _spec(family, family.transformer_config, model.spec.name) == model.spec
         return family.parts if published else None
     encoders = [name for name in family.components if name.startswith("text_encoder")]
     vae_class = component_class(model.folder, "vae")[1]
-    config = _read_json(model.folder / "vae" / "config.json")
+    with torch.device("meta"):
+        empty_component(model.folder, "vae", dtype=torch.float32)
+    config = read_config(model.folder / "vae" / "config.json")
     return Parts(
         text_encoder_parameters=tuple(_num_parameters(model.folder / name) for name in encoders),
         vae_class=vae_class,
@@ -156,7 +178,7 @@ def _from_folder(folder: Path, name: str, revision: str | None = None) -> Resolv
                 f"the model folder {folder} is incomplete: it has no {part}/",
                 hint="download the whole model again; a pipeline in the diffusers layout has one folder per component",
             )
-    config = {k: v for k, v in _read_json(folder / "transformer" / "config.json").items() if not k.startswith("_")}
+    config = {k: v for k, v in read_config(folder / "transformer" / "config.json").items() if not k.startswith("_")}
     whole = revision is None or not missing_files(folder, family.components)
     return ResolvedModel(
         family, config, _spec(family, config, name), folder if whole else None, texts=folder, revision=revision
@@ -164,29 +186,27 @@ def _from_folder(folder: Path, name: str, revision: str | None = None) -> Resolv
 
 
 def _family_of(folder: Path) -> Family:
-    pipeline = _read_json(folder / "model_index.json").get("_class_name")
+    index = read_config(folder / "model_index.json")
+    pipeline = index.get("_class_name")
     family = next((family for family in FAMILIES.values() if family.pipeline_class == pipeline), None)
     if family is None:
         known = ", ".join(sorted(f.pipeline_class for f in FAMILIES.values()))
         raise InvalidInput(f"{folder} holds a {pipeline}, which no family here can train", hint=f"known: {known}")
+    for name, entry in index.items():
+        if isinstance(entry, list) and entry[:1] not in ([None], *([library] for library in LIBRARIES)):
+            raise InvalidInput(
+                f"{name} in {folder} comes from {entry[0] if entry else 'nowhere'}, not from diffusers or transformers",
+                hint="use the published pipeline: code from elsewhere is never run",
+            )
     return family
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    hint = "point --model at a folder in the diffusers layout: model_index.json, transformer/, vae/ and so on"
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise InvalidInput(f"{path} is too large to be a configuration", hint=hint)
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"cannot read {path}: {error}", hint=hint) from error
-    if not isinstance(data, dict):
-        raise InvalidInput(f"{path} is not a JSON object", hint=hint)
-    return data
 
 
 def _spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpec:
     transformer = build_on_meta(family, config)
+    if not len(family.blocks(transformer)):
+        raise InvalidInput(
+            f"the transformer's configuration builds a {family.transformer_class} without blocks", hint=CHECK_CONFIG
+        )
     full = {key: value for key, value in transformer.config.items() if not key.startswith("_")}
     return ModelSpec(
         family=family.name,
@@ -208,8 +228,9 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
     try:
         with torch.device("meta"):
             return family.build_transformer(config)
-    except (TypeError, ValueError, AssertionError, AttributeError) as error:
+    except Exception as error:  # classes raise anything for a configuration that makes no sense
+        reason = str(error).partition("\n")[0]
         raise InvalidInput(
-            f"the transformer's configuration does not build a {family.transformer_class}: {error}",
-            hint="check transformer/config.json, or update diffusers",
+            f"the transformer's configuration does not build a {family.transformer_class}: {reason}",
+            hint=CHECK_CONFIG,
         ) from error

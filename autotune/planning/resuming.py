@@ -13,7 +13,7 @@ from pathlib import Path
 import optuna
 import platformdirs
 
-from autotune.errors import AutotuneError, NothingFits
+from autotune.errors import NothingFits
 from autotune.planning.case import Case
 from autotune.schema import digest_of
 from autotune.search.sampler import release_dead, standing_of
@@ -83,7 +83,9 @@ def _goes_on(place: Place, case: Case, on_note: Callable[[str], None]) -> bool:
         standing = standing_of(study)
         if frozen_plan(study) is not None:
             return False
-    except AutotuneError:
+    except Exception as error:  # damaged, or of another Optuna: what it held is measured again
+        if "database is locked" in str(error):  # of a process that lives
+            raise
         return False
     known = len(standing.results)
     trials = "one trial" if known == 1 else f"{known or 'no'} trials"

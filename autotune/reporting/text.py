@@ -53,3 +53,8 @@ def cut(text: str, width: int = WIDTH) -> str:
 def printable(text: str) -> str:
     """Names come from strangers: no control character of theirs reaches the terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def printable_lines(text: str) -> str:
+    """`text` of several lines, each `printable`."""
+    return "\n".join(printable(line) for line in text.split("\n"))

@@ -87,7 +87,8 @@ def safe_words(place: Place | None) -> Iterator[None]:
         reason = " ".join(str(failure.__cause__ or failure).split())[:300]
         raise AutotuneError(
             f"the storage of the search failed: {_without_password(reason, place)}",
-            hint="results of finished trials are kept; run the same command again once the storage can be reached",
+            hint="results of finished trials are kept; run the same command again once the storage can be reached, "
+            "or with --fresh where it is a file that is damaged",
         ) from None  # the chain would show what was left out
 
 
@@ -124,11 +125,12 @@ def _storage(place: Place) -> optuna.storages.RDBStorage:
 
 
 def _open(place: Place) -> optuna.storages.RDBStorage:
-    url, connect = place.url, {}
+    url = place.url
     if url is None:
         folder = platformdirs.user_data_path("autotune") / "studies"
         folder.mkdir(parents=True, exist_ok=True)
-        url, connect = f"sqlite:///{folder / (place.name + '.db')}", {"timeout": 60}
+        url = f"sqlite:///{folder / (place.name + '.db')}"
+    connect = {"timeout": 60} if url.startswith("sqlite:") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         return optuna.storages.RDBStorage(

@@ -1,9 +1,10 @@
 """Checkpoints of a run: one safetensors file each, tensors and a JSON state, written whole by a thread of its own.
 
-A file carries the key of its run and a digest of its tensors, so that a resumed run trusts nothing that is damaged or
-another's. Training waits only for the copy to the host (and for the last file, where it is still being written).
+A file carries the key of its run and a digest of all that is in it, so that a resumed run trusts nothing that is
+damaged or another's. Training waits only for the copy to the host (and for the last file, while it is being written).
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -77,7 +78,8 @@ class Checkpoints:
             pending.result()
 
     def _write(self, step: int, tensors: "Mapping[str, Tensor]", state: Mapping[str, Any]) -> None:
-        metadata = {"run": self.run_key, "state": json.dumps(state), "digest": tensors_digest(tensors)}
+        metadata = {"run": self.run_key, "state": json.dumps(state)}
+        metadata["digest"] = _digest(metadata, tensors)
         try:
             save_file(self.folder / NAME.format(step), tensors, metadata)
         except Exception as error:  # safetensors has errors of its own
@@ -98,10 +100,10 @@ class Checkpoints:
         return sorted(int(match[1]) for match in found if match)
 
     def newest(self, on_damaged: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None without any.
+        """The newest checkpoint that is whole, or None where there is no checkpoint at all.
 
         Raises:
-            InvalidInput: it belongs to another plan, job or data.
+            InvalidInput: it belongs to another plan, job or data; or none of them is whole.
         """
         for part in self.folder.glob(".checkpoint-*.part"):
             part.unlink(missing_ok=True)  # a writer died here
@@ -111,15 +113,26 @@ class Checkpoints:
                 return self._read(path, step)
             except (BadWeights, OSError, ValueError, KeyError) as error:
                 on_damaged(f"{path} is damaged and left out: {str(error).splitlines()[0]}")
+        if self.steps():  # beginning anew would in time replace what may yet be saved
+            raise InvalidInput(
+                f"none of the checkpoints in {self.folder} is whole",
+                hint=f"to begin anew, delete {self.folder} or choose another --output",
+            )
         return None
 
     def _read(self, path: Path, step: int) -> Checkpoint:
         tensors, metadata = read_whole(path)
+        if metadata["digest"] != _digest(metadata, tensors):
+            raise ValueError("its digest does not match")
         if metadata["run"] != self.run_key:
             raise InvalidInput(
                 f"{path} belongs to another plan, job or data",
                 hint="resume with the plan, options and images it was begun with, or choose another --output",
             )
-        if metadata["digest"] != tensors_digest(tensors):
-            raise ValueError("its digest does not match")
         return Checkpoint(step, tensors, json.loads(metadata["state"]))
+
+
+def _digest(metadata: Mapping[str, str], tensors: "Mapping[str, Tensor]") -> str:
+    """Of the run's key, the state and the tensors: a flipped bit in any of them shows."""
+    parts = (metadata["run"], metadata["state"], tensors_digest(tensors))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

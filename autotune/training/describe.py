@@ -152,10 +152,14 @@ def _text_lengths(
     captions = [item.caption for item in dataset.items]
     if drops_captions:
         captions, controls = [*captions, EMPTY_CAPTION], [*controls, controls[0]]
+    hint = "download the model again; a file is missing or damaged"
     try:
-        return model.family.count_text_tokens(model.texts, captions, controls)
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidInput(
-            f"the tokenizer in {model.texts} cannot be read: {str(error).splitlines()[0]}",
-            hint="download the model again; a file is missing or damaged",
-        ) from error
+        lengths = model.family.count_text_tokens(model.texts, captions, controls)
+    except InvalidInput:
+        raise
+    except Exception as error:  # a damaged tokenizer raises anything
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidInput(f"the tokenizer in {model.texts} cannot be read: {reason}", hint=hint) from error
+    if min(lengths) < 0 or not any(lengths):  # without its vocabulary it loads all the same
+        raise InvalidInput(f"the tokenizer in {model.texts} makes nothing of the captions", hint=hint)
+    return lengths

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autotune.errors import InvalidInput
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_inside
 from autotune.schema import CachingSettings, Candidate
 from autotune.training.data.recipes import Identity, read_identity
 from autotune.training.memory import give_back_memory
-from autotune.weights.components import load_component
+from autotune.weights.components import DOWNLOAD_AGAIN, load_component
 from autotune.weights.streaming import Transform
 
 
@@ -67,7 +68,13 @@ class Encoders:
             parts = {name: self._text_encoder(name) if with_text else None for name in self.names}
             vae = self.vae(self.device)
             folder = self.model.weights
-            loaded = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, transformer=None, vae=vae, **parts)
+            try:
+                loaded = self.model.family.load_pipeline(
+                    folder, torch_dtype=self.dtype, transformer=None, vae=vae, **parts
+                )
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # tokenizers, schedulers
+                reason = str(error).strip().partition("\n")[0]
+                raise InvalidInput(f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN) from error
             loaded.encode_prompt = running_on(self._text_device, self.device, loaded.encode_prompt)
             self._loaded = loaded
         return self._loaded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, InvalidPlan
 from autotune.plan_file import read_plan, write_plan
 from autotune.schema import TrainingPlan, digest_of
 from autotune.training.data.encode import EncodedDataset
@@ -54,21 +54,23 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
 
     Raises:
         InvalidInput: it holds another run, or this one and `resume` was not asked for; another run is writing to it
-            now; it lies in the data folder, or cannot be written.
+            now; it lies in the folder of the data, the control images or the model, or cannot be written.
         AutotuneError: its disk has less free than is still to be written of `needed_bytes`.
     """
     folder = Path(plan.job.output)
-    if plan.job.data and folder.resolve().is_relative_to(Path(plan.job.data).resolve()):
-        raise InvalidInput(
-            f"the output folder {folder} lies in the data folder, so previews would become training images",
-            hint="choose another with --output",
-        )
+    for what in ("data", "control", "model"):
+        place = getattr(plan.job, what)
+        if place and folder.resolve().is_relative_to(Path(place).resolve()):
+            raise InvalidInput(
+                f"the output folder {folder} lies in the {what} folder, so what a run writes would be taken for {what}",
+                hint="choose another with --output",
+            )
     claim = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if lock:
             claim.acquire(timeout=0)
-        (_require_same if resume else _require_unused)(folder, plan)
+        (_require_same if resume and checkpoints_in(folder) else _require_unused)(folder, plan)
         write_plan(folder / PLAN_FILE, plan)
     except Timeout as error:
         raise InvalidInput(
@@ -96,9 +98,10 @@ def _require_unused(folder: Path, plan: TrainingPlan) -> None:
 
 def _require_same(folder: Path, plan: TrainingPlan) -> None:
     """Compare with the plan that the folder was begun with: sooner than its checkpoints can be."""
-    if not checkpoints_in(folder) or not (folder / PLAN_FILE).is_file():
+    try:
+        before, now = learned(read_plan(folder / PLAN_FILE)), learned(plan)
+    except InvalidPlan:  # absent or damaged: its checkpoints tell whose they are, too
         return
-    before, now = learned(read_plan(folder / PLAN_FILE)), learned(plan)
     changed = [name for name in now if before.get(name) != now[name]]
     if changed:
         raise InvalidInput(

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from autotune.atomic import write_whole
 from autotune.errors import InvalidInput
 from autotune.training.events import StepEvent
@@ -18,6 +20,8 @@ from autotune.training.events import StepEvent
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
 CURVES = ("loss", "learning_rate", "gradient_norm", "seconds", "data_seconds", "images_per_second", "memory_bytes")
+
+EVENT = TypeAdapter(StepEvent)
 
 Log = Callable[[dict[str, float], int], None]
 
@@ -47,12 +51,12 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[StepEvent]:
-    """The steps on record; a line that a kill cut short ends them."""
+    """The steps on record; a line that a kill cut short, or that is damaged, ends them."""
     events: list[StepEvent] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
-            events.append(StepEvent(**json.loads(line)))
-        except (ValueError, TypeError):
+            events.append(EVENT.validate_json(line))
+        except ValidationError:
             break
     return events
 

@@ -18,15 +18,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotune.atomic import replacing
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.adapter import ADAPTER
 from autotune.families.resolve import build_on_meta
 from autotune.schema import Bucket
 from autotune.training.data.cache import Cache, entry_key
+from autotune.training.data.pixels import open_image, to_rgb
 from autotune.training.data.recipes import Identity, prompt_of
 from autotune.training.encoders import Encoders, moved
 from autotune.training.memory import give_back_memory
 from autotune.training.shortage import is_out_of_memory
+from autotune.weights.adapters import read_adapter
 
 
 class PreviewTooLarge(AutotuneError):
@@ -152,7 +154,10 @@ class PreviewSampler:
                 self.pipeline.vae.to("cpu")
 
     def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
-        controls = [Image.open(path).convert("RGB") for path in preview.control_paths]
+        try:
+            controls = [to_rgb(open_image(path)) for path in preview.control_paths]
+        except Exception as error:  # decoders raise anything for damaged files
+            raise InvalidInput(f"a control image cannot be decoded: {error}", hint="check the files") from error
         return self.model.family.sample(
             pipeline, preview.prompt, preview.bucket, num_steps=preview.num_steps, seed=preview.seed, controls=controls
         )
@@ -169,8 +174,24 @@ class PreviewSampler:
         return list(zip(without, (self.sample(preview)[0] for preview in previews), strict=True))
 
     def load_adapter(self, adapter: Path) -> None:
-        """Put an adapter file on the transformer by the pipeline's own loader. Raises AutotuneError where it fails."""
-        self.pipeline.load_lora_weights(adapter.parent, weight_name=adapter.name)
+        """Put an adapter file on the transformer by the pipeline's own loader.
+
+        Raises:
+            BadWeights: the file is damaged.
+            InvalidInput: it is no adapter of this model, or has numbers that are not finite.
+            AutotuneError: the pipeline did not take it.
+        """
+        hint = "name the output folder of `autotune train`, or train again"
+        for name, layer in read_adapter(adapter).layers.items():
+            if not (layer.down.isfinite().all() and layer.up.isfinite().all()):
+                raise InvalidInput(f"{adapter}: {name} has numbers that are not finite", hint=hint)
+        try:
+            self.pipeline.load_lora_weights(adapter.parent, weight_name=adapter.name)
+        except Exception as error:  # diffusers and peft raise anything for an adapter of another model
+            if is_out_of_memory(error):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            raise InvalidInput(f"{adapter} is no adapter of this model: {reason}", hint=hint) from error
         if not self.pipeline.get_active_adapters():
             raise AutotuneError(
                 f"{adapter} could not be loaded back", hint="this is a bug in autotune: please report it"

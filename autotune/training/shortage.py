@@ -2,12 +2,9 @@
 
 import contextlib
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from autotune.errors import AutotuneError
 
@@ -31,9 +28,8 @@ def telling_of_full_disk(folder: Path, *, hint: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        number = getattr(error, "errno", None)
-        if number not in (errno.ENOSPC, errno.EDQUOT) and os.strerror(errno.ENOSPC) not in str(error):
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise AutotuneError(f"the disk of {folder} became full", hint=hint) from error
 

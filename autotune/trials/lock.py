@@ -101,7 +101,7 @@ class DeviceLock:
         return locked(handle, fcntl.LOCK_EX)
 
     def _wait(self, handle: int) -> None:
-        named = self.path.read_text().strip() or f"{SEARCH} (unknown process)"
+        named = self.path.read_text(errors="replace").strip() or f"{SEARCH} (unknown process)"
         if named.startswith(RUN) and not self.trains and locked(handle, fcntl.LOCK_SH):  # which only runs share
             if self._locked(handle):
                 return  # it has just ended
@@ -181,9 +181,10 @@ def _opened(path: Path) -> Iterator[int]:
 def _open(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        unlinked = os.O_RDWR | os.O_NOFOLLOW  # through a stranger's link in /tmp any file would be emptied
         if path.exists():  # of another user, maybe: opening to create would be refused in a shared folder
-            return os.open(path, os.O_RDWR)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            return os.open(path, unlinked)
+        handle = os.open(path, unlinked | os.O_CREAT, 0o666)
         os.fchmod(handle, 0o666)
         return handle
     except OSError as error:

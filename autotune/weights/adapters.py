@@ -10,10 +10,12 @@ it is the authors' (`flux_layers`), and where the comfyui format has lora_down a
 so diffusers understands it.
 """
 
+import contextlib
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
@@ -59,6 +61,11 @@ PARTS: Mapping[str, str] = {
     "lora_up.weight": "up",
     "alpha": "alpha",
 }
+
+
+EXPORT_AGAIN = "export or train the adapter again"
+PLAIN_NAME = re.compile(r"\^?(?:[\w.-]|\\[.-])+")
+"""The end of a module's name, or with `^` all of it, as peft writes it into a pattern."""
 
 
 class AdapterInfo(Frozen):
@@ -132,7 +139,8 @@ def parse_adapter(
     kept = {key: value for key, value in metadata.items() if key == INFO_KEY}
     alphas = _config_alphas(metadata, _modules(bare)) if source == "diffusers" else {}
     layers = _layers(bare, alphas)
-    return Adapter(split_layers(layers) if is_original_flux(layers) else layers, kept)
+    with _of_fitting_shapes():
+        return Adapter(split_layers(layers) if is_original_flux(layers) else layers, kept)
 
 
 def _format_of(state: Mapping[str, "Tensor"]) -> AdapterFormat:
@@ -162,13 +170,21 @@ def _layers(bare: Mapping[str, "Tensor"], alphas: Mapping[str, float]) -> dict[s
         parts.setdefault(module, {})[part] = tensor
     layers = {}
     for module, found in sorted(parts.items()):
-        if not {"down", "up"} <= found.keys() or found["down"].shape[0] != found["up"].shape[1]:
+        if not _fit_together(found):
             message = f"{module} lacks one of its two matrices, or they do not fit together"
-            raise CorruptFile(message, hint="export or train the adapter again")
-        stored = float(found["alpha"]) if "alpha" in found else None
-        alpha = alphas.get(module, stored if stored is not None else float(found["down"].shape[0]))
+            raise CorruptFile(message, hint=EXPORT_AGAIN)
+        stored = found["alpha"].flatten().tolist() if "alpha" in found else [found["down"].shape[0]]
+        alpha = alphas.get(module, float(stored[0]) if len(stored) == 1 else math.nan)
+        if not math.isfinite(alpha):
+            raise CorruptFile(f"the alpha of {module} is no finite number", hint=EXPORT_AGAIN)
         layers[module] = Layer(found["down"], found["up"], alpha)
     return layers
+
+
+def _fit_together(found: "Mapping[str, Tensor]") -> bool:
+    if not {"down", "up"} <= found.keys() or min(found["down"].ndim, found["up"].ndim) < 2:
+        return False
+    return found["down"].shape[0] == found["up"].shape[1] > 0 and found["down"].is_floating_point()
 
 
 def _names_in(metadata: Mapping[str, str]) -> list[str]:
@@ -204,6 +220,9 @@ def _config_alphas(metadata: Mapping[str, str], modules: Iterable[str]) -> dict[
         patterns = {key: float(value) for key, value in config.get(prefix + "alpha_pattern", {}).items()}
         common = config.get(prefix + "lora_alpha")
         alphas = {} if common is None else dict.fromkeys(modules, float(common))
+        for key in patterns:
+            if not PLAIN_NAME.fullmatch(key):  # any other expression might never be done matching
+                raise ValueError(f"{key!r} names no layer")
         for module in modules:
             found = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
             if found:
@@ -222,7 +241,8 @@ def render_adapter(
     names depend on it and nothing tells, or where the format has no name for a layer.
     """
     original = to != "diffusers" and _adapts_flux(adapter, transformer)
-    layers = join_layers(adapter.layers) if original else adapter.layers
+    with _of_fitting_shapes():
+        layers = join_layers(adapter.layers) if original else adapter.layers
     down, up = ("lora_down", "lora_up") if to == "kohya" or original else ("lora_A", "lora_B")
     tensors: dict[str, Tensor] = {}
     for module, layer in layers.items():
@@ -234,6 +254,16 @@ def render_adapter(
     if len(tensors) < len(layers) * (2 if to == "diffusers" else 3):
         raise InvalidInput("two modules have one name once dots are underscores", hint="choose diffusers or comfyui")
     return tensors, {**METADATA_OF[to](layers), **adapter.metadata}
+
+
+@contextlib.contextmanager
+def _of_fitting_shapes() -> Iterator[None]:
+    """What is said where layers under FLUX's names cannot be taken apart or put together."""
+    try:
+        yield
+    except (RuntimeError, ValueError, ZeroDivisionError, IndexError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CorruptFile(f"its layers do not have the shapes of FLUX: {reason}", hint=EXPORT_AGAIN) from error
 
 
 def _adapts_flux(adapter: Adapter, transformer: str | None) -> bool:

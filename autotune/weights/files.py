@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the reference implementation."""
 
+MAX_DIMENSIONS = 64
+"""torch's own limit. The product of a million large numbers would take minutes."""
+
 DOWNLOAD_AGAIN = "fetch or copy the file again, and compare its size with the original's"
 NOT_SAFETENSORS = "is this a safetensors file? Only .safetensors is read; fetch it again if it should be one"
 
@@ -179,8 +182,8 @@ def _entry(name: str, value: Any, base: int, path: Path) -> TensorEntry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise _corrupt(path, f"{name!r} has the unknown dtype {dtype!r}")
-    if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2):
-        raise _corrupt(path, f"{name!r} has a shape or offsets that are not natural numbers")
+    if not (_naturals(shape) and _naturals(offsets) and len(offsets) == 2 and len(shape) <= MAX_DIMENSIONS):
+        raise _corrupt(path, f"{name!r} has a shape or offsets that cannot be")
     if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype][1]:
         raise _corrupt(path, f"{name!r}: offsets {offsets} do not hold {dtype} of shape {shape}")
     return TensorEntry(name, dtype, tuple(shape), base + offsets[0], base + offsets[1])

@@ -29,7 +29,7 @@ def reshard(source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
 
     Raises:
         BadWeights: as `sources.open_source`.
-        InvalidInput: `source` is a whole pipeline or holds an adapter, or `folder` is a file or `source` itself.
+        InvalidInput: `source` is a whole pipeline or holds an adapter; `folder` is a file, `source` or another model's.
     """
     if (source / "model_index.json").is_file():
         raise InvalidInput(f"{source} is a whole pipeline", hint=f"name one component of it, e.g. {source}/transformer")
@@ -38,6 +38,10 @@ def reshard(source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
         raise InvalidInput(f"{folder} is a file, but a model is written into a folder", hint="name a folder to write")
     if folder.resolve() == weights.parent.resolve():
         raise InvalidInput(f"{folder} is where the model is read from", hint="name another folder to write")
+    for name in CONFIGS:
+        own, there = weights.parent / name, folder / name
+        if there.is_file() and not (own.is_file() and own.read_bytes() == there.read_bytes()):
+            raise InvalidInput(f"{folder} holds another model", hint="name another folder to write")
     places = open_source(weights).places
     if any(".lora_" in name for name in places):
         raise InvalidInput(f"{source} holds an adapter, not a model", hint=f"name the file itself: {weights}")

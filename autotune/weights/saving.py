@@ -1,6 +1,8 @@
 """Save safetensors so that a reader finds the old file or the new one whole, never a half; large models in shards."""
 
 import json
+import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +20,24 @@ METADATA = {"format": "pt"}
 
 
 def save_file(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None) -> None:
-    """Save tensors of any layout and device into one file, atomically. Tied tensors are stored under each name."""
+    """Save tensors of any layout and device into one file, atomically. Tied tensors are stored under each name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file as write
 
     with replacing(path) as part:
-        write(_storable(tensors), part, metadata={**METADATA, **(metadata or {})})
+        mode = part.stat().st_mode
+        try:
+            write(_storable(tensors), part, metadata={**METADATA, **(metadata or {})})
+        except SafetensorError as error:
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        part.chmod(mode)  # safetensors leaves a file that only its owner can read
 
 
 def _storable(tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:

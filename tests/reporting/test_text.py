@@ -3,6 +3,7 @@
 import pytest
 
 from autotune.reporting.text import memory_text, seconds_text
+from autotune.terminal import err, out
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,10 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 )
 def test_sizes_read_well(num_bytes: float | None, text: str) -> None:
     assert memory_text(num_bytes) == text
+
+
+def test_no_control_character_of_a_stranger_reaches_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    for console in (out, err):
+        console.print("one \x1b[2J\x9b2J\u202e\udcff :cat: [red]\ntwo")
+    printed = capfd.readouterr()
+    assert printed.out == printed.err == "one ?[2J?2J?? :cat: [red]\ntwo\n"

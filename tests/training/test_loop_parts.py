@@ -125,6 +125,18 @@ def event(step: int) -> StepEvent:
     return StepEvent(step, 9, 1.0 / step, 1e-4, 0.5, 0.1, 0.0, 40.0, 2**20)
 
 
+@pytest.mark.parametrize("damage", [b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"{}"])
+def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: bytes) -> None:
+    first = Metrics(tmp_path, resumed_at=0, report_to="none")
+    first.add(event(1))
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + damage + whole)
+    Metrics(tmp_path, resumed_at=3, report_to="none").close()
+    assert path.read_bytes() == whole
+
+
 def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path: Path) -> None:
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     for step in (1, 2, 3):

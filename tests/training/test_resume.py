@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_any_row_of_kills_ends_in_the_same_bits(bench: Bench, tmp_path: Path, sc
     check()
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "part"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "state", "run", "part"])
 def test_a_damaged_checkpoint_is_left_out_for_the_one_before(bench: Bench, tmp_path: Path, damage: str) -> None:
     plan = bench.plan(num_steps=4, checkpointing_steps=1)
     whole = bench.loop(plan, tmp_path / "whole")
@@ -66,6 +67,10 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(bench: Bench, tmp_p
         newest.write_bytes(data[: len(data) // 2])
     elif damage == "flip":
         newest.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    elif damage in ("state", "run"):  # both stand in the header, and beside them what still looks sound
+        found = re.search({"state": rb'\\"rate\\": .*?(\d)', "run": rb'"run":"sha256:(\w)'}[damage], data)
+        assert found
+        newest.write_bytes(data[: found.start(1)] + (b"7" if found[1] != b"7" else b"6") + data[found.end(1) :])
     else:
         newest.unlink()
         newest.with_name(f".{newest.name}.x.part").write_bytes(data[:100])
@@ -73,6 +78,16 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(bench: Bench, tmp_p
     assert ended.first_step == 2
     assert same(ended, whole)
     assert not list(newest.parent.glob(".*"))
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_steps=2, checkpointing_steps=1)
+    bench.loop(plan, tmp_path)
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InvalidInput, match="none of the checkpoints") as caught:
+        bench.loop(plan, tmp_path)
+    assert "to begin anew, delete" in caught.value.hint
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 2e-3}, {"seed": 4}, {"lr_scheduler": "linear"}])

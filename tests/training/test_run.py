@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -17,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
@@ -38,6 +38,7 @@ from autotune.training.sample import sample_run
 from autotune.training.save import ADAPTER_FILE
 from autotune.training.verdict import judge
 from autotune.weights.adapters import read_adapter
+from autotune.weights.saving import save_file
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
 from tests.training.small import make_plan as plan_of
@@ -60,6 +61,28 @@ def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
     steps: list[StepEvent] = []
     report = train(plan, bench.hardware, bench.cache, Events(on_step=steps.append), trace=True)
     return folder, report, steps
+
+
+@pytest.mark.parametrize("damage", ["cut off", "nan", "another model's", "pickled"])
+def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
+    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(run[0] / "run-plan.yaml", folder)
+    whole, adapter = (run[0] / ADAPTER_FILE).read_bytes(), folder / ADAPTER_FILE
+    weights = load_file(run[0] / ADAPTER_FILE)
+    if damage == "cut off":
+        adapter.write_bytes(whole[:-1])
+    elif damage == "nan":
+        save_file(adapter, {name: tensor * float("nan") for name, tensor in weights.items()})
+    elif damage == "pickled":
+        adapter.write_bytes(pickle.dumps(weights))
+    else:
+        save_file(adapter, {name.replace("blocks", "layers"): tensor for name, tensor in weights.items()})
+    with pytest.raises(InvalidInput, match=r"cut off|not finite|no adapter of this model|claims a header|no JSON"):
+        sample_run(folder, bench.hardware, PROMPTS[0], bench.cache, seed=5)
+    assert not list(folder.glob("*.png"))
 
 
 def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
@@ -299,9 +322,22 @@ def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, li
         prepare(bench.plan(output=str(run[0]), learning_rate=0.5, caption_dropout=0.1), bench.hardware, resume=True)
     with pytest.raises(InvalidInput, match="lies in the data folder"):
         prepare(bench.plan(output=str(bench.images / "out")), bench.hardware, resume=False)
+    with pytest.raises(InvalidInput, match="lies in the model folder"):
+        prepare(bench.plan(output=str(bench.model_folder / "vae")), bench.hardware, resume=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="cannot write"):
         prepare(bench.plan(output=str(tmp_path / "file" / "out")), bench.hardware, resume=False)
+
+
+def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_steps=1, output=str(tmp_path))
+    bench.loop(plan, tmp_path)
+    (tmp_path / ADAPTER_FILE).write_bytes(b"of hours")
+    (tmp_path / "run-plan.yaml").write_text("damaged")
+    prepare(plan, bench.hardware, resume=True).claim.release()  # its checkpoints say that it is the same run
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(InvalidInput, match="holds the adapter of another run"):
+        prepare(plan, bench.hardware, resume=True)
 
 
 def test_a_disk_nearly_full_is_said_before_any_work(
@@ -372,6 +408,18 @@ def test_a_plan_of_another_machine_is_refused_before_its_weights_are_fetched(
         fetch_weights(plan, bench.hardware.model_copy(update={"device": device}))
 
 
+@pytest.mark.parametrize("content", [None, "{", "{}", "null"])
+def test_a_tokenizer_that_is_damaged_or_has_no_vocabulary_is_named(
+    bench: Bench, tmp_path: Path, content: str | None
+) -> None:
+    model = shutil.copytree(bench.model_folder, tmp_path / "model")
+    vocabulary = model / "tokenizer" / "tokenizer.json"
+    vocabulary.unlink() if content is None else vocabulary.write_text(content)
+    with pytest.raises(InvalidInput, match=r"the tokenizer in .*/model ") as caught:
+        prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
+    assert "download the model again" in caught.value.hint
+
+
 def test_control_images_that_the_model_does_not_take_are_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
     control = shutil.copytree(bench.images, tmp_path / "control")
     with pytest.raises(InvalidInput, match="qwen-image takes none") as caught:
@@ -426,7 +474,7 @@ def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> N
     ("where", "error"),
     [
         ("metrics.Metrics.add", OSError(errno.ENOSPC, "No space left on device")),
-        ("run.save_trained", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("run.save_trained", OSError(errno.EDQUOT, "Disk quota exceeded")),
     ],
 )
 def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(

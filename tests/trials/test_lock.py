@@ -182,6 +182,14 @@ def test_a_cache_that_cannot_be_written_does_not_keep_a_processor_from_being_loc
     assert lock_path(cpu).parent == Path(tempfile.gettempdir())
 
 
+def test_a_link_in_place_of_the_lock_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "a.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(AutotuneError, match="cannot be opened"):
+        DeviceLock(tmp_path / "a.lock").take()
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
 def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "device.lock").mkdir()
     with pytest.raises(AutotuneError, match=r"device\.lock") as refused:

@@ -220,6 +220,16 @@ def test_two_modules_that_kohya_cannot_tell_apart_are_refused():
         ({"transformer.a.dora_scale": torch.ones(1, 2)}, {}, InvalidInput),
         ({"transformer.a.lora_A.weight": torch.ones(1, 2), "transformer.a.lora_B.weight": torch.ones(2, 3)}, {},
          CorruptFile),
+        ({"transformer.a.lora_A.weight": torch.tensor(1.0), "transformer.a.lora_B.weight": torch.ones(2, 1)}, {},
+         CorruptFile),
+        ({"transformer.a.lora_A.weight": torch.ones(0, 2), "transformer.a.lora_B.weight": torch.ones(2, 0)}, {},
+         CorruptFile),
+        ({"diffusion_model.a.lora_A.weight": torch.ones(1, 2), "diffusion_model.a.lora_B.weight": torch.ones(2, 1),
+          "diffusion_model.a.alpha": torch.ones(2)}, {}, CorruptFile),
+        ({"diffusion_model.a.lora_A.weight": torch.ones(1, 2), "diffusion_model.a.lora_B.weight": torch.ones(2, 1),
+          "diffusion_model.a.alpha": torch.tensor(torch.inf)}, {}, CorruptFile),
+        ({"diffusion_model.single_blocks.0.linear1.lora_down.weight": torch.ones(4, 9),
+          "diffusion_model.single_blocks.0.linear1.lora_up.weight": torch.ones(7, 4)}, {}, CorruptFile),
         (FOREIGN, {"autotune_modules": "{"}, CorruptFile),
         (FOREIGN, {"autotune_modules": "[1]"}, CorruptFile),
     ],
@@ -238,10 +248,13 @@ def test_what_is_no_sound_adapter_is_refused(state, metadata, error):
         '{"transformer.lora_alpha": "x"}',
         '{"transformer.alpha_pattern": {"(": 1}}',
         '{"transformer.alpha_pattern": 3}',
+        '{"transformer.lora_alpha": 1e999}',
+        '{"transformer.alpha_pattern": {"(a+)+b": 1}}',
     ],
 )
 def test_a_damaged_configuration_is_refused(config):
-    state = {"transformer.a.lora_A.weight": torch.ones(1, 2), "transformer.a.lora_B.weight": torch.ones(2, 1)}
+    name = "transformer." + "a" * 40  # of which `(a+)+b` would try every way to cut it
+    state = {f"{name}.lora_A.weight": torch.ones(1, 2), f"{name}.lora_B.weight": torch.ones(2, 1)}
     with pytest.raises(CorruptFile):
         parse_adapter(state, {DIFFUSERS_KEY: config})
 
@@ -257,3 +270,13 @@ def test_a_pickled_adapter_is_refused(tmp_path):
     with pytest.raises(PickledWeights):
         read_adapter(tmp_path / "lora.bin")
     assert issubclass(PickledWeights, BadWeights)
+
+
+def test_flux_layers_without_a_scale_cannot_be_put_together():
+    alphas = {"to_q": 0.0, "to_k": 1.0, "to_v": 1.0}
+    made = {
+        f"transformer_blocks.0.attn.{name}": Layer(torch.ones(1, 4), torch.ones(4, 1), alpha)
+        for name, alpha in alphas.items()
+    }
+    with pytest.raises(CorruptFile, match="shapes of FLUX"):
+        render_adapter(Adapter(made, {}), "comfyui", "FluxTransformer2DModel")

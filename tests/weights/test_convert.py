@@ -67,6 +67,7 @@ def test_every_dtype_metadata_and_the_name_of_a_text_encoders_files_stay(tmp_pat
         ("model", "out.safetensors", (), InvalidInput, "is a file"),
         ("model", "out", ("--max-shard-size", "ten"), InvalidInput, "no amount"),
         ("pipeline", "out", (), InvalidInput, "whole pipeline"),
+        ("model", "vae", (), InvalidInput, "holds another model"),
         ("adapter", "out", (), InvalidInput, "not a model"),
         ("empty", "out", (), MissingWeights, "no weights"),
         ("pipeline/model_index.json", "out", (), CorruptFile, "no index"),
@@ -78,6 +79,8 @@ def test_what_cannot_be_written_as_a_model_is_refused_and_nothing_is_written(
     for folder in ("empty", "other", "pipeline"):
         (tmp_path / folder).mkdir()
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
     save_model(tmp_path / "model", {"a": torch.ones(9), "b": torch.ones(9)}, max_shard_bytes=40)
     lora = {"transformer.a.lora_A.weight": torch.ones(1, 2), "transformer.a.lora_B.weight": torch.ones(2, 1)}
     save_file(tmp_path / "adapter" / "pytorch_lora_weights.safetensors", lora)

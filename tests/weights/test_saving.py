@@ -1,4 +1,7 @@
+import errno
 import json
+import os
+import resource
 
 import pytest
 import torch
@@ -25,6 +28,27 @@ def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
     save_file(tmp_path / "a.safetensors", state)
     loaded = read_all(open_source(tmp_path / "a.safetensors"))
     assert all(loaded[name].equal(tensor) for name, tensor in state.items())
+
+
+def test_others_may_read_what_the_mask_lets_them(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_file(tmp_path / "a.safetensors", {"a": torch.ones(1)})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_limit_of_the_system_is_an_error_of_the_system_that_names_the_file(tmp_path):
+    path, limits = tmp_path / "a.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_file(path, {"a": torch.ones(9999)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failing_save_leaves_the_old_file_and_no_rubbish(tmp_path):

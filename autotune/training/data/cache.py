@@ -1,7 +1,8 @@
 """A folder of encoded tensors: one safetensors file per entry, named by what it was made from.
 
-Entries are written whole (temporary, fsync, rename) and carry a digest of their tensors, so what an interruption or a
-bad disk leaves behind is never trusted. A file's modification time is when it was last used.
+Entries are written whole (temporary, fsync, rename) and carry their key and a digest of their tensors, so what an
+interruption or a bad disk leaves behind, or a copy under another name, is never trusted. A file's modification time is
+when it was last used.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ class Cache:
             return None
         except BadWeights:
             tensors, metadata = {}, {}
-        if not tensors or metadata.get("digest") != tensors_digest(tensors):
+        if not tensors or metadata.get("key") != key or metadata.get("digest") != tensors_digest(tensors):
             path.unlink(missing_ok=True)
             return None
         self._touch(path)
@@ -76,7 +77,7 @@ class Cache:
         path = self._path(key)
         try:
             with telling_of_full_disk(self.folder, hint=f"{MAKE_ROOM}, then run again: what is cached so far is kept"):
-                save_file(path, plain, {"digest": tensors_digest(plain)})
+                save_file(path, plain, {"key": key, "digest": tensors_digest(plain)})
         except OSError as error:
             raise AutotuneError(
                 f"cannot write to the cache folder {self.folder}: {error.strerror}", hint=ANOTHER_FOLDER

@@ -5,7 +5,7 @@ from pathlib import Path
 from autotune.frozen import Frozen, NaturalInt, PositiveInt
 from autotune.schema import Bucket
 from autotune.training.data.buckets import assign_buckets, make_buckets
-from autotune.training.data.dataset import Item, OnProgress, Problem, Reading, scan_dataset
+from autotune.training.data.dataset import Item, Legible, OnProgress, Problem, Reading, scan_dataset
 
 MAX_ENLARGEMENT = 1.5
 """Images scaled up by more than this (per side) are counted: blur is learned like any other feature."""
@@ -17,7 +17,7 @@ MAX_CROP = 0.25
 class DataReport(Frozen):
     """What a data folder holds."""
 
-    folder: str
+    folder: Legible
     resolution_px: int = PositiveInt
     num_usable: int = NaturalInt
     num_unverified: int = NaturalInt

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from autotune.errors import InvalidInput
 from autotune.frozen import Frozen
@@ -37,6 +39,8 @@ MOST_NAMED = 5
 """Files that are named one by one where some are left out."""
 
 ProblemKind = Literal["broken", "tiny", "duplicate", "captionless", "control", "metadata", "unsupported", "short"]
+Legible = Annotated[str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())]
+"""A file name may hold bytes that are no UTF-8."""
 OnProgress = Callable[[int, int], None]
 """Called with (done, total)."""
 
@@ -44,10 +48,10 @@ OnProgress = Callable[[int, int], None]
 class Problem(Frozen):
     """One file that is left out or needs attention."""
 
-    file: str
+    file: Legible
     """Path below the data folder."""
     kind: ProblemKind
-    message: str
+    message: Legible
 
 
 @dataclass(frozen=True)

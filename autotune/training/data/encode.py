@@ -7,7 +7,6 @@ when something is missing. Samples come from memory where the set is small, from
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError, InvalidInput
@@ -17,7 +16,7 @@ from autotune.training.data.buckets import assign_buckets
 from autotune.training.data.cache import Cache, Tensors
 from autotune.training.data.dataset import Dataset, Item, OnProgress, Problem
 from autotune.training.data.pixels import open_pixels
-from autotune.training.data.recipes import Entry, Identity, Recipe, recipe_of
+from autotune.training.data.recipes import Entry, Identity, Recipe, file_digests, recipe_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,26 +172,51 @@ def _encode_each(wanted: Sequence[Entry], encode: Callable[[Entry], Sample], sto
             failed[entry.key] = str(error)
             store.advance()
         else:
+            _require_finite(entry, encoded)
             store.add(entry.key, encoded, num_left=len(wanted) - number)
     return failed
 
 
+def _require_finite(entry: Entry, encoded: Sample) -> None:
+    """Raise AutotuneError rather than cache what would make every loss a NaN, long after."""
+    import torch
+
+    if not all(torch.isfinite(tensor).all() for tensor in encoded.values()):
+        what = f"caption {entry.caption!r}" if entry.caption is not None else f"pixels of {entry.paths[0]}"
+        raise AutotuneError(
+            f"the model encodes the {what[:200]} into numbers that are not finite",
+            hint="download its VAE and text encoders again, or plan with --pin precision=fp32",
+        )
+
+
 def _encode(encoders: "Encoders", entry: Entry) -> Sample:
     """Files are opened first: nothing is loaded for those that are broken, which are tried in every start."""
-    family = encoders.model.family
+    family, pixels = encoders.model.family, _open(entry)
     if entry.caption is None:
-        pixels = _open(entry.paths, entry.bucket)
         pipeline = encoders.pipeline(with_text=False)
-        return {"latents": family.encode_pixels(pipeline, pixels.to(pipeline.vae.device))}
-    controls = [_open((path,), entry.bucket) for path in entry.paths]
-    return family.encode_captions(encoders.pipeline(), [entry.caption], [controls] if controls else ())[0]
+        return {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
+    return family.encode_captions(encoders.pipeline(), [entry.caption], [pixels] if pixels else ())[0]
 
 
-def _open(paths: Sequence[Path], bucket: Bucket) -> "Tensor":
+def _open(entry: Entry) -> "list[Tensor]":
+    """The pixels of an image or a clip, or of each control image.
+
+    Raises:
+        _Unreadable: a file cannot be decoded.
+        AutotuneError: a file is another by now: under the entry's key its pixels would be wrong for good.
+    """
+    files = [entry.paths] if entry.caption is None else [(path,) for path in entry.paths]
     try:
-        return open_pixels(paths, bucket.width_px, bucket.height_px)
+        pixels = [open_pixels(paths, entry.bucket.width_px, entry.bucket.height_px) for paths in files]
+        unchanged = file_digests(entry.paths) == entry.digests
     except Exception as error:  # decoders raise anything for damaged files
         raise _Unreadable(f"cannot be decoded: {error}") from error
+    if not unchanged:
+        raise AutotuneError(
+            f"{entry.paths[0]} changed while the data was encoded",
+            hint="run again when nothing writes there any more: what is cached so far is kept",
+        )
+    return pixels
 
 
 class _Store:

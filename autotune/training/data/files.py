@@ -1,5 +1,6 @@
 """What lies in a data folder: images, clips of frames, control images. Looks at names only, opens nothing."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def _files(folder: Path, without: Path | None) -> list[Path]:
     found = []
     for path in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and (path.is_file() or path.is_symlink()) and (without is None or without not in path.parents):
+        is_file = os.path.isfile(path) or path.is_symlink()  # noqa: PTH113  Path's raises where it may not look
+        if not hidden and is_file and (without is None or without not in path.parents):
             found.append(path)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 

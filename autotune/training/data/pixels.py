@@ -1,10 +1,11 @@
 """From image files to tensors: sizes from headers, honest decoding, conversion to RGB, resize and centre-crop."""
 
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,6 +13,24 @@ if TYPE_CHECKING:
 ORIENTATION = 0x0112
 SIDEWAYS = (5, 6, 7, 8)
 """Values of the EXIF orientation that swap width and height."""
+
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""Pillow goes by a file's content, whatever its name: of its other decoders one would start Ghostscript."""
+
+
+def open_image(path: Path) -> Image.Image:
+    """A png, jpeg or webp file; only its header is read.
+
+    Raises:
+        OSError: it is of another format, cannot be read, or is a pipe or device that might be read without end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path.name} is no file")
+    try:
+        return Image.open(path, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise OSError("it is no png, jpeg or webp image") from error
 
 
 def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
@@ -24,7 +43,7 @@ def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
     Raises:
         Exception: whatever Pillow raises for a file that is no image or is damaged.
     """
-    with Image.open(path) as image:
+    with open_image(path) as image:
         width, height = image.size
         # A PNG's getexif() decodes the whole image when no EXIF stands before the pixels.
         raw = image.info.get("exif") if image.format == "PNG" and not decode else None
@@ -69,7 +88,7 @@ def open_pixels(paths: Sequence[Path], width_px: int, height_px: int) -> "Tensor
 
     frames = []
     for path in paths:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             rgb = to_rgb(image)
         box = crop_box(*rgb.size, width_px, height_px)
         frames.append(np.asarray(rgb.resize((width_px, height_px), Image.Resampling.LANCZOS, box=box)))

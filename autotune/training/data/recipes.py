@@ -63,6 +63,8 @@ class Entry:
     key: str
     paths: tuple[Path, ...]
     """Of the pixels; of a caption the control images that a text encoder for editing sees with it."""
+    digests: tuple[str, ...]
+    """Of these files, as the key has them."""
     bucket: Bucket
     """The shape that they are brought into."""
     caption: str | None = None
@@ -106,19 +108,21 @@ def recipe_of(item: Item, bucket: Bucket, identity: Identity, *, with_empty: boo
 def prompt_of(caption: str, control_paths: tuple[Path, ...], bucket: Bucket, identity: Identity) -> Entry:
     """A caption alone, or with control images in the shape of `bucket`."""
     size = _size(bucket) if control_paths else None
-    encoder, controls = identity.text_encoder, _digests(control_paths)
+    encoder, controls = identity.text_encoder, file_digests(control_paths)
     key = entry_key("prompt", text=caption, controls=controls, size=size, encoder=encoder)
-    return Entry(key, control_paths, bucket, caption)
+    return Entry(key, control_paths, controls, bucket, caption)
 
 
 def _latents_of(paths: tuple[Path, ...], bucket: Bucket, identity: Identity) -> Entry:
-    key = entry_key("latents", files=_digests(paths), size=_size(bucket), encoder=identity.vae)
-    return Entry(key, paths, bucket)
+    digests = file_digests(paths)
+    key = entry_key("latents", files=digests, size=_size(bucket), encoder=identity.vae)
+    return Entry(key, paths, digests, bucket)
 
 
 def _size(bucket: Bucket) -> tuple[int, int]:
     return bucket.width_px, bucket.height_px
 
 
-def _digests(paths: Sequence[Path]) -> list[str]:
-    return [file_digest(path) for path in paths]
+def file_digests(paths: Sequence[Path]) -> tuple[str, ...]:
+    """SHA-256 of each file."""
+    return tuple(file_digest(path) for path in paths)

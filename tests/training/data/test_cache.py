@@ -48,6 +48,14 @@ def whole_entry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return (cache.folder / "a.safetensors").read_bytes()
 
 
+def test_an_entry_under_anothers_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write("a", TENSORS)
+    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
+    assert cache.read("b") is None
+    assert names(tmp_path) == []
+
+
 @given(data=st.data())
 @settings(max_examples=150)
 def test_any_damage_is_noticed_and_the_entry_removed(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.training.data.captions import complete_caption, read_metadata
+from autotune.training.data.check import check_dataset
 from autotune.training.data.dataset import Dataset, Reading, read_dataset, scan_dataset
 from tests.training.data.pictures import CAPTIONS, picture, write_pictures
 
@@ -176,6 +177,19 @@ def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path)
     assert len(dataset.items) == 1
     assert kinds(dataset) == {"lost.png": "broken"}
     assert "elsewhere" not in dataset.problems[0].message
+    (tmp_path / "to pipe.png").symlink_to(tmp_path / "pipe.png")
+    assert kinds(scan_dataset(tmp_path, Reading(caption="x"))) == {"lost.png": "broken", "to pipe.png": "broken"}
+
+
+def test_names_that_are_no_utf8_are_reported_all_the_same(tmp_path: Path) -> None:
+    folder = write_pictures(Path(os.fsdecode(os.fsencode(tmp_path) + b"/k\xe4se")), (64, 64))
+    (folder / os.fsdecode(b"\xff.png")).write_bytes(b"junk")
+    (folder / os.fsdecode(b"\xff.gif")).write_bytes(b"junk")
+    dataset = read_dataset(folder)
+    assert len(dataset.items) == 1
+    assert kinds(dataset) == {"\\udcff.png": "broken", "\\udcff.gif": "unsupported"}
+    report = check_dataset(folder, resolution_px=64, multiple_px=16)
+    assert json.loads(report.model_dump_json())["folder"].endswith("k\\udce4se")
 
 
 def test_what_time_was_too_short_to_decode_is_counted(tmp_path: Path) -> None:

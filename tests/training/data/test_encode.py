@@ -320,6 +320,34 @@ def test_control_images_become_latents_and_part_of_the_prompt(tmp_path: Path, pi
     assert (family.controls, family.num_images) == ([1, 1], 1)
 
 
+def test_an_image_that_changes_while_others_are_encoded_is_not_cached_under_its_old_key(
+    data: Path, pipeline: Any
+) -> None:
+    class Meanwhile(CountingFamily):
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            picture(99).save(data / "003.png")
+            return super().encode_pixels(pipeline, pixels)
+
+    before = (data / "003.png").read_bytes()
+    with pytest.raises(AutotuneError, match=r"003\.png changed while") as caught:
+        encode(data, pipeline, Meanwhile())
+    assert "run again" in caught.value.hint
+    (data / "003.png").write_bytes(before)
+    family = CountingFamily()
+    encoded = encode(data, pipeline, family)
+    assert (len(encoded.items), family.num_images, family.captions) == (4, 1, [])
+
+
+def test_numbers_that_are_not_finite_are_never_cached(data: Path, pipeline: Any) -> None:
+    class Damaged(CountingFamily):
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            return super().encode_pixels(pipeline, pixels) * float("nan")
+
+    with pytest.raises(AutotuneError, match=r"pixels of .*000\.png into numbers that are not finite"):
+        encode(data, pipeline, Damaged())
+    assert not list((data.parent / "cache").glob("latents-*"))
+
+
 def test_the_identity_follows_weights_and_settings(tmp_path: Path, pipeline_folder: Path) -> None:
     family = QwenImage()
     folder = tmp_path / "model"

@@ -103,3 +103,17 @@ def test_pixels_without_resizing_are_exact_and_frames_are_stacked(tmp_path: Path
     expected = np.stack([np.asarray(picture(seed, 64, 48)) for seed in (0, 1)])
     restored = ((pixels + 1) * 127.5).round().permute(1, 2, 3, 0).to(torch.uint8)
     assert np.array_equal(restored.numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "TIFF", "GIF", "BMP", "JPEG2000"])
+def test_other_formats_are_refused_under_any_name(tmp_path: Path, kind: str) -> None:
+    picture(0).save(tmp_path / "a.png", format=kind)  # Pillow would hand an EPS to Ghostscript
+    with pytest.raises(OSError, match="no png, jpeg or webp"):
+        read_size(tmp_path / "a.png", decode=True)
+    with pytest.raises(OSError, match="no png, jpeg or webp"):
+        open_pixels([tmp_path / "a.png"], 32, 32)
+
+
+def test_a_webp_called_jpg_is_read(tmp_path: Path) -> None:
+    picture(0, 48, 40).save(tmp_path / "a.jpg", format="WEBP")
+    assert read_size(tmp_path / "a.jpg", decode=True) == (48, 40)
