@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autotune.families.packing import collate_samples
+from autotune.errors import InvalidInput
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
@@ -28,21 +28,31 @@ Sample = dict[str, "Tensor"]
 Batch = dict[str, "Tensor"]
 """Several samples of one shape, with a leading batch dimension."""
 
+Shapes = dict[str, tuple[int, ...]]
+"""Of every tensor in a sample, by name."""
+
+Sizes = Sequence[tuple[int, int]]
+"""(width, height) in px of an item's control images."""
+
+Config = Mapping[str, Any]
+"""Constructor arguments of a transformer."""
+
 
 @dataclass(frozen=True)
 class Defaults:
     """What a job of this family uses when the user says nothing. Sources stand beside each family's values."""
 
-    rank: int
-    lora_alpha: float
     learning_rate: float
-    weight_decay: float
-    effective_batch_size: int
     resolution_px: int
     text_tokens: int
     """Assumed length of an encoded caption where no data is at hand."""
     timestep_shift: float
     preview_steps: int
+    rank: int = 16
+    lora_alpha: float = 16.0
+    weight_decay: float = 1e-3
+    """Between diffusers' 1e-4 and torch's 1e-2."""
+    effective_batch_size: int = 4
     preview_calls: int = 2
     """Of the transformer in a denoising step: with and without the prompt, unless guidance is one of its inputs."""
     num_frames: int = 1
@@ -98,8 +108,6 @@ FLUX_VAE: Mapping[str, Any] = {
 }
 """The autoencoder of FLUX.1, which Kandinsky 5.0 Image uses, too."""
 
-WEIGHT_DECAY_SOURCE = "between diffusers' 1e-4 and torch's 1e-2"
-
 VIEWS_PER_IMAGE = 100
 """20 images then make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples."""
 
@@ -128,12 +136,12 @@ class Family(ABC):
     pipeline_class: ClassVar[str]
     """Class name in diffusers, as `model_index.json` says it."""
     transformer_class: ClassVar[str]
-    transformer_config: ClassVar[Mapping[str, Any]]
-    """Constructor arguments that give the published model; enough to build it without downloading anything."""
+    transformer_config: ClassVar[Config]
+    """Those that give the published model; enough to build it without downloading anything."""
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
     """Keys of published configurations that the class no longer takes and that never had an effect. Any other unknown
     key would be another model."""
-    tiny_config: ClassVar[Mapping[str, Any]]
+    tiny_config: ClassVar[Config]
     """Changes to a configuration that leave its class, its head size and every kind of block, and little else: for
     checks that must not wait."""
     components: ClassVar[tuple[str, ...]]
@@ -155,7 +163,7 @@ class Family(ABC):
     takes_clips: ClassVar[bool] = False
     """Whether an item may have several frames."""
 
-    def build_transformer(self, config: Mapping[str, Any]) -> "nn.Module":
+    def build_transformer(self, config: Config) -> "nn.Module":
         """The transformer with random weights, on torch's current default device and dtype."""
         import diffusers
 
@@ -176,6 +184,15 @@ class Family(ABC):
         name = self.block_lists[-1]
         return f"{name}.{len(getattr(transformer, name)) - 1}"
 
+    def require_controls(self, number: int, of: str) -> None:
+        """Raise InvalidInput where that many control images `of` something are not what the family takes."""
+        most = self.max_controls
+        if not min(1, most) <= number <= most:
+            takes, hint = "none", "leave --control out, or use a model for editing"
+            if most:
+                takes, hint = f"1 to {most}", "give the images that belong to each with --control"
+            raise InvalidInput(f"{of} has {number} control image(s); {self.name} takes {takes}", hint=hint)
+
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         """The pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
         import diffusers
@@ -185,31 +202,27 @@ class Family(ABC):
         return pipeline
 
     @abstractmethod
-    def sample_shapes(
-        self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> dict[str, tuple[int, ...]]:
+    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         """Shape of every tensor in a sample of this bucket, for a transformer of this configuration.
 
         `num_controls` counts the control images of an item; families without them ignore it.
         """
 
     @abstractmethod
-    def encode_captions(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
-    ) -> list[Sample]:
-        """Encode each caption at its own length with the pipeline's own template.
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+        """What the transformer is conditioned on: the caption at its own length, in the pipeline's own template.
 
-        `controls` holds for each caption the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what
-        they show is part of the prompt. Families without control images ignore it.
+        Alone it has no padding, so what is cached is exact and needs no mask.
+
+        `controls` are the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what they show is part
+        of the prompt. Families without control images ignore them.
         """
 
     @abstractmethod
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         """Length of each encoded caption, from the tokenizer in the model's `folder` alone: no encoder is loaded.
 
-        `controls` holds for each caption the (width, height) in px of its control images.
+        `controls` holds for each caption the sizes of its control images.
         """
 
     @abstractmethod
@@ -217,8 +230,25 @@ class Family(ABC):
         """Latents (channels, frames, height, width), normalised, of pixels (3, frames, height, width) in [-1, 1]."""
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Stack samples of one bucket; pad captions and add a mask only where their lengths differ."""
-        return collate_samples(samples)
+        """Stack every tensor; prompts are padded with zeros at the end to the longest.
+
+        Where prompts differ in length, `prompt_mask` (batch, longest) is True on their own tokens.
+
+        Raises:
+            RuntimeError: other tensors differ in shape: the samples are not of one bucket.
+        """
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        others = [name for name in samples[0] if name != "prompt_embeds"]
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in others}
+        prompts = [sample["prompt_embeds"] for sample in samples]
+        lengths = [len(prompt) for prompt in prompts]
+        if min(lengths) == max(lengths):
+            return {**batch, "prompt_embeds": torch.stack(prompts)}
+        positions = torch.arange(max(lengths), device=prompts[0].device)
+        batch["prompt_mask"] = positions[None] < torch.tensor(lengths, device=positions.device)[:, None]
+        return {**batch, "prompt_embeds": pad_sequence(prompts, batch_first=True)}
 
     @abstractmethod
     def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":

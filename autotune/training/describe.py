@@ -111,16 +111,6 @@ def describe_workload(
     )
 
 
-def require_controls(family: Family, number: int, of: str) -> None:
-    """Raise InvalidInput where that many control images `of` something are not what the family takes."""
-    most = family.max_controls
-    if not min(1, most) <= number <= most:
-        takes, hint = "none", "leave --control out, or use a model for editing"
-        if most:
-            takes, hint = f"1 to {most}", "give the images that belong to each with --control"
-        raise InvalidInput(f"{of} has {number} control image(s); {family.name} takes {takes}", hint=hint)
-
-
 def given(value: int | None, default: int) -> int:
     """`value`, unless there is none: 0 is a value, and a wrong one."""
     return default if value is None else value
@@ -130,7 +120,7 @@ def _num_controls(family: Family, dataset: Dataset | None) -> int:
     if dataset is None:
         return min(1, family.max_controls)
     for item in dataset.items:
-        require_controls(family, len(item.control_paths), item.path.name)
+        family.require_controls(len(item.control_paths), item.path.name)
     return max(len(item.control_paths) for item in dataset.items)
 
 

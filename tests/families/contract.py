@@ -42,7 +42,8 @@ def tokens_are_counted_without_an_encoder(small: Small) -> None:
     controls = [small.controls(small.bucket)] * len(captions)
     sizes = [[(small.bucket.width_px, small.bucket.height_px)] * small.family.max_controls] * len(captions)
     with torch.no_grad():
-        encoded = small.family.encode_captions(small.pipeline, captions, controls)
+        pairs = zip(captions, controls, strict=True)
+        encoded = [small.family.encode_caption(small.pipeline, caption, pixels) for caption, pixels in pairs]
     assert small.family.count_text_tokens(small.folder, captions, sizes) == [len(s["prompt_embeds"]) for s in encoded]
 
 

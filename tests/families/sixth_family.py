@@ -48,11 +48,9 @@ class StableDiffusion3(Family):
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
-    def encode_captions(self, pipeline, captions, controls=()):
-        encoded = (
-            pipeline.encode_prompt(caption, None, None, do_classifier_free_guidance=False) for caption in captions
-        )
-        return [{"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]} for prompt, _, pooled, _ in encoded]
+    def encode_caption(self, pipeline, caption, controls=()):
+        prompt, _, pooled, _ = pipeline.encode_prompt(caption, None, None, do_classifier_free_guidance=False)
+        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
     def count_text_tokens(self, folder, captions, controls=()):
         return [77 + 256] * len(captions)

@@ -43,7 +43,7 @@ class Small:
         """A training item as the data part puts it together."""
         bucket = bucket or self.bucket
         controls = self.controls(bucket)
-        encoded = self.family.encode_captions(self.pipeline, [caption], [controls])[0]
+        encoded = self.family.encode_caption(self.pipeline, caption, controls)
         for number, control in enumerate(controls, start=1):
             encoded[f"control_latents_{number}"] = self.family.encode_pixels(self.pipeline, control)
         return {**encoded, "latents": self.family.encode_pixels(self.pipeline, self.pixels(bucket))}

@@ -35,7 +35,7 @@ def encoders_of(small: Small, caching: CachingSettings, loader: str = "safetenso
 
 @torch.no_grad()
 def embeddings(small: Small, pipeline: Any) -> dict[str, torch.Tensor]:
-    return small.family.encode_captions(pipeline, CAPTIONS[:1], [small.controls(small.bucket)])[0]
+    return small.family.encode_caption(pipeline, CAPTIONS[0], small.controls(small.bucket))
 
 
 @pytest.mark.parametrize("way", EXACT)

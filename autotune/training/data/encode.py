@@ -185,7 +185,7 @@ def _encode(encoders: "Encoders", entry: Entry) -> Sample:
         pipeline = encoders.pipeline(with_text=False)
         return {"latents": family.encode_pixels(pipeline, pixels.to(pipeline.vae.device))}
     controls = [_open((path,), entry.bucket) for path in entry.paths]
-    return family.encode_captions(encoders.pipeline(), [entry.caption], [controls] if controls else ())[0]
+    return family.encode_caption(encoders.pipeline(), entry.caption, controls)
 
 
 def _open(paths: Sequence[Path], bucket: Bucket) -> "Tensor":
