@@ -36,15 +36,7 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
     transformer = family.build_transformer(config)
     cast_as_loaded(transformer.eval(), dtype)  # as loaded; the adapter alone is in training mode
     apply_knobs(family, transformer, candidate, needs_reload=True)
-    parameters = add_adapter(
-        family,
-        transformer,
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        targets=workload.targets,
-        dtype=dtype,
-        dropout=workload.lora_dropout,
-    )
+    parameters = add_adapter(family, transformer, workload, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=False)
     return transformer, parameters
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, nearest_of
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
@@ -183,6 +183,13 @@ class Family(ABC):
         """
         name = self.block_lists[-1]
         return f"{name}.{len(getattr(transformer, name)) - 1}"
+
+    def target_set(self, name: str) -> Sequence[str] | str:
+        """The adapted layers of that name. Raises InvalidInput where there is none."""
+        if name not in self.target_sets:
+            hint = nearest_of(name, self.target_sets)
+            raise InvalidInput(f"{self.name} has no target set called {name!r}", hint=hint)
+        return self.target_sets[name]
 
     def require_controls(self, number: int, of: str) -> None:
         """Raise InvalidInput where that many control images `of` something are not what the family takes."""

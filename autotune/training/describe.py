@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from autotune.cost.arguments import checked_bucket, positive
-from autotune.errors import InvalidInput, nearest_of
+from autotune.errors import InvalidInput
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.schema import Bucket, Job, Objective, Quality, Workload
@@ -84,11 +84,7 @@ def describe_workload(
     width, height = wishes.size_px or (defaults.resolution_px, defaults.resolution_px)
     frames = given(wishes.num_frames, defaults.num_frames)
     asked = checked_bucket(family, width, height, frames)
-    if wishes.targets not in family.target_sets:
-        raise InvalidInput(
-            f"{family.name} has no target set called {wishes.targets!r}",
-            hint=nearest_of(wishes.targets, family.target_sets),
-        )
+    family.target_set(wishes.targets)  # before data is read
     num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
     buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, family.size_multiple_px)

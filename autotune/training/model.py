@@ -59,16 +59,7 @@ def load_model(
     dtype = torch_dtype(settings.precision)
     transformer, error = load_transformer(model, settings, device, shards=shards)
     require_quality(error, workload.quality, settings.quantization)
-    adapter = add_adapter(
-        model.family,
-        transformer,
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        targets=workload.targets,
-        dtype=dtype,
-        dropout=workload.lora_dropout,
-        seed=seed,
-    )
+    adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, error)
     if settings.compile != "off":

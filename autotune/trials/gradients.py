@@ -29,8 +29,6 @@ from autotune.weights.streaming import fill_random
 UPDATES = 3
 UPDATED = ((4, 64), (96, 4), (7,))
 """Shapes that an optimizer is held against the reference with; one is no multiple of any vector length."""
-RANK = 4
-"""Of the tiny adapter: how it is multiplied does not depend on it."""
 
 
 def gradient_error(request: GradientRequest, kept: dict[str, Any]) -> float:
@@ -98,7 +96,7 @@ def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate)
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=True)
-    adapter = add_adapter(family, transformer, rank=RANK, lora_alpha=RANK, targets=work.targets, dtype=dtype)
+    adapter = add_adapter(family, transformer, work, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=False)
     generator = torch.Generator().manual_seed(1)
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
