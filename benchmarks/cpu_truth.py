@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
-from autotune.families.precision import cast_as_loaded
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import Candidate, Workload
 from autotune.training.model import apply_knobs
 from autotune.training.step import AdapterOptimizer, optimizer_step
+from autotune.weights.building import cast_as_loaded
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from autotune.cost.trace import (
 )
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family, Parts
-from autotune.families.precision import cast_as_loaded
 from autotune.families.resolve import build_on_meta
 from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import Workload
+from autotune.weights.building import cast_as_loaded
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,12 +1,13 @@
 """How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never quantised."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.schema import Choice, Quality, Rejected
+from autotune.weights.streaming import Transform
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,7 @@ class Quantization(Knob):
         return Parity(choice, storage.tolerance, storage.because) if storage.tolerance else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        quantize = quantize_on_arrival(family, transformer, str(choice))
+        quantize = quantize_inside(family.blocks(transformer), str(choice))
         if quantize is None:
             return
         for name, module in list(transformer.named_modules()):
@@ -116,20 +117,8 @@ class Quantization(Knob):
                 transformer.set_submodule(name, replacement)
 
 
-def quantize_on_arrival(
-    family: Family, transformer: "nn.Module", choice: str
-) -> "Callable[[str, nn.Module], nn.Module | None] | None":
-    """What to do with each module as its weights arrive: quantise the Linears of the repeated blocks.
-
-    None for `none`.
-    """
-    return quantize_inside(family.blocks(transformer), choice)
-
-
-def quantize_inside(
-    blocks: "Iterable[nn.Module]", choice: str
-) -> "Callable[[str, nn.Module], nn.Module | None] | None":
-    """The same for the Linears inside `blocks`, of any model.
+def quantize_inside(blocks: "Iterable[nn.Module]", choice: str) -> Transform | None:
+    """What to do with each module as its weights arrive: quantise the Linears inside `blocks`. None for `none`.
 
     One Linear at a time, and that in slices, because quantising needs several times its input's size for a moment.
     """

@@ -12,7 +12,7 @@ from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.block_swap import waits_on_host
 from autotune.knobs.precision import torch_dtype
-from autotune.knobs.quantization import quantize_on_arrival
+from autotune.knobs.quantization import quantize_inside
 from autotune.knobs.registry import KNOBS
 from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate, QuantizationError, Workload
@@ -114,7 +114,7 @@ def load_transformer(
     if shards > 1:
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
-        transform = quantize_on_arrival(family, transformer, settings.quantization)
+        transform = quantize_inside(family.blocks(transformer), settings.quantization)
     meter = ErrorMeter(family.blocks(transformer))
     if transform and settings.quantization != "none" and model.folder is not None:
         transform = meter.around(transform)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from autotune.families.adapter import add_adapter
 from autotune.families.loss import flow_matching_loss
-from autotune.families.precision import cast_as_loaded
 from autotune.families.registry import family_named
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import Candidate
@@ -23,7 +22,7 @@ from autotune.training.model import apply_knobs
 from autotune.training.step import AdapterOptimizer
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.steps import synthetic_samples
-from autotune.weights.building import build_empty
+from autotune.weights.building import build_empty, cast_as_loaded
 from autotune.weights.streaming import fill_random
 
 UPDATES = 3
