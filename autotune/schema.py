@@ -9,6 +9,7 @@ Equal questions give equal objects, so objects can be compared, hashed, stored a
 Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
 """
 
+import statistics
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -219,11 +220,7 @@ class TrialResult(Frozen):
     @property
     def median_step_seconds(self) -> float | None:
         """Median of the steady steps, None when there are none."""
-        ordered = sorted(self.step_seconds)
-        if not ordered:
-            return None
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return statistics.median(self.step_seconds) if self.step_seconds else None
 
 
 class Residual(Frozen):

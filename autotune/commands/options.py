@@ -11,7 +11,7 @@ def command(asked: Options, job: JobOptions) -> None: ...
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -79,6 +79,20 @@ class JobOptions:
         for name, value in values.items():
             _require_valid(name, value)
         return values
+
+
+def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
+    """`value`, where it is `known` or there is none. Raises BadParameter for another."""
+    if value is not None and value not in known:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
+    return value
+
+
+def echo_json(found: object) -> None:
+    """Print what a command found, of frozen objects, dataclasses and containers of them."""
+    from pydantic_core import to_json
+
+    typer.echo(to_json(found, indent=1).decode())
 
 
 def option_of(name: str) -> str:

@@ -1,13 +1,11 @@
 """What can be asked of plan files: `autotune check`, `explain` and `diff`."""
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autotune.commands.options import Json, PlanFile
+from autotune.commands.options import Json, PlanFile, echo_json
 
 
 def check(plan_file: PlanFile, as_json: Json = False) -> None:
@@ -20,7 +18,7 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
     chosen, machine = read_plan(plan_file), read_machine()
     misfits = hardware_misfits(chosen, machine) + device_misfits(chosen.frozen.hardware.num_processes, machine)
     if as_json:
-        typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
+        echo_json({"fits": not misfits, "misfits": misfits})
     else:
         for misfit in misfits:
             typer.echo(f"does not fit: {misfit}")
@@ -39,7 +37,7 @@ def explain(plan_file: PlanFile, as_json: Json = False) -> None:
 
     chosen = read_plan(plan_file)
     if as_json:
-        typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
+        echo_json(chosen.frozen.reasons)
     else:
         typer.echo("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
 
@@ -56,6 +54,6 @@ def diff(
 
     found = differences(read_plan(first), read_plan(second), price_per_hour=price)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(item) for item in found], indent=1))
+        echo_json(found)
     else:
         typer.echo("\n".join(difference_lines(found)))

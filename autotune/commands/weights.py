@@ -1,11 +1,11 @@
 """`autotune weights`: look into safetensors files, convert adapters between programs, write models in shards."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from autotune.commands.options import Json
+from autotune.commands.options import Json, one_of
 
 if TYPE_CHECKING:
     from autotune.families.resolve import ResolvedModel
@@ -58,9 +58,7 @@ def convert(
     from autotune.weights.adapters import AdapterFormat, read_adapter, write_adapter
     from autotune.weights.resharding import is_whole_model, reshard
 
-    formats = AdapterFormat.__args__  # type: ignore[attr-defined]
-    if to not in formats:
-        raise typer.BadParameter(f"{to!r} is not one of {', '.join(formats)}", param_hint="--format")
+    one_of("--format", to, get_args(AdapterFormat))
     if is_whole_model(source):
         if to != "diffusers":
             raise InvalidInput(f"only adapters are written for {to}", hint="leave --format out, or name an adapter")

@@ -22,8 +22,8 @@ from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
 from autotune.training.memory import (
     allocated_bytes,
+    device_peak_bytes,
     give_back_memory,
-    held_peak_bytes,
     live_tensors,
     with_peak_memory,
 )
@@ -168,7 +168,7 @@ class Loop:
         if self.around.metrics:
             self.around.metrics.add(event)
         self.around.events.on_step(event)
-        peak = max(event.memory_bytes, held_peak_bytes(self.model.device))
+        peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
         if warning := self.watch.look(event.memory_bytes, peak):
             self._warn(warning)
 

@@ -11,7 +11,13 @@ import torch
 from autotune.families.base import Batch, Family, Sample
 from autotune.families.resolve import resolve_model
 from autotune.schema import Candidate, TrialResult, Workload
-from autotune.training.memory import give_back_memory, host_peak_bytes, live_tensors, with_peak_memory
+from autotune.training.memory import (
+    device_peak_bytes,
+    give_back_memory,
+    host_peak_bytes,
+    live_tensors,
+    with_peak_memory,
+)
 from autotune.training.model import TrainingModel, apply_settings, load_model
 from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step
 from autotune.trials.requests import TrialRequest
@@ -52,9 +58,7 @@ def load(request: TrialRequest) -> Loaded:
     count = workload.effective_batch_size
     samples = synthetic_samples(resolved.family, resolved.config, workload, count, model.dtype)
     initial = [parameter.detach().clone() for parameter in model.adapter]
-    seconds = time.perf_counter() - started
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Loaded(model, samples, initial, seconds, peak)
+    return Loaded(model, samples, initial, time.perf_counter() - started, device_peak_bytes(device))
 
 
 def synthetic_samples(
