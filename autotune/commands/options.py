@@ -113,7 +113,8 @@ def _require_valid(name: str, value: object) -> None:
     try:
         TypeAdapter(kind, config=Job.model_config).validate_python(value)
     except ValidationError as error:
-        raise typer.BadParameter(error.errors()[0]["msg"].lower(), param_hint=option_of(name)) from error
+        wrong = " or ".join(one["msg"].lower() for one in error.errors())
+        raise typer.BadParameter(wrong, param_hint=option_of(name)) from error
 
 
 def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -147,13 +148,7 @@ def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def _shift(text: str) -> float | str:
-    if text == "by_resolution":
-        return text
     try:
-        shift = float(text)
+        return float(text)
     except ValueError:
-        shift = 0.0
-    if not 0 < shift < float("inf"):
-        what = f"{text!r} is neither a number above 0 nor by_resolution"
-        raise typer.BadParameter(what, param_hint=option_of("timestep_shift"))
-    return shift
+        return text

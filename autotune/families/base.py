@@ -163,6 +163,11 @@ class Family(ABC):
     takes_clips: ClassVar[bool] = False
     """Whether an item may have several frames."""
 
+    @property
+    def text_encoders(self) -> tuple[str, ...]:
+        """Those of the components that encode captions."""
+        return tuple(name for name in self.components if name.startswith("text_encoder"))
+
     def build_transformer(self, config: Config) -> "nn.Module":
         """The transformer with random weights, on torch's current default device and dtype."""
         import diffusers

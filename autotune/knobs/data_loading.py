@@ -7,7 +7,8 @@ step before it runs. What a step waits for data is in every run's report.
 from autotune.knobs.base import Choices, Knob, Setting
 from autotune.schema import Choice, HardwareProfile, Rejected, Workload
 
-WORKERS = (0, 1, 2, 4)
+WORKERS = (2, 4)
+"""Threads, beyond none and one, that can be asked for."""
 AGAINST_NONE = "the host would read and stack the next batch only when the device has done the last"
 AGAINST_ONE = (
     "the processor that trains would read and stack as well: taking turns with a thread cost 3% of a step; it pays "
@@ -29,8 +30,8 @@ class DataWorkers(Knob):
         cores = setting.hardware.host.logical_cores
         on_cpu = setting.hardware.device.kind == "cpu"
         usual, other, against = (0, 1, AGAINST_ONE) if on_cpu else (1, 0, AGAINST_NONE)
-        more = [Rejected(choice=number, reason=AGAINST_MORE) for number in WORKERS[2:] if number <= cores]
-        few = [Rejected(choice=n, reason=f"this host has {cores} cores") for n in WORKERS[2:] if n > cores]
+        more = [Rejected(choice=number, reason=AGAINST_MORE) for number in WORKERS if number <= cores]
+        few = [Rejected(choice=n, reason=f"this host has {cores} cores") for n in WORKERS if n > cores]
         return Choices((usual,), rejected=tuple(few), on_request=(Rejected(choice=other, reason=against), *more))
 
     def shown(self, choice: Choice, workload: Workload) -> str:

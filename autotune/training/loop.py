@@ -33,7 +33,7 @@ from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
 from autotune.training.shortage import is_out_of_memory
-from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step
+from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step, to_device
 from autotune.training.stopping import stop_requests
 
 EVALUATION_STEPS = 4
@@ -270,13 +270,9 @@ class Loop:
                 return
 
     def _on_device(self, batch: Batch) -> Batch:
-        device, dtype = self.model.device, self.model.dtype
-        moved = {
-            name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
-            for name, tensor in batch.items()
-        }
-        if self.job.guidance_scale is not None:
-            moved["guidance"] = torch.full((len(batch["latents"]),), self.job.guidance_scale, device=device)
+        moved = to_device(batch, self.model.device, self.model.dtype)
+        if (guidance := self.job.guidance_scale) is not None:
+            moved["guidance"] = torch.full((len(batch["latents"]),), guidance, device=self.model.device)
         return moved
 
     @torch.no_grad()

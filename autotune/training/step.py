@@ -63,6 +63,14 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
     generator.manual_seed(seed)
 
 
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """The batch on `device`, its real numbers in the compute `dtype`; from pinned memory without waiting for it."""
+    return {
+        name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+        for name, tensor in batch.items()
+    }
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """What one optimizer step reports."""

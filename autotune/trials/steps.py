@@ -19,7 +19,7 @@ from autotune.training.memory import (
     with_peak_memory,
 )
 from autotune.training.model import TrainingModel, apply_settings, load_model
-from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step
+from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step, to_device
 from autotune.trials.requests import TrialRequest
 
 COMPARED_STEP = 3
@@ -141,7 +141,7 @@ class Steps:
     def on_device(self) -> Iterator[Batch]:
         """The step's micro-batches, each copied when its turn comes, as in training."""
         for batch in self.batches:
-            yield {name: tensor.to(self.model.device, non_blocking=True) for name, tensor in batch.items()}
+            yield to_device(batch, self.model.device, self.model.dtype)
 
     def timed(self) -> tuple[StepOutcome, float]:
         """Take one and tell its seconds. The loss is read back inside, so the device has finished when it returns."""
