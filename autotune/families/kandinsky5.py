@@ -142,6 +142,11 @@ class Kandinsky5(Family):
     def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
         return False
 
+    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
+        from autotune.families.small.kandinsky5 import write_pipeline
+
+        write_pipeline(self.pipeline_class, folder, captions, seed)
+
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         """Factors that the pipeline divides positions in time, height and width by."""
         return (1.0, 1.0, 1.0)
@@ -190,11 +195,6 @@ class Kandinsky5Image(Kandinsky5):
         pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
         return {"prompt": prompt, "guidance_scale": 3.5 if guidance is None else guidance}
 
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.kandinsky5 import write_image_pipeline
-
-        write_image_pipeline(folder, captions, seed)
-
 
 class Kandinsky5Video(Kandinsky5):
     """Video Lite of 5 seconds, text to video; single images train it as well. 32 visual blocks, and HunyuanVideo's VAE,
@@ -242,11 +242,6 @@ class Kandinsky5Video(Kandinsky5):
     ) -> dict[str, Any]:
         scale, frames = 5.0 if guidance is None else guidance, _whole_frames(bucket.num_frames)
         return {"prompt": prompt, "guidance_scale": scale, "num_frames": frames}
-
-    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
-        from autotune.families.small.kandinsky5 import write_video_pipeline
-
-        write_video_pipeline(folder, captions, seed)
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         # As `Kandinsky5T2VPipeline._get_scale_factor`.
