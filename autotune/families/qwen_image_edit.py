@@ -5,12 +5,12 @@ control images, too, so a caption's encoding belongs to one pair of caption and 
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
 from autotune.families.base import Sample, Sizes, bare_pipeline
 from autotune.families.qwen_image import QwenImage
@@ -93,7 +93,7 @@ class QwenImageEdit(QwenImage):
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
 
         stock_size = stock.calculate_dimensions
-        return _replaced(stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio))
+        return mock.patch.object(stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio))
 
     def _condition_size(self, width: int, height: int) -> tuple[int, int]:
         return _stock_size(CONDITION_AREA, width / height)
@@ -112,20 +112,10 @@ class QwenImageEditPlus(QwenImageEdit):
     def _control_area(self, area_px: int) -> AbstractContextManager[object]:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
-        return _replaced(stock, "VAE_IMAGE_SIZE", area_px)
+        return mock.patch.object(stock, "VAE_IMAGE_SIZE", area_px)
 
     def _condition_size(self, width: int, height: int) -> tuple[int, int]:
         return _stock_size(PLUS_CONDITION_AREA, width / height)
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    stock = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)
 
 
 def _stock_size(area_px: int, ratio: float) -> tuple[int, int]:

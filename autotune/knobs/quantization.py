@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Choice, Quality, Rejected
+from autotune.schema import Choice, Quality
 from autotune.weights.streaming import Transform
 
 if TYPE_CHECKING:
@@ -86,22 +86,22 @@ class Quantization(Knob):
 
     def choices(self, setting: Setting) -> Choices:
         admitted: list[Choice] = []
-        rejected: list[Rejected] = []
+        rejected: dict[Choice, str] = {}
         for name, storage in STORAGES.items():
             gate = setting.hardware.gate(f"quantization.{name}")
             if STRICTNESS.index(storage.quality) < STRICTNESS.index(setting.workload.quality):
-                reason = f"the quality floor is {setting.workload.quality}; this needs --quality {storage.quality}"
-                rejected.append(Rejected(choice=name, reason=reason))
+                floor = setting.workload.quality
+                rejected[name] = f"the quality floor is {floor}; this needs --quality {storage.quality}"
             elif name != "none" and not gate.available:
-                rejected.append(Rejected(choice=name, reason=gate.reason))
+                rejected[name] = gate.reason
             else:
                 admitted.append(name)
         admitted.sort(key=lambda name: STORAGES[str(name)].bytes_per_parameter)
-        worse = {LAYERWISE: AGAINST_LAYERWISE} if "torchao-int8" in admitted else {}
+        worse: dict[Choice, str] = {LAYERWISE: AGAINST_LAYERWISE} if "torchao-int8" in admitted else {}
         if worse and setting.hardware.device.kind == "cpu":
             worse["bnb-int8"] = AGAINST_LLM_INT8
-        on_request = tuple(Rejected(choice=name, reason=why) for name, why in worse.items() if name in admitted)
-        return Choices(tuple(name for name in admitted if name not in worse), tuple(rejected), on_request)
+        on_request = {name: why for name, why in worse.items() if name in admitted}
+        return Choices(tuple(name for name in admitted if name not in worse), rejected, on_request)
 
     def parity(self, choice: Choice) -> Parity | None:
         storage = STORAGES[str(choice)]

@@ -17,7 +17,7 @@ from autotune.families.small.parts import (
 
 
 def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and the extra input channels of that model."""
+    """Write the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
     import diffusers
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5Transformer3DModel
