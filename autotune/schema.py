@@ -44,6 +44,8 @@ PLAN_SCHEMA_VERSION = 1
 Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
 Outcome = Literal["ok", "oom", "spill", "timeout", "unsupported", "numerics", "crash"]
+TextPadding = Literal["exact", "masked"]
+"""`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
 Strategy = Literal["single", "ddp", "fsdp2"]
 MOST_RESIDUAL = 5.0
 """A factor of 148: what is further from its prediction is counted as this far."""
@@ -83,8 +85,7 @@ class Workload(Frozen):
     buckets: tuple[Bucket, ...] = Field(min_length=1)
     max_text_tokens: int = PositiveInt
     """Longest encoded caption."""
-    text_padding: Literal["exact", "masked"]
-    """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
+    text_padding: TextPadding
     num_control_images: int = Field(default=0, ge=0)
     """Most control images of an item; edit models only."""
     rank: int = PositiveInt

@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput, nearest_of
-from autotune.schema import Bucket
+from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -48,6 +48,8 @@ class Defaults:
     """Assumed length of an encoded caption where no data is at hand."""
     timestep_shift: float
     preview_steps: int
+    sampling_guidance: float
+    """By the model's card or pipeline."""
     rank: int = 16
     lora_alpha: float = 16.0
     weight_decay: float = 1e-3
@@ -289,12 +291,13 @@ class Family(ABC):
             bucket: width, height and frames; each must suit the family.
             num_steps: denoising steps; at least 2, since with one the schedule of Qwen-Image divides by zero.
             seed: of the noise, drawn on the CPU: the same picture on every device.
-            guidance: None for what the model's card or pipeline recommends; 1 for none, which halves the time where
+            guidance: None for the family's `sampling_guidance`; 1 for none, which halves the time where
                 guidance takes a second call of the transformer.
             controls: control images, where the family takes them.
         """
         import torch
 
+        scale = self.defaults.sampling_guidance if guidance is None else guidance
         with torch.no_grad():
             images = pipeline(
                 width=bucket.width_px,
@@ -302,18 +305,18 @@ class Family(ABC):
                 num_inference_steps=num_steps,
                 generator=torch.Generator().manual_seed(seed),
                 return_dict=False,
-                **self.sampling_arguments(pipeline, prompt, bucket, guidance, controls),
+                **self.sampling_arguments(pipeline, prompt, bucket, scale, controls),
             )[0]
         return images[0] if isinstance(images[0], list) else [images[0]]
 
     @abstractmethod
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         """What else the pipeline is called with to sample: prompt, guidance, control images, frames."""
 
     @abstractmethod
-    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         """Whether attention gets a mask at this batch size: some backends refuse any."""
 
     @abstractmethod

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import FLUX_VAE, Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, unwrapped
 from autotune.families.packing import PATCH, pack, unpack
-from autotune.schema import Bucket
+from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,6 +44,7 @@ class Flux1Dev(Family):
         timestep_shift=3.1582,
         preview_steps=28,
         preview_calls=1,
+        sampling_guidance=3.5,
         training_guidance=1.0,
         shift_by_tokens=((256, 0.5), (4096, 1.15)),
         sources={
@@ -108,11 +109,11 @@ class Flux1Dev(Family):
         return unpack(velocity, noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        return {"prompt": prompt, "guidance_scale": 3.5 if guidance is None else guidance}  # the model's card
+        return {"prompt": prompt, "guidance_scale": guidance}
 
-    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return False
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:

@@ -6,7 +6,7 @@ different lengths go through it one length at a time.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput
 from autotune.families.base import (
@@ -22,7 +22,7 @@ from autotune.families.base import (
     bare_pipeline,
     unwrapped,
 )
-from autotune.schema import Bucket
+from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -139,7 +139,7 @@ class Kandinsky5(Family):
         )
         return velocity.permute(0, 4, 1, 2, 3)
 
-    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return False
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
@@ -175,6 +175,7 @@ class Kandinsky5Image(Kandinsky5):
         text_tokens=256,
         timestep_shift=3.0,
         preview_steps=25,
+        sampling_guidance=3.5,
         sources={
             "rank": "SimpleTuner's guide for this model",
             "learning_rate": "SimpleTuner's guide for this model",
@@ -189,11 +190,11 @@ class Kandinsky5Image(Kandinsky5):
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         # The pipeline would replace any other size by one of its seven.
         pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
-        return {"prompt": prompt, "guidance_scale": 3.5 if guidance is None else guidance}
+        return {"prompt": prompt, "guidance_scale": guidance}
 
 
 class Kandinsky5Video(Kandinsky5):
@@ -223,6 +224,7 @@ class Kandinsky5Video(Kandinsky5):
         text_tokens=256,
         timestep_shift=5.0,
         preview_steps=25,
+        sampling_guidance=5.0,
         num_frames=121,  # five seconds at 24 frames per second, and the first frame
         sources={
             "rank": "musubi-tuner's guide",
@@ -238,10 +240,9 @@ class Kandinsky5Video(Kandinsky5):
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        scale, frames = 5.0 if guidance is None else guidance, _whole_frames(bucket.num_frames)
-        return {"prompt": prompt, "guidance_scale": scale, "num_frames": frames}
+        return {"prompt": prompt, "guidance_scale": guidance, "num_frames": _whole_frames(bucket.num_frames)}
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         # As `Kandinsky5T2VPipeline._get_scale_factor`.

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, bare_pipeline
 from autotune.families.packing import PATCH, pack, unpack
-from autotune.schema import Bucket
+from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,6 +41,7 @@ class QwenImage(Family):
         text_tokens=256,
         timestep_shift=2.2,
         preview_steps=20,
+        sampling_guidance=4.0,
         shift_by_tokens=((256, 0.5), (8192, 0.9)),
         sources={
             "rank": "musubi-tuner's guide",
@@ -102,13 +103,12 @@ class QwenImage(Family):
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one and 4.
-        scale = 4.0 if guidance is None else guidance
-        return {"prompt": prompt, "true_cfg_scale": scale, "negative_prompt": " " if scale > 1 else None}
+        # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one.
+        return {"prompt": prompt, "true_cfg_scale": guidance, "negative_prompt": " " if guidance > 1 else None}
 
-    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return micro_batch_size > 1 and text_padding == "masked"
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:

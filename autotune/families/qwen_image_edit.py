@@ -72,7 +72,7 @@ class QwenImageEdit(QwenImage):
             return super().sample(pipeline, prompt, bucket, **options)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         self.require_controls(len(controls), "the prompt")
         usual = super().sampling_arguments(pipeline, prompt, bucket, guidance, controls)

@@ -28,6 +28,7 @@ class StableDiffusion3(Family):
         text_tokens=77,
         timestep_shift=3.0,
         preview_steps=28,
+        sampling_guidance=7.0,
     )
     size_multiple_px = 16
     target_sets = {  # noqa: RUF012
@@ -70,7 +71,7 @@ class StableDiffusion3(Family):
         )[0][:, :, None]
 
     def sampling_arguments(self, pipeline, prompt, bucket, guidance, controls):
-        return {"prompt": prompt, "guidance_scale": 7.0 if guidance is None else guidance}
+        return {"prompt": prompt, "guidance_scale": guidance}
 
     def masks(self, micro_batch_size, text_padding):
         return False
