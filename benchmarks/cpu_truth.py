@@ -88,7 +88,6 @@ def run(
             optimizer,
             batches(family, config, workload, candidate),
             effective_batch_size=workload.effective_batch_size,
-            seed=0,
             step=number,
         )
 

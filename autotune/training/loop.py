@@ -33,7 +33,7 @@ from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
 from autotune.training.shortage import is_out_of_memory
-from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step, to_device
+from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, optimizer_step, to_device
 from autotune.training.stopping import stop_requests
 
 EVALUATION_STEPS = 4
@@ -96,7 +96,7 @@ class Loop:
         self.network = model.transformer
         shift = job.timestep_shift
         by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
-        self.levels = NoiseLevels(by_tokens, job.timestep_sampling)
+        self.noising = Noising(job.seed, by_tokens, job.timestep_sampling, job.weighting_scheme)
         expected = plan.frozen.expected  # on a CPU the whole process is looked at
         promised = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
         self.watch = MemoryWatch(around.budget_bytes, promised)
@@ -254,11 +254,9 @@ class Loop:
             self.network,
             self.optimizer,
             self._one_step(batches),
-            effective_batch_size=share,
-            levels=self.levels,
-            seed=self.job.seed,
+            noising=self.noising,
             step=step,
-            weighting=self.job.weighting_scheme,
+            effective_batch_size=share,
             first_position=processes.rank * share,
             average=processes.average,
         )
@@ -283,10 +281,8 @@ class Loop:
             position = 0
             for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
                 batch = self._on_device(family.collate([self.encoded.sample(index) for index in planned.indices]))
-                place = (self.job.seed, step, position)
-                loss = drawn_loss(family, transformer, batch, place, self.levels, self.job.weighting_scheme)
+                total += float(self.noising.loss(family, transformer, batch, step, position)) * planned.weight
                 position += len(planned.indices)
-                total += float(loss) * planned.weight
         return total / EVALUATION_STEPS
 
 

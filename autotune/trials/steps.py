@@ -133,9 +133,8 @@ class Steps:
             self.model.transformer,
             self.optimizer,
             self.on_device(),
-            effective_batch_size=self.workload.effective_batch_size,
-            seed=0,
             step=self.step_number,
+            effective_batch_size=self.workload.effective_batch_size,
         )
 
     def on_device(self) -> Iterator[Batch]:
