@@ -17,9 +17,6 @@ from autotune.schema import TimestepSampling, Weighting
 if TYPE_CHECKING:
     from torch import Tensor
 
-Average = Callable[[Sequence["Tensor"]], None]
-"""Replaces tensors by their mean over all processes, in place."""
-
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps for each parameter."""
 
@@ -165,14 +162,14 @@ def optimizer_step(
     step: int,
     effective_batch_size: int,
     first_position: int = 0,
-    average: Average | None = None,
+    average: "Callable[[Tensor], None] | None" = None,
 ) -> StepOutcome:
     """Accumulate the gradients of all micro-batches of one effective batch, then update the adapter once.
 
     Each micro-batch weighs by its share of the effective batch, so an uneven split gives the same gradient. Of several
     processes each gets its own share: `effective_batch_size` counts the images of this one, `first_position` those
-    of the processes before it, and `average` is given the loss. A transformer wrapped for several processes averages
-    gradients by itself, once per step, in the backward pass of the last micro-batch.
+    of the processes before it, and `average` makes of the loss, in place, its mean over all. A transformer wrapped for
+    several processes averages gradients by itself, once per step, in the backward pass of the last micro-batch.
     """
     total = torch.zeros((), dtype=torch.float32)
     position, end = first_position, first_position + effective_batch_size
@@ -188,6 +185,6 @@ def optimizer_step(
         del loss  # else what LLM.int8's layers keep, on their graph nodes, would stay through the next micro-batch
     norm = optimizer.step()
     if average:
-        average([total])
+        average(total)
     loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # one wait for the device, not two
     return StepOutcome(loss=loss_value, gradient_norm=norm_value)
