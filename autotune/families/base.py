@@ -198,6 +198,12 @@ class Family(ABC):
             raise InvalidInput(f"{self.name} has no target set called {name!r}", hint=hint)
         return self.target_sets[name]
 
+    def require_frames(self, number: int) -> None:
+        """Raise InvalidInput where an item cannot have that many frames."""
+        if number > 1 and not self.takes_clips:
+            hint = "use --frames 1; in a plan's job, num_frames is 1"
+            raise InvalidInput(f"{self.name} makes images, not clips of {number} frames", hint=hint)
+
     def require_controls(self, number: int, of: str) -> None:
         """Raise InvalidInput where that many control images `of` something are not what the family takes."""
         most = self.max_controls

@@ -64,9 +64,7 @@ def check_job(job: Job, family: Family) -> None:
         )
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
         raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
-    if job.num_frames > 1 and not family.takes_clips:
-        what = f"{family.name} makes images, not clips of {job.num_frames} frames"
-        raise InvalidInput(what, hint="leave --frames out; in a plan's job, num_frames is 1")
+    family.require_frames(job.num_frames)
 
 
 def describe_workload(
