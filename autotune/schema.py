@@ -9,6 +9,7 @@ Equal questions give equal objects, so objects can be compared, hashed, stored a
 Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
 """
 
+import statistics
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -44,6 +45,8 @@ Quality = Literal["exact", "high", "compact"]
 Objective = Literal["throughput", "memory"]
 Outcome = Literal["ok", "oom", "host_oom", "spill", "timeout", "unsupported", "numerics", "crash"]
 """`host_oom`: beside a device with memory of its own it was the host's that ran out; where both are one it is `oom`."""
+TextPadding = Literal["exact", "masked"]
+"""`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
 Strategy = Literal["single", "ddp", "fsdp2"]
 MOST_RESIDUAL = 5.0
 """A factor of 148: what is further from its prediction is counted as this far."""
@@ -83,8 +86,7 @@ class Workload(Frozen):
     buckets: tuple[Bucket, ...] = Field(min_length=1)
     max_text_tokens: int = PositiveInt
     """Longest encoded caption."""
-    text_padding: Literal["exact", "masked"]
-    """`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
+    text_padding: TextPadding
     num_control_images: int = Field(default=0, ge=0)
     """Most control images of an item; edit models only."""
     rank: int = PositiveInt
@@ -220,11 +222,7 @@ class TrialResult(Frozen):
     @property
     def median_step_seconds(self) -> float | None:
         """Median of the steady steps, None when there are none."""
-        ordered = sorted(self.step_seconds)
-        if not ordered:
-            return None
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return statistics.median(self.step_seconds) if self.step_seconds else None
 
 
 class Residual(Frozen):

@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
-from autotune.families.precision import cast_as_loaded
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import Candidate, Workload
 from autotune.training.model import apply_knobs
 from autotune.training.step import AdapterOptimizer, optimizer_step
+from autotune.weights.building import cast_as_loaded
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,7 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
     transformer = family.build_transformer(config)
     cast_as_loaded(transformer.eval(), dtype)  # as loaded; the adapter alone is in training mode
     apply_knobs(family, transformer, candidate, needs_reload=True)
-    parameters = add_adapter(
-        family,
-        transformer,
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        targets=workload.targets,
-        dtype=dtype,
-        dropout=workload.lora_dropout,
-    )
+    parameters = add_adapter(family, transformer, workload, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=False)
     return transformer, parameters
 
@@ -96,7 +88,6 @@ def run(
             optimizer,
             batches(family, config, workload, candidate),
             effective_batch_size=workload.effective_batch_size,
-            seed=0,
             step=number,
         )
 

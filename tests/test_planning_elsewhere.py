@@ -101,7 +101,6 @@ def test_plan_for_a_named_gpu_as_a_process(tmp_path: Path) -> None:
         (("--resolution", "1000"), "the nearest valid width is 992 px"),
         (("--resolution", "big"), "1024 or 512x768"),
         (("--frames", "5"), "--frames 1"),
-        (("--micro-batch-size", "-1"), "micro-batch-size 1"),
         (("--micro-batch-size", "3", "--batch", "4"), "the nearest valid micro-batch size is"),
         (("--checkpointing", "99"), "the nearest valid value is 60"),
         (("--quantization", "torchao-int9"), "nearest: torchao-int8"),

@@ -1,10 +1,8 @@
 """Commands that tell about machine and models and change nothing."""
 
-import json
-
 import typer
 
-from autotune.commands.options import Json
+from autotune.commands.options import Json, echo_json
 
 
 def doctor(as_json: Json = False) -> None:
@@ -15,7 +13,7 @@ def doctor(as_json: Json = False) -> None:
 
     findings = examine()
     if as_json:
-        typer.echo(json.dumps([finding.model_dump(mode="json") for finding in findings], indent=1))
+        echo_json(findings)
     else:
         out.print(findings_view(findings))
     if any(finding.severity == "blocks" for finding in findings):
@@ -29,7 +27,7 @@ def models(as_json: Json = False) -> None:
 
     specs = {name: resolve_model(name).spec for name in FAMILIES}
     if as_json:
-        typer.echo(json.dumps([spec.model_dump(mode="json") for spec in specs.values()], indent=1))
+        echo_json(list(specs.values()))
         return
     typer.echo(f"{'family':<24}{'parameters':>11}{'blocks':>8}  by default")
     for name, spec in specs.items():

@@ -27,14 +27,14 @@ class EstimateOptions:
     rank: Rank = None
     targets: Targets = None
     batch: Batch = None
-    micro_batch_size: Annotated[int, typer.Option(help="Images per forward pass.")] = 1
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 1
     checkpointing: Annotated[str, typer.Option(help="none, all, or how many blocks.")] = "all"
     quantization: Annotated[
         str, typer.Option(help="none, torchao-int8, torchao-fp8, layerwise-fp8, bnb-int8, bnb-nf4.")
     ] = "none"
     attention: Annotated[str, typer.Option(help="Attention backend, under diffusers' names.")] = "native"
     precision: Annotated[str | None, typer.Option(help="bf16 or fp32; by default what the device prefers.")] = None
-    swapped_blocks: Annotated[int, typer.Option(help="Blocks whose weights wait on the host.")] = 0
+    swapped_blocks: Annotated[int, typer.Option(min=0, help="Blocks whose weights wait on the host.")] = 0
     compile: Annotated[str, typer.Option(help="off or block.")] = "off"
     allocator: Annotated[str | None, typer.Option(help="default or expandable; by default what suits.")] = None
     steps: Steps = None
@@ -79,12 +79,12 @@ def _candidate(asked: EstimateOptions, setting: "Setting") -> "Candidate":
     from autotune.schema import Candidate
 
     candidate = Candidate(
-        micro_batch_size=_at_least_one(asked.micro_batch_size),
+        micro_batch_size=asked.micro_batch_size,
         checkpointed_blocks=_checkpointed(asked.checkpointing, setting.workload.model.num_blocks),
         quantization=asked.quantization,
         attention=asked.attention,
         precision=asked.precision or ("fp32" if setting.hardware.device.kind == "cpu" else "bf16"),
-        swapped_blocks=_not_negative(asked.swapped_blocks),
+        swapped_blocks=asked.swapped_blocks,
         compile=asked.compile,
         allocator=asked.allocator or str(Allocator().choices(setting).admitted[0]),
     )
@@ -92,18 +92,6 @@ def _candidate(asked: EstimateOptions, setting: "Setting") -> "Candidate":
         if conflict := knob.conflict(candidate, setting):
             raise InvalidInput(f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}", hint=HINT)
     return candidate
-
-
-def _not_negative(blocks: int) -> int:
-    if blocks < 0:
-        raise InvalidInput(f"{blocks} swapped blocks cannot be", hint="the nearest valid value is 0")
-    return blocks
-
-
-def _at_least_one(size: int) -> int:
-    from autotune.cost.arguments import positive
-
-    return positive("micro-batch-size", size)
 
 
 def _checkpointed(text: str, num_blocks: int) -> int:

@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.commands.options import Batch, Data, Frames, JobOptions, Json, Price, Rank, Resolution, Targets, takes
+from autotune.commands.options import (
+    Batch,
+    Data,
+    Frames,
+    JobOptions,
+    Json,
+    Price,
+    Rank,
+    Resolution,
+    Targets,
+    one_of,
+    takes,
+)
 
 if TYPE_CHECKING:
     from autotune.planner import Events
@@ -163,8 +175,8 @@ def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
         lora_dropout=asked.dropout,
         targets=asked.targets,
         effective_batch_size=asked.batch,
-        quality=_one_of("--quality", asked.quality, ("exact", "high", "compact")),
-        objective=_one_of("--objective", asked.objective, ("throughput", "memory")),
+        quality=one_of("--quality", asked.quality, ("exact", "high", "compact")),
+        objective=one_of("--objective", asked.objective, ("throughput", "memory")),
     )
     folders = {"data": asked.data, "output": asked.run_output}
     return _changed(  # type: ignore[no-any-return]
@@ -225,12 +237,6 @@ class _Heard:
 def _changed(thing: Any, **values: object) -> Any:
     """`thing` with all values that were given."""
     return dataclasses.replace(thing, **{name: value for name, value in values.items() if value not in (None, (), {})})
-
-
-def _one_of(option: str, value: str | None, known: tuple[str, ...]) -> str | None:
-    if value is not None and value not in known:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
-    return value
 
 
 def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...]:

@@ -1,14 +1,12 @@
 """What can be asked of plan files: `autotune check`, `explain` and `diff`."""
 
-import dataclasses
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autotune.commands.options import Json, PlanFile
+from autotune.commands.options import Json, PlanFile, echo_json
 
 
 def check(plan_file: PlanFile, as_json: Json = False) -> None:
@@ -23,7 +21,7 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
     chosen, machine = read_plan(plan_file), read_machine()
     misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
     if as_json:
-        typer.echo(json.dumps({"fits": not misfits, "misfits": list(misfits)}, indent=1))
+        echo_json({"fits": not misfits, "misfits": misfits})
     else:
         for misfit in misfits:
             out.print("\n".join(wrapped(f"does not fit: {misfit}")))
@@ -43,7 +41,7 @@ def explain(plan_file: PlanFile, as_json: Json = False) -> None:
 
     chosen = read_plan(plan_file)
     if as_json:
-        typer.echo(json.dumps([reason.model_dump(mode="json") for reason in chosen.frozen.reasons], indent=1))
+        echo_json(chosen.frozen.reasons)
     else:
         out.print("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
 
@@ -61,6 +59,6 @@ def diff(
 
     found = differences(read_plan(first), read_plan(second), price_per_hour=price)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(item) for item in found], indent=1))
+        echo_json(found)
     else:
         out.print("\n".join(difference_lines(found)))

@@ -1,11 +1,10 @@
 """`autotune probe`: what this machine can do."""
 
-import json
 from typing import Annotated
 
 import typer
 
-from autotune.commands.options import Json
+from autotune.commands.options import Json, echo_json
 
 
 def probe(
@@ -29,7 +28,7 @@ def probe(
         else:
             profile = cached_profile(fresh=True, index=device, on_progress=status.update)
     if as_json:
-        typer.echo(profile.model_dump_json(indent=1))
+        echo_json(profile)
     else:
         out.print(profile_view(profile))
 
@@ -40,6 +39,6 @@ def _list_catalogue(as_json: bool) -> None:
     from autotune.terminal import out
 
     if as_json:
-        typer.echo(json.dumps([gpu.model_dump(mode="json") for gpu in catalogue()], indent=1))
+        echo_json(catalogue())
     else:
         out.print(catalogue_view(catalogue()))

@@ -1,12 +1,11 @@
 """`autotune profiles`: what machines measured, kept here and exchanged with teams."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import Json
+from autotune.commands.options import Json, echo_json
 
 if TYPE_CHECKING:
     from autotune.sharing.store import Merged, Store
@@ -60,7 +59,7 @@ def list_records(
     verdicts = _verdicts(chosen) if why else {}
     if as_json:
         rows = [row.model_dump(mode="json") | verdicts.get(row.name, {}) for row in found]
-        typer.echo(json.dumps(rows, indent=1))
+        echo_json(rows)
         return
     typer.echo("\n".join(list_lines(found, verdicts)))
 

@@ -112,10 +112,8 @@ def sample(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="PNG file; in RUN by default.")] = None,
 ) -> None:
     """Sample from a trained adapter, through the model's stock pipeline."""
-    from autotune.quiet import silence_libraries, silence_progress_bars
-
-    silence_libraries()
     from autotune.hardware.probe import probe as read_machine
+    from autotune.quiet import silence_progress_bars
     from autotune.terminal import err
     from autotune.training.sample import sample_run
 

@@ -1,14 +1,11 @@
 """`autotune weights`: look into safetensors files, convert adapters between programs, write models in shards."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from autotune.commands.options import Json
-
-if TYPE_CHECKING:
-    from autotune.families.resolve import ResolvedModel
+from autotune.commands.options import Json, one_of
 
 app = typer.Typer(help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -55,33 +52,19 @@ def convert(
     """
     from autotune.commands.machine import parse_bytes
     from autotune.errors import InvalidInput
+    from autotune.families.resolve import build_on_meta, resolve_model
     from autotune.weights.adapters import AdapterFormat, read_adapter, write_adapter
     from autotune.weights.resharding import is_whole_model, reshard
 
-    formats = AdapterFormat.__args__  # type: ignore[attr-defined]
-    if to not in formats:
-        raise typer.BadParameter(f"{to!r} is not one of {', '.join(formats)}", param_hint="--format")
+    one_of("--format", to, get_args(AdapterFormat))
     if is_whole_model(source):
         if to != "diffusers":
             raise InvalidInput(f"only adapters are written for {to}", hint="leave --format out, or name an adapter")
         written = reshard(source, target, max_shard_bytes=parse_bytes(max_shard_size))
         typer.echo(f"{len(written)} file{'s' if len(written) > 1 else ''} written to {target}")
         return
-    named = _resolved(model)
-    names, transformer = (_module_names(named), named.family.transformer_class) if named else ((), None)
-    write_adapter(target, read_adapter(source, names), to, transformer)  # type: ignore[arg-type]
+    named = resolve_model(model) if model else None
+    modules = build_on_meta(named.family, named.config).named_modules() if named else ()
+    adapter = read_adapter(source, [name for name, _ in modules])
+    write_adapter(target, adapter, to, named.family.transformer_class if named else None)  # type: ignore[arg-type]
     typer.echo(f"written to {target}")
-
-
-def _resolved(model: str | None) -> "ResolvedModel | None":
-    if model is None:
-        return None
-    from autotune.families.resolve import resolve_model
-
-    return resolve_model(model)
-
-
-def _module_names(model: "ResolvedModel") -> tuple[str, ...]:
-    from autotune.families.resolve import build_on_meta
-
-    return tuple(name for name, _ in build_on_meta(model.family, model.config).named_modules())

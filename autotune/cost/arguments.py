@@ -38,8 +38,7 @@ def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: in
                 hint=f"the nearest valid {name} is {nearest} px",
             )
     positive("frames", num_frames)
-    if num_frames > 1 and not family.takes_clips:
-        raise InvalidInput(f"{family.name} makes images, not clips of {num_frames} frames", hint="use --frames 1")
+    family.require_frames(num_frames)
     return Bucket(width_px=width_px, height_px=height_px, num_frames=num_frames, num_items=num_items)
 
 

@@ -20,11 +20,11 @@ from autotune.cost.trace import (
 )
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family, Parts
-from autotune.families.precision import cast_as_loaded
 from autotune.families.resolve import build_on_meta
 from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import Workload
+from autotune.weights.building import cast_as_loaded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,15 +113,7 @@ class TracedModel:
             dtype = torch_dtype(precision)
             cast_as_loaded(transformer, dtype)
             quantize_for_tracing(self.family, transformer, quantization, self.rules)
-            add_adapter(
-                self.family,
-                transformer,
-                rank=self.workload.rank,
-                lora_alpha=self.workload.lora_alpha,
-                targets=self.workload.targets,
-                dtype=dtype,
-                dropout=self.workload.lora_dropout,
-            )
+            add_adapter(self.family, transformer, self.workload, dtype)
             self._fill_caches(transformer, dtype)
             self._models[key] = transformer.train()
         return self._models[key]

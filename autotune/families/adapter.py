@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autotune.errors import InvalidInput
 from autotune.families.base import Family
+from autotune.schema import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -15,17 +15,9 @@ ADAPTER = "default"
 
 
 def add_adapter(
-    family: Family,
-    transformer: "nn.Module",
-    *,
-    rank: int,
-    lora_alpha: float,
-    targets: str,
-    dtype: "torch.dtype",
-    dropout: float = 0.0,
-    seed: int = 0,
+    family: Family, transformer: "nn.Module", workload: Workload, dtype: "torch.dtype", *, seed: int = 0
 ) -> list["nn.Parameter"]:
-    """Freeze `transformer`, add a LoRA adapter to the named target set, and return its parameters in order.
+    """Freeze `transformer`, add the workload's LoRA adapter to it, and return its parameters in order.
 
     The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input into it and keep
     the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero). Dropout works
@@ -37,18 +29,15 @@ def add_adapter(
     import torch
     from peft import LoraConfig
 
-    if targets not in family.target_sets:
-        known = ", ".join(family.target_sets)
-        raise InvalidInput(f"{family.name} has no target set called {targets!r}", hint=f"choose one of: {known}")
-    modules = family.target_sets[targets]
+    modules = family.target_set(workload.targets)
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer.add_adapter(  # type: ignore[operator]
             LoraConfig(
-                r=rank,
-                lora_alpha=lora_alpha,
-                lora_dropout=dropout,
+                r=workload.rank,
+                lora_alpha=workload.lora_alpha,
+                lora_dropout=workload.lora_dropout,
                 init_lora_weights=True,
                 target_modules=modules if isinstance(modules, str) else list(modules),
             ),

@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.packing import collate_samples
-from autotune.schema import Bucket
+from autotune.errors import InvalidInput, nearest_of
+from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,21 +28,33 @@ Sample = dict[str, "Tensor"]
 Batch = dict[str, "Tensor"]
 """Several samples of one shape, with a leading batch dimension."""
 
+Shapes = dict[str, tuple[int, ...]]
+"""Of every tensor in a sample, by name."""
+
+Sizes = Sequence[tuple[int, int]]
+"""(width, height) in px of an item's control images."""
+
+Config = Mapping[str, Any]
+"""Constructor arguments of a transformer."""
+
 
 @dataclass(frozen=True)
 class Defaults:
     """What a job of this family uses when the user says nothing. Sources stand beside each family's values."""
 
-    rank: int
-    lora_alpha: float
     learning_rate: float
-    weight_decay: float
-    effective_batch_size: int
     resolution_px: int
     text_tokens: int
     """Assumed length of an encoded caption where no data is at hand."""
     timestep_shift: float
     preview_steps: int
+    sampling_guidance: float
+    """By the model's card or pipeline."""
+    rank: int = 16
+    lora_alpha: float = 16.0
+    weight_decay: float = 1e-3
+    """Between diffusers' 1e-4 and torch's 1e-2."""
+    effective_batch_size: int = 4
     preview_calls: int = 2
     """Of the transformer in a denoising step: with and without the prompt, unless guidance is one of its inputs."""
     num_frames: int = 1
@@ -98,8 +110,6 @@ FLUX_VAE: Mapping[str, Any] = {
 }
 """The autoencoder of FLUX.1, which Kandinsky 5.0 Image uses, too."""
 
-WEIGHT_DECAY_SOURCE = "between diffusers' 1e-4 and torch's 1e-2"
-
 VIEWS_PER_IMAGE = 100
 """20 images then make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples."""
 
@@ -128,12 +138,12 @@ class Family(ABC):
     pipeline_class: ClassVar[str]
     """Class name in diffusers, as `model_index.json` says it."""
     transformer_class: ClassVar[str]
-    transformer_config: ClassVar[Mapping[str, Any]]
-    """Constructor arguments that give the published model; enough to build it without downloading anything."""
+    transformer_config: ClassVar[Config]
+    """Those that give the published model; enough to build it without downloading anything."""
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
     """Keys of published configurations that the class no longer takes and that never had an effect. Any other unknown
     key would be another model."""
-    tiny_config: ClassVar[Mapping[str, Any]]
+    tiny_config: ClassVar[Config]
     """Changes to a configuration that leave its class, its head size and every kind of block, and little else: for
     checks that must not wait."""
     components: ClassVar[tuple[str, ...]]
@@ -155,7 +165,12 @@ class Family(ABC):
     takes_clips: ClassVar[bool] = False
     """Whether an item may have several frames."""
 
-    def build_transformer(self, config: Mapping[str, Any]) -> "nn.Module":
+    @property
+    def text_encoders(self) -> tuple[str, ...]:
+        """Those of the components that encode captions."""
+        return tuple(name for name in self.components if name.startswith("text_encoder"))
+
+    def build_transformer(self, config: Config) -> "nn.Module":
         """The transformer with random weights, on torch's current default device and dtype."""
         import diffusers
 
@@ -176,6 +191,28 @@ class Family(ABC):
         name = self.block_lists[-1]
         return f"{name}.{len(getattr(transformer, name)) - 1}"
 
+    def target_set(self, name: str) -> Sequence[str] | str:
+        """The adapted layers of that name. Raises InvalidInput where there is none."""
+        if name not in self.target_sets:
+            hint = nearest_of(name, self.target_sets)
+            raise InvalidInput(f"{self.name} has no target set called {name!r}", hint=hint)
+        return self.target_sets[name]
+
+    def require_frames(self, number: int) -> None:
+        """Raise InvalidInput where an item cannot have that many frames."""
+        if number > 1 and not self.takes_clips:
+            hint = "use --frames 1; in a plan's job, num_frames is 1"
+            raise InvalidInput(f"{self.name} makes images, not clips of {number} frames", hint=hint)
+
+    def require_controls(self, number: int, of: str) -> None:
+        """Raise InvalidInput where that many control images `of` something are not what the family takes."""
+        most = self.max_controls
+        if not min(1, most) <= number <= most:
+            takes, hint = "none", "leave --control out, or use a model for editing"
+            if most:
+                takes, hint = f"1 to {most}", "give the images that belong to each with --control"
+            raise InvalidInput(f"{of} has {number} control image(s); {self.name} takes {takes}", hint=hint)
+
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         """The pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
         import diffusers
@@ -185,31 +222,27 @@ class Family(ABC):
         return pipeline
 
     @abstractmethod
-    def sample_shapes(
-        self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> dict[str, tuple[int, ...]]:
+    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         """Shape of every tensor in a sample of this bucket, for a transformer of this configuration.
 
         `num_controls` counts the control images of an item; families without them ignore it.
         """
 
     @abstractmethod
-    def encode_captions(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
-    ) -> list[Sample]:
-        """Encode each caption at its own length with the pipeline's own template.
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+        """What the transformer is conditioned on: the caption at its own length, in the pipeline's own template.
 
-        `controls` holds for each caption the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what
-        they show is part of the prompt. Families without control images ignore it.
+        Alone it has no padding, so what is cached is exact and needs no mask.
+
+        `controls` are the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what they show is part
+        of the prompt. Families without control images ignore them.
         """
 
     @abstractmethod
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         """Length of each encoded caption, from the tokenizer in the model's `folder` alone: no encoder is loaded.
 
-        `controls` holds for each caption the (width, height) in px of its control images.
+        `controls` holds for each caption the sizes of its control images.
         """
 
     @abstractmethod
@@ -217,8 +250,25 @@ class Family(ABC):
         """Latents (channels, frames, height, width), normalised, of pixels (3, frames, height, width) in [-1, 1]."""
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Stack samples of one bucket; pad captions and add a mask only where their lengths differ."""
-        return collate_samples(samples)
+        """Stack every tensor; prompts are padded with zeros at the end to the longest.
+
+        Where prompts differ in length, `prompt_mask` (batch, longest) is True on their own tokens.
+
+        Raises:
+            RuntimeError: other tensors differ in shape: the samples are not of one bucket.
+        """
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        others = [name for name in samples[0] if name != "prompt_embeds"]
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in others}
+        prompts = [sample["prompt_embeds"] for sample in samples]
+        lengths = [len(prompt) for prompt in prompts]
+        if min(lengths) == max(lengths):
+            return {**batch, "prompt_embeds": torch.stack(prompts)}
+        positions = torch.arange(max(lengths), device=prompts[0].device)
+        batch["prompt_mask"] = positions[None] < torch.tensor(lengths, device=positions.device)[:, None]
+        return {**batch, "prompt_embeds": pad_sequence(prompts, batch_first=True)}
 
     @abstractmethod
     def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
@@ -247,12 +297,13 @@ class Family(ABC):
             bucket: width, height and frames; each must suit the family.
             num_steps: denoising steps; at least 2, since with one the schedule of Qwen-Image divides by zero.
             seed: of the noise, drawn on the CPU: the same picture on every device.
-            guidance: None for what the model's card or pipeline recommends; 1 for none, which halves the time where
+            guidance: None for the family's `sampling_guidance`; 1 for none, which halves the time where
                 guidance takes a second call of the transformer.
             controls: control images, where the family takes them.
         """
         import torch
 
+        scale = self.defaults.sampling_guidance if guidance is None else guidance
         with torch.no_grad():
             images = pipeline(
                 width=bucket.width_px,
@@ -260,18 +311,18 @@ class Family(ABC):
                 num_inference_steps=num_steps,
                 generator=torch.Generator().manual_seed(seed),
                 return_dict=False,
-                **self.sampling_arguments(pipeline, prompt, bucket, guidance, controls),
+                **self.sampling_arguments(pipeline, prompt, bucket, scale, controls),
             )[0]
         return images[0] if isinstance(images[0], list) else [images[0]]
 
     @abstractmethod
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         """What else the pipeline is called with to sample: prompt, guidance, control images, frames."""
 
     @abstractmethod
-    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         """Whether attention gets a mask at this batch size: some backends refuse any."""
 
     @abstractmethod

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import FLUX_VAE, WEIGHT_DECAY_SOURCE, Batch, Defaults, Family, Parts, Sample, unwrapped
+from autotune.families.base import FLUX_VAE, Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, unwrapped
 from autotune.families.packing import PATCH, pack, unpack
-from autotune.schema import Bucket
+from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -29,8 +29,8 @@ class Flux1Dev(Family):
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
-    transformer_config: ClassVar[Mapping[str, Any]] = {"guidance_embeds": True}
-    tiny_config: ClassVar[Mapping[str, Any]] = {
+    transformer_config: ClassVar[Config] = {"guidance_embeds": True}
+    tiny_config: ClassVar[Config] = {
         "num_layers": 1,
         "num_single_layers": 1,
         "num_attention_heads": 2,
@@ -38,16 +38,13 @@ class Flux1Dev(Family):
         "pooled_projection_dim": 32,
     }
     defaults = Defaults(
-        rank=16,
-        lora_alpha=16.0,
         learning_rate=1e-4,
-        weight_decay=1e-3,
-        effective_batch_size=4,
         resolution_px=1024,
         text_tokens=TEXT_TOKENS,
         timestep_shift=3.1582,
         preview_steps=28,
         preview_calls=1,
+        sampling_guidance=3.5,
         training_guidance=1.0,
         shift_by_tokens=((256, 0.5), (4096, 1.15)),
         sources={
@@ -55,7 +52,6 @@ class Flux1Dev(Family):
             "learning_rate": "ai-toolkit's example",
             "timestep_shift": "kohya's guide: exp(1.15), the pipeline's own at 1024 px",
             "training_guidance": "kohya's guide: 1 in training, one samples with 3.5",
-            "weight_decay": WEIGHT_DECAY_SOURCE,
         },
     )
     casts_to_weight_dtype = True
@@ -68,9 +64,7 @@ class Flux1Dev(Family):
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
 
-    def sample_shapes(
-        self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> dict[str, tuple[int, ...]]:
+    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2
         return {
             "latents": (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR),
@@ -78,15 +72,11 @@ class Flux1Dev(Family):
             "pooled_prompt_embeds": (config.get("pooled_projection_dim", 768),),
         }
 
-    def encode_captions(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
-    ) -> list[Sample]:
-        encoded = (pipeline.encode_prompt(prompt=caption, prompt_2=None) for caption in captions)
-        return [{"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]} for prompt, pooled, _ in encoded]
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+        prompt, pooled, _ = pipeline.encode_prompt(prompt=caption, prompt_2=None)
+        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         return [TEXT_TOKENS] * len(captions)
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
@@ -119,11 +109,11 @@ class Flux1Dev(Family):
         return unpack(velocity, noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        return {"prompt": prompt, "guidance_scale": 3.5 if guidance is None else guidance}  # the model's card
+        return {"prompt": prompt, "guidance_scale": guidance}
 
-    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return False
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:

@@ -1,23 +1,36 @@
-"""What both Kandinsky 5.0 families share: text blocks, then visual blocks that attend to the text; no mask anywhere.
+"""Kandinsky 5.0 for images and for video: text blocks, then visual blocks that attend to the text; no mask anywhere.
 
 The transformer takes latents with the channels last and cannot be told which prompt tokens are padding, so captions of
 different lengths go through it one length at a time.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput
-from autotune.families.base import Batch, Family, Sample, bare_pipeline, unwrapped
-from autotune.schema import Bucket
+from autotune.families.base import (
+    FLUX_VAE,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    Parts,
+    Sample,
+    Shapes,
+    Sizes,
+    bare_pipeline,
+    unwrapped,
+)
+from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch import Tensor, nn
 
 VAE_FACTOR = 8
 PATCH = 2
+FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512
 """What the pipelines' calls cut prompts to."""
 
@@ -30,7 +43,7 @@ class Kandinsky5(Family):
     """Prompts are encoded by Qwen2.5-VL at their own length; CLIP's pooled output joins the timestep."""
 
     transformer_class = "Kandinsky5Transformer3DModel"
-    tiny_config: ClassVar[Mapping[str, Any]] = {
+    tiny_config: ClassVar[Config] = {
         "model_dim": 128,  # two heads of the published size
         "ff_dim": 128,
         "time_dim": 64,
@@ -48,7 +61,7 @@ class Kandinsky5(Family):
     }
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
 
-    def build_transformer(self, config: Mapping[str, Any]) -> "nn.Module":
+    def build_transformer(self, config: Config) -> "nn.Module":
         attention = config.get("attention_type", "regular")
         if attention != "regular":
             raise InvalidInput(
@@ -63,10 +76,8 @@ class Kandinsky5(Family):
         processor = Qwen2VLProcessor.from_pretrained(folder / "tokenizer")
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
-    def sample_shapes(
-        self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> dict[str, tuple[int, ...]]:
-        frames = self._num_latent_frames(bucket.num_frames)
+    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+        frames = _num_latent_frames(bucket.num_frames)
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
         return {
             "latents": (config.get("in_visual_dim", 4), frames, *size),
@@ -74,16 +85,11 @@ class Kandinsky5(Family):
             "pooled_prompt_embeds": (config.get("in_text_dim2", 768),),
         }
 
-    def encode_captions(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
-    ) -> list[Sample]:
-        # One at a time: a lone prompt has no padding.
-        encoded = (pipeline.encode_prompt(prompt=[caption]) for caption in captions)
-        return [{"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]} for prompt, pooled, _ in encoded]
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+        prompt, pooled, _ = pipeline.encode_prompt(prompt=[caption])
+        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
         from transformers import AutoTokenizer
 
@@ -133,13 +139,121 @@ class Kandinsky5(Family):
         )
         return velocity.permute(0, 4, 1, 2, 3)
 
-    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return False
 
-    @abstractmethod
-    def _num_latent_frames(self, num_frames: int) -> int:
-        """Frames of the latents of a clip."""
+    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
+        from autotune.families.small.kandinsky5 import write_pipeline
 
-    @abstractmethod
+        write_pipeline(self.pipeline_class, folder, captions, seed)
+
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         """Factors that the pipeline divides positions in time, height and width by."""
+        return (1.0, 1.0, 1.0)
+
+
+class Kandinsky5Image(Kandinsky5):
+    """Image Lite, text to image: 50 visual blocks, and FLUX's VAE."""
+
+    name = "kandinsky5-image-lite"
+    hub_id = "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers"
+    pipeline_class = "Kandinsky5T2IPipeline"
+    transformer_config: ClassVar[Config] = {
+        "in_visual_dim": 16,
+        "out_visual_dim": 16,
+        "time_dim": 512,
+        "model_dim": 2560,
+        "ff_dim": 10240,
+        "num_text_blocks": 2,
+        "num_visual_blocks": 50,
+        "axes_dims": (32, 48, 48),
+    }
+    parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
+    defaults = Defaults(
+        learning_rate=1e-4,
+        resolution_px=1024,
+        text_tokens=256,
+        timestep_shift=3.0,
+        preview_steps=25,
+        sampling_guidance=3.5,
+        sources={
+            "rank": "SimpleTuner's guide for this model",
+            "learning_rate": "SimpleTuner's guide for this model",
+            "timestep_shift": "SimpleTuner's guide for this model",
+        },
+    )
+
+    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+        vae = pipeline.vae
+        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[0, :, None]
+        # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
+        return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
+
+    def sampling_arguments(
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        # The pipeline would replace any other size by one of its seven.
+        pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
+        return {"prompt": prompt, "guidance_scale": guidance}
+
+
+class Kandinsky5Video(Kandinsky5):
+    """Video Lite of 5 seconds, text to video; single images train it as well. 32 visual blocks, and HunyuanVideo's VAE,
+    which packs four frames into one: of a clip the first 4k + 1 frames count."""
+
+    name = "kandinsky5-video-lite"
+    hub_id = "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers"
+    pipeline_class = "Kandinsky5T2VPipeline"
+    transformer_config: ClassVar[Config] = {
+        "in_visual_dim": 16,
+        "out_visual_dim": 16,
+        "time_dim": 512,
+        "model_dim": 1792,
+        "ff_dim": 7168,
+        "num_text_blocks": 2,
+        "num_visual_blocks": 32,
+        "axes_dims": (16, 24, 24),
+        "visual_cond": True,
+    }
+    parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKLHunyuanVideo")
+    takes_clips = True
+    defaults = Defaults(
+        learning_rate=6e-5,
+        effective_batch_size=1,
+        resolution_px=512,
+        text_tokens=256,
+        timestep_shift=5.0,
+        preview_steps=25,
+        sampling_guidance=5.0,
+        num_frames=121,  # five seconds at 24 frames per second, and the first frame
+        sources={
+            "rank": "musubi-tuner's guide",
+            "learning_rate": "musubi-tuner's guide (its example is the Pro model)",
+            "timestep_shift": "musubi-tuner's guide",
+        },
+    )
+
+    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+        vae = pipeline.vae
+        clip = pixels[None, :, : _whole_frames(pixels.shape[1])]
+        latents: Tensor = vae.encode(clip.to(vae.dtype)).latent_dist.mode()[0]
+        return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
+
+    def sampling_arguments(
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
+    ) -> dict[str, Any]:
+        return {"prompt": prompt, "guidance_scale": guidance, "num_frames": _whole_frames(bucket.num_frames)}
+
+    def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
+        # As `Kandinsky5T2VPipeline._get_scale_factor`.
+        near_480p = all(480 <= side <= 854 for side in (height_px, width_px))
+        return (1, 2, 2) if near_480p else (1, 3.16, 3.16)
+
+
+def _num_latent_frames(num_frames: int) -> int:
+    return (num_frames - 1) // FRAMES_PER_LATENT + 1
+
+
+def _whole_frames(num_frames: int) -> int:
+    """As many of a clip's frames as latents are made of."""
+    return (_num_latent_frames(num_frames) - 1) * FRAMES_PER_LATENT + 1

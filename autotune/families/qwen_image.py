@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import WEIGHT_DECAY_SOURCE, Batch, Defaults, Family, Parts, Sample, bare_pipeline
+from autotune.families.base import Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, bare_pipeline
 from autotune.families.packing import PATCH, pack, unpack
-from autotune.schema import Bucket
+from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,29 +28,25 @@ class QwenImage(Family):
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-    transformer_config: ClassVar[Mapping[str, Any]] = {}  # the class's own defaults are the published model
+    transformer_config: ClassVar[Config] = {}  # the class's own defaults are the published model
     obsolete_config = frozenset({"pooled_projection_dim"})  # unused, and gone before a release had it
-    tiny_config: ClassVar[Mapping[str, Any]] = {
+    tiny_config: ClassVar[Config] = {
         "num_layers": 2,
         "num_attention_heads": 2,
         "joint_attention_dim": 64,
     }
     defaults = Defaults(
-        rank=16,
-        lora_alpha=16.0,
         learning_rate=1e-4,
-        weight_decay=1e-3,
-        effective_batch_size=4,
         resolution_px=1024,
         text_tokens=256,
         timestep_shift=2.2,
         preview_steps=20,
+        sampling_guidance=4.0,
         shift_by_tokens=((256, 0.5), (8192, 0.9)),
         sources={
             "rank": "musubi-tuner's guide",
             "learning_rate": "diffusers' script; musubi-tuner: 5e-5",
             "timestep_shift": "musubi-tuner's guide",
-            "weight_decay": WEIGHT_DECAY_SOURCE,
         },
     )
     parts = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
@@ -64,24 +60,17 @@ class QwenImage(Family):
     }
     block_lists = ("transformer_blocks",)
 
-    def sample_shapes(
-        self, config: Mapping[str, Any], bucket: Bucket, text_tokens: int, num_controls: int = 1
-    ) -> dict[str, tuple[int, ...]]:
+    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2
         latents = (channels, 1, bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
         controls = {f"{CONTROL}{number}": latents for number in range(1, min(num_controls, self.max_controls) + 1)}
         prompt = (text_tokens, config.get("joint_attention_dim", 3584))
         return {"latents": latents, **controls, "prompt_embeds": prompt}
 
-    def encode_captions(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
-    ) -> list[Sample]:
-        # One at a time: a lone prompt has no padding, so what is cached is exact and needs no mask.
-        return [{"prompt_embeds": pipeline.encode_prompt(prompt=[caption])[0][0]} for caption in captions]
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+        return {"prompt_embeds": pipeline.encode_prompt(prompt=[caption])[0][0]}
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
-    ) -> list[int]:
+    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         from transformers import AutoTokenizer
 
         pipeline = bare_pipeline(self.pipeline_class)
@@ -114,13 +103,12 @@ class QwenImage(Family):
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one and 4.
-        scale = 4.0 if guidance is None else guidance
-        return {"prompt": prompt, "true_cfg_scale": scale, "negative_prompt": " " if scale > 1 else None}
+        # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one.
+        return {"prompt": prompt, "true_cfg_scale": guidance, "negative_prompt": " " if guidance > 1 else None}
 
-    def masks(self, micro_batch_size: int, text_padding: Literal["exact", "masked"]) -> bool:
+    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return micro_batch_size > 1 and text_padding == "masked"
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:

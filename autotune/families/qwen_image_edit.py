@@ -5,15 +5,14 @@ control images, too, so a caption's encoding belongs to one pair of caption and 
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
-from autotune.errors import InvalidInput
-from autotune.families.base import Sample, bare_pipeline
+from autotune.families.base import Sample, Sizes, bare_pipeline
 from autotune.families.qwen_image import QwenImage
 from autotune.schema import Bucket
 
@@ -42,14 +41,9 @@ class QwenImageEdit(QwenImage):
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         return super().load_pipeline(folder, **{"processor": _processor(folder), **components})
 
-    def encode_captions(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence["Tensor"]] = ()
-    ) -> list[Sample]:
-        self._check_controls(captions, controls)
-        return [
-            {"prompt_embeds": self._encode(pipeline, caption, [_to_image(control) for control in pixels])[0]}
-            for caption, pixels in zip(captions, controls, strict=True)
-        ]
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+        self.require_controls(len(controls), f"the caption {caption!r}")
+        return {"prompt_embeds": self._encode(pipeline, caption, [_to_image(pixels) for pixels in controls])[0]}
 
     def _encode(self, pipeline: Any, caption: str, images: Sequence["Image.Image"]) -> "Tensor":
         resized = []
@@ -59,14 +53,12 @@ class QwenImageEdit(QwenImage):
         prompt: Tensor = pipeline.encode_prompt(prompt=[caption], image=resized)[0]
         return prompt
 
-    def count_text_tokens(
-        self, folder: Path, captions: Sequence[str], controls: Sequence[Sequence[tuple[int, int]]] = ()
-    ) -> list[int]:
-        self._check_controls(captions, controls)
+    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         processor = _processor(folder)
         pipeline = bare_pipeline(self.pipeline_class)
         counts = []
         for caption, sizes in zip(captions, controls, strict=True):
+            self.require_controls(len(sizes), f"the caption {caption!r}")
             pictures = "".join(self.picture_prompt.format(number) for number in range(1, len(sizes) + 1))
             text = pipeline.prompt_template_encode.format(pictures + caption)
             num_image_tokens = sum(processor.num_image_tokens(*self._condition_size(*size)) for size in sizes)
@@ -80,9 +72,9 @@ class QwenImageEdit(QwenImage):
             return super().sample(pipeline, prompt, bucket, **options)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float | None, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        self._check_controls([prompt], [controls])
+        self.require_controls(len(controls), "the prompt")
         usual = super().sampling_arguments(pipeline, prompt, bucket, guidance, controls)
         negative = usual["negative_prompt"]
         return {
@@ -101,19 +93,10 @@ class QwenImageEdit(QwenImage):
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
 
         stock_size = stock.calculate_dimensions
-        return _replaced(stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio))
+        return mock.patch.object(stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio))
 
     def _condition_size(self, width: int, height: int) -> tuple[int, int]:
         return _stock_size(CONDITION_AREA, width / height)
-
-    def _check_controls(self, captions: Sequence[str], controls: Sequence[Sequence[object]]) -> None:
-        good = len(controls) == len(captions) and all(1 <= len(images) <= self.max_controls for images in controls)
-        if not good:
-            most = "one control image" if self.max_controls == 1 else f"one to {self.max_controls} control images"
-            raise InvalidInput(
-                f"{self.name} needs {most} for every item",
-                hint="put the control images into a folder of their own, with the names of the images they belong to",
-            )
 
 
 class QwenImageEditPlus(QwenImageEdit):
@@ -129,20 +112,10 @@ class QwenImageEditPlus(QwenImageEdit):
     def _control_area(self, area_px: int) -> AbstractContextManager[object]:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 
-        return _replaced(stock, "VAE_IMAGE_SIZE", area_px)
+        return mock.patch.object(stock, "VAE_IMAGE_SIZE", area_px)
 
     def _condition_size(self, width: int, height: int) -> tuple[int, int]:
         return _stock_size(PLUS_CONDITION_AREA, width / height)
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    stock = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)
 
 
 def _stock_size(area_px: int, ratio: float) -> tuple[int, int]:

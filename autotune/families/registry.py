@@ -6,8 +6,7 @@ from types import MappingProxyType
 from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family
 from autotune.families.flux1_dev import Flux1Dev
-from autotune.families.kandinsky5_image import Kandinsky5Image
-from autotune.families.kandinsky5_video import Kandinsky5Video
+from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 

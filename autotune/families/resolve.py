@@ -135,9 +135,8 @@ def require_weights(model: ResolvedModel) -> None:
         InvalidInput: the weights are not on this machine.
         BadWeights: a file is missing, cut off or damaged.
     """
-    for part in model.family.components:
-        if part in ("transformer", "vae") or part.startswith("text_encoder"):
-            open_source(model.weights / part)
+    for part in ("transformer", "vae", *model.family.text_encoders):
+        open_source(model.weights / part)
 
 
 def parts_of(model: ResolvedModel) -> Parts | None:
@@ -154,13 +153,12 @@ def parts_of(model: ResolvedModel) -> Parts | None:
     if model.folder is None:
         published = _spec(family, family.transformer_config, model.spec.name) == model.spec
         return family.parts if published else None
-    encoders = [name for name in family.components if name.startswith("text_encoder")]
     vae_class = component_class(model.folder, "vae")[1]
     with torch.device("meta"):
         empty_component(model.folder, "vae", dtype=torch.float32)
     config = read_config(model.folder / "vae" / "config.json")
     return Parts(
-        text_encoder_parameters=tuple(_num_parameters(model.folder / name) for name in encoders),
+        text_encoder_parameters=tuple(_num_parameters(model.folder / name) for name in family.text_encoders),
         vae_class=vae_class,
         vae_config={key: value for key, value in config.items() if not key.startswith("_")},
     )

@@ -4,7 +4,7 @@ import os
 import sys
 
 from autotune.knobs.base import Choices, Knob, Setting
-from autotune.schema import Choice, Rejected
+from autotune.schema import Choice
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch reads the first that is set, once, when CUDA starts; the second is the older name."""
@@ -22,12 +22,12 @@ class Allocator(Knob):
         device, system = setting.hardware.device, setting.hardware.host.system
         if device.kind != "cuda" or system.startswith("Windows"):
             reason = "only CUDA on Linux has them"
-            return Choices(("default",), rejected=(Rejected(choice="expandable", reason=reason),))
+            return Choices(("default",), rejected={"expandable": reason})
         if device.memory_kind != "discrete":
             reason = "where GPU and host share memory, reports about them contradict each other"
-            return Choices(("default",), on_request=(Rejected(choice="expandable", reason=reason),))
+            return Choices(("default",), on_request={"expandable": reason})
         reason = "fixed segments of different sizes leave holes; expandable ones grow at their end instead"
-        return Choices(("expandable",), on_request=(Rejected(choice="default", reason=reason),))
+        return Choices(("expandable",), on_request={"default": reason})
 
 
 def configure_allocator(choice: Choice) -> None:

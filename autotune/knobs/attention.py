@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.families.base import Family
 from autotune.hardware.gates import older
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Candidate, Choice, HardwareProfile, Rejected
+from autotune.schema import Candidate, Choice, HardwareProfile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,16 +32,10 @@ class Attention(Knob):
     names = BACKENDS
 
     def choices(self, setting: Setting) -> Choices:
-        admitted: list[Choice] = []
-        rejected: list[Rejected] = []
-        for name in BACKENDS:
-            gate = setting.hardware.gate(f"attention.{name}")
-            reason = _pointless(name, setting) if gate.available else gate.reason
-            if reason:
-                rejected.append(Rejected(choice=name, reason=reason))
-            else:
-                admitted.append(name)
-        return Choices(tuple(admitted), tuple(rejected))
+        gates = {name: setting.hardware.gate(f"attention.{name}") for name in BACKENDS}
+        reasons = {name: _pointless(name, setting) if gate.available else gate.reason for name, gate in gates.items()}
+        admitted = tuple(name for name, reason in reasons.items() if not reason)
+        return Choices(admitted, {name: reason for name, reason in reasons.items() if reason})
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         masked = setting.family.masks(candidate.micro_batch_size, setting.workload.text_padding)

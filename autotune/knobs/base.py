@@ -4,11 +4,12 @@ A knob is one field of `Candidate`. Choices and exclusions are pure and import n
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from autotune.families.base import Family
-from autotune.schema import Candidate, Choice, HardwareProfile, Rejected, Workload
+from autotune.schema import Candidate, Choice, HardwareProfile, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,11 +26,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choices:
-    """The values that may be tried, and those that may not, with the reason."""
+    """The values that may be tried, and those that may not, each with the reason."""
 
     admitted: tuple[Choice, ...]
-    rejected: tuple[Rejected, ...] = ()
-    on_request: tuple[Rejected, ...] = ()
+    rejected: Mapping[Choice, str] = field(default_factory=dict)
+    on_request: Mapping[Choice, str] = field(default_factory=dict)
     """Values that would work and may be pinned, but that no search tries, and why not: where a rule or a measurement
     settles the knob, or where the value pays only in rare cases."""
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.families.adapter import dropouts
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Choice, Rejected, Workload
+from autotune.schema import Choice, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,12 +25,11 @@ class Checkpointing(Knob):
         blocks = setting.workload.model.num_blocks
         most = blocks - 1
         steps = sorted({round(most * step / LEVELS) for step in range(LEVELS + 1)}, reverse=True)
-        dominated = Rejected(
-            choice=blocks,
-            reason=f"checkpointing all {blocks} blocks needs more memory and time than {most}: the last block's "
-            "activations are used at once",
+        dominated = (
+            f"checkpointing all {blocks} blocks needs more memory and time than {most}: the last block's activations "
+            "are used at once"
         )
-        return Choices(admitted=tuple(steps), rejected=(dominated,))
+        return Choices(tuple(steps), rejected={blocks: dominated})
 
     def shown(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks"

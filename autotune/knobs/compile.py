@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting, closed_because
-from autotune.schema import Candidate, Choice, HardwareProfile, Rejected
+from autotune.schema import Candidate, Choice, HardwareProfile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,8 +35,8 @@ class Compile(Knob):
     def choices(self, setting: Setting) -> Choices:
         gate = setting.hardware.gate("compile")
         if not gate.available:
-            return Choices(("off",), rejected=(Rejected(choice="block", reason=gate.reason),))
-        return Choices(("off",), on_request=(Rejected(choice="block", reason=_payback(setting)),))
+            return Choices(("off",), rejected={"block": gate.reason})
+        return Choices(("off",), on_request={"block": _payback(setting)})
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         if candidate.compile != "off" and candidate.quantization != "none":

@@ -5,9 +5,10 @@ step before it runs. What a step waits for data is in every run's report.
 """
 
 from autotune.knobs.base import Choices, Knob, Setting
-from autotune.schema import Choice, HardwareProfile, Rejected, Workload
+from autotune.schema import Choice, HardwareProfile, Workload
 
-WORKERS = (0, 1, 2, 4)
+WORKERS = (2, 4)
+"""Threads, beyond none and one, that can be asked for."""
 AGAINST_NONE = "the host would read and stack the next batch only when the device has done the last"
 AGAINST_ONE = (
     "the processor that trains would read and stack as well: taking turns with a thread cost 3% of a step; it pays "
@@ -29,9 +30,9 @@ class DataWorkers(Knob):
         cores = setting.hardware.host.logical_cores
         on_cpu = setting.hardware.device.kind == "cpu"
         usual, other, against = (0, 1, AGAINST_ONE) if on_cpu else (1, 0, AGAINST_NONE)
-        more = [Rejected(choice=number, reason=AGAINST_MORE) for number in WORKERS[2:] if number <= cores]
-        few = [Rejected(choice=n, reason=f"this host has {cores} cores") for n in WORKERS[2:] if n > cores]
-        return Choices((usual,), rejected=tuple(few), on_request=(Rejected(choice=other, reason=against), *more))
+        too_many: dict[Choice, str] = {number: f"this host has {cores} cores" for number in WORKERS if number > cores}
+        more: dict[Choice, str] = {number: AGAINST_MORE for number in WORKERS if number <= cores}
+        return Choices((usual,), rejected=too_many, on_request={other: against, **more})
 
     def shown(self, choice: Choice, workload: Workload) -> str:
         return f"{choice or 'no'} thread{'' if choice == 1 else 's'}"
@@ -51,8 +52,8 @@ class BatchMemory(Knob):
             reason = "device and host share one memory: locked pages are lost to both, and the copy is no faster"
         if reason is None:
             against = "copies from pageable memory go through a second buffer, and the host waits for them"
-            return Choices(("pinned",), on_request=(Rejected(choice="pageable", reason=against),))
-        return Choices(("pageable",), rejected=(Rejected(choice="pinned", reason=reason),))
+            return Choices(("pinned",), on_request={"pageable": against})
+        return Choices(("pageable",), rejected={"pinned": reason})
 
     def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         if choice != "pinned" or hardware.device.kind == "cuda":

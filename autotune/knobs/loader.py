@@ -1,7 +1,7 @@
 """How weights are read. The machine's own measurements settle it: the fastest loader that fits, no search."""
 
 from autotune.knobs.base import Choices, Knob, Setting
-from autotune.schema import HardwareProfile, Rejected
+from autotune.schema import HardwareProfile
 from autotune.weights.loaders import LOADERS
 
 DEFAULT = "safetensors"
@@ -23,8 +23,7 @@ class WeightLoader(Knob):
 
     def choices(self, setting: Setting) -> Choices:
         best = _fastest(setting)
-        others = tuple(Rejected(choice=name, reason=_against(name, best, setting)) for name in LOADERS if name != best)
-        return Choices(admitted=(best,), on_request=others)
+        return Choices((best,), on_request={name: _against(name, best, setting) for name in LOADERS if name != best})
 
 
 def _fastest(setting: Setting) -> str:

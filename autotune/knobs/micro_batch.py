@@ -12,7 +12,7 @@ class MicroBatch(Knob):
 
     def choices(self, setting: Setting) -> Choices:
         effective = setting.workload.effective_batch_size
-        return Choices(admitted=tuple(size for size in range(1, effective + 1) if effective % size == 0))
+        return Choices(tuple(size for size in range(1, effective + 1) if effective % size == 0))
 
     def shown(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} (x {workload.effective_batch_size // int(choice)} accumulated)"

@@ -1,7 +1,7 @@
 """Optimizer of the adapter: fused AdamW on fp32 masters. A rule settles it, no search."""
 
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Choice, Rejected
+from autotune.schema import Choice
 
 AGAINST_8BIT = (
     "it would save at most 6 of the 18 bytes that training needs for each parameter of an adapter, which is small, "
@@ -17,7 +17,7 @@ class Optimizer(Knob):
     names = ("adamw",)
 
     def choices(self, setting: Setting) -> Choices:
-        return Choices(admitted=("adamw",), rejected=(Rejected(choice="adamw-8bit", reason=AGAINST_8BIT),))
+        return Choices(("adamw",), rejected={"adamw-8bit": AGAINST_8BIT})
 
     def parity(self, choice: Choice) -> Parity | None:
         return Parity(choice, 1e-3, "one fused kernel in fp32, where single operations round at each")

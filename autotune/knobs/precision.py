@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Choice, Rejected
+from autotune.schema import Choice
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +25,11 @@ class Precision(Knob):
         hardware = setting.hardware
         if hardware.device.kind != "cpu":
             gate = hardware.gate("precision.bf16")
-            if gate.available:
-                return Choices(admitted=("bf16",))
-            return Choices(admitted=("fp32",), rejected=(Rejected(choice="bf16", reason=gate.reason),))
-        slower = Rejected(choice="bf16", reason="bf16 matmuls were not measured to be faster than fp32 on this CPU")
-        fastest = {dtype: _fastest_matmul(setting, dtype) for dtype in ("bf16", "fp32")}
-        if fastest["bf16"] > fastest["fp32"]:
-            return Choices(admitted=("bf16", "fp32"))
-        return Choices(admitted=("fp32",), rejected=(slower,))
+            return Choices(("bf16",)) if gate.available else Choices(("fp32",), rejected={"bf16": gate.reason})
+        if _fastest_matmul(setting, "bf16") > _fastest_matmul(setting, "fp32"):
+            return Choices(("bf16", "fp32"))
+        slower = "bf16 matmuls were not measured to be faster than fp32 on this CPU"
+        return Choices(("fp32",), rejected={"bf16": slower})
 
     def parity(self, choice: Choice) -> Parity | None:
         if choice != "bf16":

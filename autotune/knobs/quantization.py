@@ -1,12 +1,13 @@
 """How frozen base weights are stored: fewer bytes, sometimes more time. Adapters are never quantised."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Choice, Quality, Rejected
+from autotune.schema import Choice, Quality
+from autotune.weights.streaming import Transform
 
 if TYPE_CHECKING:
     import torch
@@ -85,29 +86,29 @@ class Quantization(Knob):
 
     def choices(self, setting: Setting) -> Choices:
         admitted: list[Choice] = []
-        rejected: list[Rejected] = []
+        rejected: dict[Choice, str] = {}
         for name, storage in STORAGES.items():
             gate = setting.hardware.gate(f"quantization.{name}")
             if STRICTNESS.index(storage.quality) < STRICTNESS.index(setting.workload.quality):
-                reason = f"the quality floor is {setting.workload.quality}; this needs --quality {storage.quality}"
-                rejected.append(Rejected(choice=name, reason=reason))
+                floor = setting.workload.quality
+                rejected[name] = f"the quality floor is {floor}; this needs --quality {storage.quality}"
             elif name != "none" and not gate.available:
-                rejected.append(Rejected(choice=name, reason=gate.reason))
+                rejected[name] = gate.reason
             else:
                 admitted.append(name)
         admitted.sort(key=lambda name: STORAGES[str(name)].bytes_per_parameter)
-        worse = {LAYERWISE: AGAINST_LAYERWISE} if "torchao-int8" in admitted else {}
+        worse: dict[Choice, str] = {LAYERWISE: AGAINST_LAYERWISE} if "torchao-int8" in admitted else {}
         if worse and setting.hardware.device.kind == "cpu":
             worse["bnb-int8"] = AGAINST_LLM_INT8
-        on_request = tuple(Rejected(choice=name, reason=why) for name, why in worse.items() if name in admitted)
-        return Choices(tuple(name for name in admitted if name not in worse), tuple(rejected), on_request)
+        on_request = {name: why for name, why in worse.items() if name in admitted}
+        return Choices(tuple(name for name in admitted if name not in worse), rejected, on_request)
 
     def parity(self, choice: Choice) -> Parity | None:
         storage = STORAGES[str(choice)]
         return Parity(choice, storage.tolerance, storage.because) if storage.tolerance else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        quantize = quantize_on_arrival(family, transformer, str(choice))
+        quantize = quantize_inside(family.blocks(transformer), str(choice))
         if quantize is None:
             return
         for name, module in list(transformer.named_modules()):
@@ -116,20 +117,8 @@ class Quantization(Knob):
                 transformer.set_submodule(name, replacement)
 
 
-def quantize_on_arrival(
-    family: Family, transformer: "nn.Module", choice: str
-) -> "Callable[[str, nn.Module], nn.Module | None] | None":
-    """What to do with each module as its weights arrive: quantise the Linears of the repeated blocks.
-
-    None for `none`.
-    """
-    return quantize_inside(family.blocks(transformer), choice)
-
-
-def quantize_inside(
-    blocks: "Iterable[nn.Module]", choice: str
-) -> "Callable[[str, nn.Module], nn.Module | None] | None":
-    """The same for the Linears inside `blocks`, of any model.
+def quantize_inside(blocks: "Iterable[nn.Module]", choice: str) -> Transform | None:
+    """What to do with each module as its weights arrive: quantise the Linears inside `blocks`. None for `none`.
 
     One Linear at a time, and that in slices, because quantising needs several times its input's size for a moment.
     """

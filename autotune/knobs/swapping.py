@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting
 from autotune.knobs.quantization import STORAGES, Quantization
-from autotune.schema import Candidate, Choice, Rejected, Workload
+from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,14 +34,14 @@ class Swapping(Knob):
         device, host = setting.hardware.device, setting.hardware.host
         if device.kind != "cuda" or device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
-            return Choices((0,), rejected=_each(levels, reason))
+            return Choices((0,), rejected=dict.fromkeys(levels, reason))
         storages = [STORAGES[str(name)] for name in Quantization().choices(setting).admitted]
         least = min(each.bytes_per_parameter for each in storages if each.library != FIXED_LIBRARY)
         weights = least * setting.workload.model.num_parameters
         fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
-        too_many = _each([k for k in levels if k not in fitting], "the host has too little memory for the weights")
+        too_many: dict[Choice, str] = {k: "the host has too little memory for the weights" for k in levels if k not in fitting}
         reason = "each block crosses the bus twice a micro-batch: tried only where nothing fits without"
-        return Choices((0,), rejected=too_many, on_request=_each(fitting, reason))
+        return Choices((0,), rejected=too_many, on_request=dict.fromkeys(fitting, reason))
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         if candidate.swapped_blocks > candidate.checkpointed_blocks:
@@ -69,7 +69,3 @@ class Swapping(Knob):
         if blocks:
             on_cuda = (parameter.device for parameter in transformer.parameters() if parameter.is_cuda)
             BlockSwap(blocks, next(on_cuda, next(transformer.parameters()).device))
-
-
-def _each(levels: list[int], reason: str) -> tuple[Rejected, ...]:
-    return tuple(Rejected(choice=k, reason=reason) for k in levels)

@@ -23,7 +23,7 @@ def origin_lines(plan: TrainingPlan) -> list[str]:
             f"{VIEWS_PER_IMAGE} views of each image, 500 in all or more",
         ),
         "learning rate": (job.learning_rate, defaults.learning_rate, defaults.sources.get("learning_rate")),
-        "weight decay": (job.weight_decay, defaults.weight_decay, defaults.sources.get("weight_decay")),
+        "weight decay": (job.weight_decay, defaults.weight_decay, "between diffusers' 1e-4 and torch's 1e-2"),
         "noise levels": (job.timestep_sampling, "logit_normal", "Stable Diffusion 3's density"),
         "shift": (job.timestep_shift, defaults.timestep_shift, defaults.sources.get("timestep_shift")),
         "guidance": (job.guidance_scale, defaults.training_guidance, defaults.sources.get("training_guidance")),

@@ -50,9 +50,7 @@ def _size(bucket: Bucket) -> str:
     return f"{bucket.width_px}x{bucket.height_px}{frames}"
 
 
-def prediction_lines(
-    predictions: Sequence[Prediction], budget_bytes: int, best: int = 5, too_large: int = 3
-) -> list[str]:
+def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> list[str]:
     """The best few candidates that are predicted to fit, and the fastest few that are not."""
     ordered = sorted(predictions, key=lambda prediction: prediction.step_seconds)
     fitting = [p for p in ordered if p.required_memory_bytes <= budget_bytes]
@@ -60,9 +58,7 @@ def prediction_lines(
     lines = [f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {memory_text(budget_bytes)}"]
     lines.append(TRIAL_HEADER.replace("outcome", "verdict"))
     nearest = sorted(others, key=lambda prediction: prediction.required_memory_bytes)
-    rows = [(p, "fits") for p in fitting[:best]] + [
-        (p, _neediest(p)) for p in (others if fitting else nearest)[:too_large]
-    ]
+    rows = [(p, "fits") for p in fitting[:5]] + [(p, _neediest(p)) for p in (others if fitting else nearest)[:3]]
     for number, (prediction, verdict) in enumerate(rows, 1):
         lines.append(
             _row(number, prediction.candidate, prediction.step_seconds, prediction.required_memory_bytes, verdict)

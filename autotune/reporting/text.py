@@ -44,10 +44,10 @@ def wrapped(text: str, hanging: int = 2) -> list[str]:
     return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
-def cut(text: str, width: int = WIDTH) -> str:
-    """The beginning of `text`, with dots where it goes on."""
+def cut(text: str) -> str:
+    """What of `text` fits one line, with dots where it goes on."""
     plain = printable(text)
-    return plain if len(plain) <= width else plain[: width - 3] + "..."
+    return plain if len(plain) <= WIDTH else plain[: WIDTH - 3] + "..."
 
 
 def printable(text: str) -> str:

@@ -40,19 +40,19 @@ def search_space(
     per_knob = {knob.name: _that_learn_the_same(knob, setting) for knob in KNOBS}
     if also is not None:
         offered, usual = per_knob[also].on_request, per_knob[also].admitted
-        per_knob[also] = Choices((*(one.choice for one in offered), *usual), per_knob[also].rejected)
+        per_knob[also] = Choices((*offered, *usual), per_knob[also].rejected)
     for name, value in pins:
         per_knob[name] = _pinned(name, value, _known(name, value, per_knob))
     for name, value in exclusions:
         per_knob[name] = _excluding(value, _known(name, value, per_knob))
     for name, choices in per_knob.items():
         if not choices.admitted:
-            reasons = "; ".join(f"{r.choice}: {r.reason}" for r in choices.rejected)
+            reasons = "; ".join(f"{choice}: {why}" for choice, why in choices.rejected.items())
             asked = any(wish == name for wish, _ in (*pins, *exclusions))
             hint = f"leave out an --exclude or --pin of {name}" if asked else "run `autotune probe` and see why"
             raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
-    rejected = {name: [*choices.rejected, *choices.on_request] for name, choices in per_knob.items()}
+    rejected = {name: _with_reasons({**one.rejected, **one.on_request}) for name, one in per_knob.items()}
     candidates = []
     clashes: dict[str, None] = {}
     for values in itertools.product(*admitted.values()):
@@ -69,16 +69,20 @@ def search_space(
         raise InvalidInput(
             f"what is pinned does not go together: {'; '.join(clashes)}", hint="leave out a --pin or an --exclude"
         )
-    on_request = {name: tuple(one.choice for one in choices.on_request) for name, choices in per_knob.items()}
+    on_request = {name: tuple(choices.on_request) for name, choices in per_knob.items()}
     excluded = {name: tuple(found) for name, found in rejected.items()}
     return SearchSpace(tuple(candidates), admitted, excluded, on_request)
+
+
+def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
+    return [Rejected(choice=choice, reason=why) for choice, why in reasons.items()]
 
 
 def _that_learn_the_same(knob: Knob, setting: Setting) -> Choices:
     """The knob's choices less those whose gradients were found to be others than the reference's on this machine."""
     choices = knob.choices(setting)
     gates = {gate.name: gate.reason for gate in setting.hardware.gates if not gate.available}
-    usable = (*choices.admitted, *(offered.choice for offered in choices.on_request))
+    usable = (*choices.admitted, *choices.on_request)
     wrong = {
         choice: gates[name]
         for choice in usable
@@ -86,19 +90,18 @@ def _that_learn_the_same(knob: Knob, setting: Setting) -> Choices:
     }
     return Choices(
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),
-        rejected=(*choices.rejected, *(Rejected(choice=choice, reason=why) for choice, why in wrong.items())),
-        on_request=tuple(offered for offered in choices.on_request if offered.choice not in wrong),
+        rejected={**choices.rejected, **wrong},
+        on_request={choice: why for choice, why in choices.on_request.items() if choice not in wrong},
     )
 
 
 def without(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
     """The space without some values of a knob, each with the reason."""
-    rejected = tuple(Rejected(choice=choice, reason=reason) for choice, reason in dropped.items())
     return replace(
         space,
         candidates=tuple(candidate for candidate in space.candidates if getattr(candidate, knob) not in dropped),
         choices={**space.choices, knob: tuple(choice for choice in space.choices[knob] if choice not in dropped)},
-        rejected={**space.rejected, knob: (*space.rejected[knob], *rejected)},
+        rejected={**space.rejected, knob: (*space.rejected[knob], *_with_reasons(dropped))},
     )
 
 
@@ -106,28 +109,23 @@ def _known(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
     if name not in per_knob:
         raise InvalidInput(f"there is no knob called {name!r}", hint=f"knobs: {', '.join(per_knob)}")
     choices = per_knob[name]
-    refused = (*choices.rejected, *choices.on_request)
-    named = {str(choice) for choice in choices.admitted} | {str(rejected.choice) for rejected in refused}
+    named = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.on_request)}
     if value not in named:
         raise InvalidInput(f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(named))}")
     return choices
 
 
 def _pinned(name: str, value: str, choices: Choices) -> Choices:
-    refused = next((rejected for rejected in choices.rejected if str(rejected.choice) == value), None)
+    refused = next((why for choice, why in choices.rejected.items() if str(choice) == value), None)
     if refused:
-        raise InvalidInput(f"{name} cannot be {value} here: {refused.reason}", hint="see `autotune plan --list-knobs`")
-    usable = (*choices.admitted, *(offered.choice for offered in choices.on_request))
+        raise InvalidInput(f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list-knobs`")
+    usable = (*choices.admitted, *choices.on_request)
     kept = tuple(choice for choice in usable if str(choice) == value)
-    others = tuple(
-        Rejected(choice=choice, reason=f"{name} is pinned to {value}") for choice in usable if str(choice) != value
-    )
-    return Choices(kept, (*choices.rejected, *others))
+    others = {choice: f"{name} is pinned to {value}" for choice in usable if str(choice) != value}
+    return Choices(kept, {**choices.rejected, **others})
 
 
 def _excluding(value: str, choices: Choices) -> Choices:
     kept = tuple(choice for choice in choices.admitted if str(choice) != value)
-    gone = tuple(
-        Rejected(choice=choice, reason="excluded by the user") for choice in choices.admitted if str(choice) == value
-    )
-    return Choices(kept, (*choices.rejected, *gone), choices.on_request)
+    gone = {choice: "excluded by the user" for choice in choices.admitted if str(choice) == value}
+    return Choices(kept, {**choices.rejected, **gone}, choices.on_request)

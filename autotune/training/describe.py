@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from autotune.cost.arguments import checked_bucket, positive
-from autotune.errors import InvalidInput, nearest_of
+from autotune.errors import InvalidInput
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.schema import Bucket, Job, Objective, Quality, Workload
@@ -64,9 +64,7 @@ def check_job(job: Job, family: Family) -> None:
         )
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
         raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
-    if job.num_frames > 1 and not family.takes_clips:
-        what = f"{family.name} makes images, not clips of {job.num_frames} frames"
-        raise InvalidInput(what, hint="leave --frames out; in a plan's job, num_frames is 1")
+    family.require_frames(job.num_frames)
 
 
 def describe_workload(
@@ -84,11 +82,7 @@ def describe_workload(
     width, height = wishes.size_px or (defaults.resolution_px, defaults.resolution_px)
     frames = given(wishes.num_frames, defaults.num_frames)
     asked = checked_bucket(family, width, height, frames)
-    if wishes.targets not in family.target_sets:
-        raise InvalidInput(
-            f"{family.name} has no target set called {wishes.targets!r}",
-            hint=nearest_of(wishes.targets, family.target_sets),
-        )
+    family.target_set(wishes.targets)  # before data is read
     num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
     buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, family.size_multiple_px)
@@ -111,16 +105,6 @@ def describe_workload(
     )
 
 
-def require_controls(family: Family, number: int, of: str) -> None:
-    """Raise InvalidInput where that many control images `of` something are not what the family takes."""
-    most = family.max_controls
-    if not min(1, most) <= number <= most:
-        takes, hint = "none", "leave --control out, or use a model for editing"
-        if most:
-            takes, hint = f"1 to {most}", "give the images that belong to each with --control"
-        raise InvalidInput(f"{of} has {number} control image(s); {family.name} takes {takes}", hint=hint)
-
-
 def given(value: int | None, default: int) -> int:
     """`value`, unless there is none: 0 is a value, and a wrong one."""
     return default if value is None else value
@@ -130,7 +114,7 @@ def _num_controls(family: Family, dataset: Dataset | None) -> int:
     if dataset is None:
         return min(1, family.max_controls)
     for item in dataset.items:
-        require_controls(family, len(item.control_paths), item.path.name)
+        family.require_controls(len(item.control_paths), item.path.name)
     return max(len(item.control_paths) for item in dataset.items)
 
 

@@ -53,19 +53,15 @@ class Encoders:
         place = self.caching.text_encoder_device
         return self.device if place == "training" else torch.device(place)
 
-    @property
-    def names(self) -> list[str]:
-        """The text encoders' names in the pipeline; they only serve `encode_prompt`."""
-        return [name for name in self.model.family.components if name.startswith("text_encoder")]
-
     def pipeline(self, *, with_text: bool = True) -> Any:
         """The stock pipeline without a transformer; its `encode_prompt` runs where the encoders are.
 
         Args:
             with_text: False where pixels alone are encoded: text encoders are not loaded for that.
         """
-        if self._loaded is None or (with_text and getattr(self._loaded, self.names[0]) is None):
-            parts = {name: self._text_encoder(name) if with_text else None for name in self.names}
+        names = self.model.family.text_encoders  # which only serve `encode_prompt`
+        if self._loaded is None or (with_text and getattr(self._loaded, names[0]) is None):
+            parts = {name: self._text_encoder(name) if with_text else None for name in names}
             vae = self.vae(self.device)
             folder = self.model.weights
             try:
@@ -114,7 +110,7 @@ class Encoders:
     def release_text(self) -> None:
         """Let go of the text encoders alone, unless the plan keeps them: pixels are encoded without."""
         if self.caching.residency == "release" and self._loaded is not None:
-            for name in self.names:
+            for name in self.model.family.text_encoders:
                 setattr(self._loaded, name, None)
             give_back_memory()
 

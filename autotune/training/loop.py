@@ -22,8 +22,8 @@ from autotune.training.data.loader import LoadedBatch, Loader
 from autotune.training.events import Events, StepEvent
 from autotune.training.memory import (
     allocated_bytes,
+    device_peak_bytes,
     give_back_memory,
-    held_peak_bytes,
     live_tensors,
     with_peak_memory,
 )
@@ -33,7 +33,7 @@ from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
 from autotune.training.shortage import is_out_of_memory
-from autotune.training.step import AdapterOptimizer, NoiseLevels, StepOutcome, drawn_loss, optimizer_step
+from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, optimizer_step, to_device
 from autotune.training.stopping import stop_requests
 
 EVALUATION_STEPS = 4
@@ -96,7 +96,7 @@ class Loop:
         self.network = model.transformer
         shift = job.timestep_shift
         by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
-        self.levels = NoiseLevels(by_tokens, job.timestep_sampling)
+        self.noising = Noising(job.seed, by_tokens, job.timestep_sampling, job.weighting_scheme)
         expected = plan.frozen.expected  # on a CPU the whole process is looked at
         promised = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
         self.watch = MemoryWatch(around.budget_bytes, promised)
@@ -168,7 +168,7 @@ class Loop:
         if self.around.metrics:
             self.around.metrics.add(event)
         self.around.events.on_step(event)
-        peak = max(event.memory_bytes, held_peak_bytes(self.model.device))
+        peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
         if warning := self.watch.look(event.memory_bytes, peak):
             self._warn(warning)
 
@@ -254,11 +254,9 @@ class Loop:
             self.network,
             self.optimizer,
             self._one_step(batches),
-            effective_batch_size=share,
-            levels=self.levels,
-            seed=self.job.seed,
+            noising=self.noising,
             step=step,
-            weighting=self.job.weighting_scheme,
+            effective_batch_size=share,
             first_position=processes.rank * share,
             average=processes.average,
         )
@@ -270,13 +268,9 @@ class Loop:
                 return
 
     def _on_device(self, batch: Batch) -> Batch:
-        device, dtype = self.model.device, self.model.dtype
-        moved = {
-            name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
-            for name, tensor in batch.items()
-        }
-        if self.job.guidance_scale is not None:
-            moved["guidance"] = torch.full((len(batch["latents"]),), self.job.guidance_scale, device=device)
+        moved = to_device(batch, self.model.device, self.model.dtype)
+        if (guidance := self.job.guidance_scale) is not None:
+            moved["guidance"] = torch.full((len(batch["latents"]),), guidance, device=self.model.device)
         return moved
 
     @torch.no_grad()
@@ -287,10 +281,8 @@ class Loop:
             position = 0
             for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
                 batch = self._on_device(family.collate([self.encoded.sample(index) for index in planned.indices]))
-                place = (self.job.seed, step, position)
-                loss = drawn_loss(family, transformer, batch, place, self.levels, self.job.weighting_scheme)
+                total += float(self.noising.loss(family, transformer, batch, step, position)) * planned.weight
                 position += len(planned.indices)
-                total += float(loss) * planned.weight
         return total / EVALUATION_STEPS
 
 

@@ -111,9 +111,14 @@ def forget_host_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def held_peak_bytes(device: torch.device) -> int:
-    """Peak of allocated device memory since the phase began; 0 where the device keeps no count of it."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+def device_peak_bytes(device: torch.device) -> int | None:
+    """Peak of allocated device memory since it was counted anew; on MPS, which keeps no count, what is held now.
+
+    None on CPU, where the process's memory tells.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return torch.mps.current_allocated_memory() if device.type == "mps" else None
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -12,7 +12,7 @@ from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.block_swap import waits_on_host
 from autotune.knobs.precision import torch_dtype
-from autotune.knobs.quantization import quantize_on_arrival
+from autotune.knobs.quantization import quantize_inside
 from autotune.knobs.registry import KNOBS
 from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate, QuantizationError, Workload
@@ -59,16 +59,7 @@ def load_model(
     dtype = torch_dtype(settings.precision)
     transformer, error = load_transformer(model, settings, device, shards=shards)
     require_quality(error, workload.quality, settings.quantization)
-    adapter = add_adapter(
-        model.family,
-        transformer,
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        targets=workload.targets,
-        dtype=dtype,
-        dropout=workload.lora_dropout,
-        seed=seed,
-    )
+    adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, error)
     if settings.compile != "off":
@@ -123,7 +114,7 @@ def load_transformer(
     if shards > 1:
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
-        transform = quantize_on_arrival(family, transformer, settings.quantization)
+        transform = quantize_inside(family.blocks(transformer), settings.quantization)
     meter = ErrorMeter(family.blocks(transformer))
     if transform and settings.quantization != "none" and model.folder is not None:
         transform = meter.around(transform)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from autotune.schema import PhasePeak
-from autotune.training.memory import forget_host_peak, host_peak_bytes
+from autotune.training.memory import device_peak_bytes, forget_host_peak, host_peak_bytes
 
 ALARM_SHARE = 0.85
 """Of the budget: beyond it a run is one fragmented allocation away from its end."""
@@ -58,14 +58,9 @@ class PhaseWatch:
         self.peaks[name] = PhasePeak(
             name=name,
             seconds=seconds + (before.seconds if before else 0.0),
-            device_bytes=_larger(self._device_peak(), before.device_bytes if before else None),
+            device_bytes=_larger(device_peak_bytes(self.device), before.device_bytes if before else None),
             host_bytes=_larger(host_peak_bytes(), before.host_bytes if before else None),
         )
-
-    def _device_peak(self) -> int | None:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return torch.mps.current_allocated_memory() if self.device.type == "mps" else None
 
 
 def _larger(one: int | None, other: int | None) -> int | None:

@@ -98,14 +98,7 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) -> int:
     """Of the adapter and all checkpoints: fp32 weights, and with two moments for each in a checkpoint."""
     workload, job = plan.frozen.workload, plan.job
-    adapter = add_adapter(
-        model.family,
-        build_on_meta(model.family, model.config),
-        rank=workload.rank,
-        lora_alpha=workload.lora_alpha,
-        targets=workload.targets,
-        dtype=torch.float32,
-    )
+    adapter = add_adapter(model.family, build_on_meta(model.family, model.config), workload, torch.float32)
     one = sum(parameter.numel() for parameter in adapter) * 4
     num_steps = job.num_steps
     if job.num_train_epochs is not None:

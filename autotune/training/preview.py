@@ -108,7 +108,7 @@ class PreviewSampler:
             torch_dtype=self.dtype,
             transformer=transformer,
             vae=self.encoders.vae(torch.device("cpu")),
-            **dict.fromkeys(self.encoders.names),
+            **dict.fromkeys(self.model.family.text_encoders),
         )
 
     def sample(self, preview: Preview) -> list[Image.Image]:

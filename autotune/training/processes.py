@@ -50,9 +50,9 @@ class Processes:
         """Whether this one runs previews: the first, or all where each holds but a part of the weights."""
         return self.is_first or self.strategy == "fsdp2"
 
-    def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace tensors by their mean over all processes, in place; the result is the same on all."""
-        for tensor in tensors if self.world_size > 1 else ():
+    def average(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its mean over all processes, in place; the result is the same on all."""
+        if self.world_size > 1:
             torch.distributed.all_reduce(tensor)
             tensor.div_(self.world_size)
 
@@ -61,7 +61,7 @@ class Processes:
         if self.world_size == 1:
             return flag
         shared = torch.tensor([float(flag)], device=self.device)
-        self.average([shared])
+        self.average(shared)
         return bool(shared.item() > 0)
 
     def wait(self) -> None:

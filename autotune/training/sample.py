@@ -12,7 +12,6 @@ from autotune.knobs.swapping import Swapping
 from autotune.plan_file import read_plan
 from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
-from autotune.training.describe import require_controls
 from autotune.training.encoders import Encoders
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
@@ -49,7 +48,7 @@ def sample_run(
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
     model = fetch_model(plan.job.pinned_model)
-    require_controls(model.family, len(control_paths), "the prompt")
+    model.family.require_controls(len(control_paths), "the prompt")
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     settings = frozen.settings
     if frozen.hardware.strategy == "fsdp2":  # a device holds but a part of the weights, so they visit it

@@ -12,29 +12,37 @@ from torch import nn
 from autotune.families.base import Batch, Family
 from autotune.families.loss import flow_matching_loss
 from autotune.families.packing import PATCH
-from autotune.schema import TimestepSampling
+from autotune.schema import TimestepSampling, Weighting
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Average = Callable[[Sequence["Tensor"]], None]
-"""Replaces tensors by their mean over all processes, in place."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps for each parameter."""
 
 
 @dataclass(frozen=True)
-class NoiseLevels:
-    """How noise levels are drawn. The density and the shift are those of Stable Diffusion 3 (Esser et al. 2024,
-    sections 3.1 and 5.3.2)."""
+class Noising:
+    """What noise each image gets, and how its loss weighs. The density and the shift of noise levels are those of
+    Stable Diffusion 3 (Esser et al. 2024, sections 3.1 and 5.3.2)."""
 
+    seed: int = 0
     shift: float | Callable[[int], float] = 1.0
     """Towards noise, s * t / (1 + (s - 1) * t); perhaps by the number of tokens of an image."""
     sampling: TimestepSampling = "logit_normal"
+    weighting: Weighting = "none"
 
-    def draw(self, generator: torch.Generator, shape: Sequence[int]) -> float:
-        """A level in [0, 1] for latents of `shape` (channels, frames, height, width)."""
+    def draw(self, step: int, position: int, shape: Sequence[int]) -> tuple["Tensor", float]:
+        """Noise of `shape` (channels, frames, height, width) and a level in [0, 1] for one image: a pure function of
+        seed, step and place in the effective batch.
+
+        So a run is the same whatever the micro-batch size, the number of processes or the step it was resumed at.
+        """
+        generator = torch.Generator().manual_seed(_seed_at(self.seed, step, position))
+        level = self._level(generator, shape)
+        return torch.randn(*shape, generator=generator), level
+
+    def _level(self, generator: torch.Generator, shape: Sequence[int]) -> float:
         if self.sampling == "uniform":
             level = float(torch.rand((), generator=generator))
         else:
@@ -42,15 +50,13 @@ class NoiseLevels:
         shift = self.shift(math.prod(shape[1:]) // PATCH**2) if callable(self.shift) else self.shift
         return shift * level / (1 + (shift - 1) * level)
 
-
-def draw(seed: int, step: int, position: int, shape: Sequence[int], levels: NoiseLevels) -> tuple["Tensor", float]:
-    """Noise of `shape` and a noise level for one image: a pure function of seed, step and place in the effective batch.
-
-    So a run is the same whatever the micro-batch size, the number of processes or the step it was resumed at.
-    """
-    generator = torch.Generator().manual_seed(_seed_at(seed, step, position))
-    level = levels.draw(generator, shape)
-    return torch.randn(*shape, generator=generator), level
+    def loss(self, family: Family, transformer: nn.Module, batch: Batch, step: int, position: int) -> "Tensor":
+        """Mean loss of a micro-batch whose first image stands at `position` of its step."""
+        clean = batch["latents"]
+        draws = [self.draw(step, position + i, clean.shape[1:]) for i in range(len(clean))]
+        noise = torch.stack([noise for noise, _ in draws]).to(clean)
+        sigmas = torch.tensor([sigma for _, sigma in draws], device=clean.device)
+        return flow_matching_loss(family, transformer, batch, noise, sigmas, self.weighting)
 
 
 def _seed_at(seed: int, step: int, position: int) -> int:
@@ -61,6 +67,14 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
     """Its masks then depend on nothing that happened before. `torch.manual_seed` would take 90 us for all devices."""
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     generator.manual_seed(seed)
+
+
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """The batch on `device`, its real numbers in the compute `dtype`; from pinned memory without waiting for it."""
+    return {
+        name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+        for name, tensor in batch.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -144,20 +158,18 @@ def optimizer_step(
     optimizer: AdapterOptimizer,
     micro_batches: Iterable[Batch],
     *,
-    effective_batch_size: int,
-    levels: NoiseLevels = NoiseLevels(),
-    seed: int,
+    noising: Noising = Noising(),
     step: int,
-    weighting: str = "none",
+    effective_batch_size: int,
     first_position: int = 0,
-    average: Average | None = None,
+    average: "Callable[[Tensor], None] | None" = None,
 ) -> StepOutcome:
     """Accumulate the gradients of all micro-batches of one effective batch, then update the adapter once.
 
     Each micro-batch weighs by its share of the effective batch, so an uneven split gives the same gradient. Of several
     processes each gets its own share: `effective_batch_size` counts the images of this one, `first_position` those
-    of the processes before it, and `average` is given the loss. A transformer wrapped for several processes averages
-    gradients by itself, once per step, in the backward pass of the last micro-batch.
+    of the processes before it, and `average` makes of the loss, in place, its mean over all. A transformer wrapped for
+    several processes averages gradients by itself, once per step, in the backward pass of the last micro-batch.
     """
     total = torch.zeros((), dtype=torch.float32)
     position, end = first_position, first_position + effective_batch_size
@@ -165,32 +177,14 @@ def optimizer_step(
     for batch in micro_batches:
         size = len(batch["latents"])
         with contextlib.nullcontext() if position + size == end else unsynchronised():
-            _seed_dropout(batch["latents"].device, _seed_at(-1 - seed, step, position))
-            loss = drawn_loss(family, transformer, batch, (seed, step, position), levels, weighting)
-            loss = loss * (size / effective_batch_size)
+            _seed_dropout(batch["latents"].device, _seed_at(-1 - noising.seed, step, position))
+            loss = noising.loss(family, transformer, batch, step, position) * (size / effective_batch_size)
             loss.backward()  # type: ignore[no-untyped-call]
         position += size
         total = total.to(loss.device) + loss.detach()
         del loss  # else what LLM.int8's layers keep, on their graph nodes, would stay through the next micro-batch
     norm = optimizer.step()
     if average:
-        average([total])
+        average(total)
     loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # one wait for the device, not two
     return StepOutcome(loss=loss_value, gradient_norm=norm_value)
-
-
-def drawn_loss(
-    family: Family,
-    transformer: nn.Module,
-    batch: Batch,
-    place: tuple[int, int, int],
-    levels: NoiseLevels,
-    weighting: str = "none",
-) -> "Tensor":
-    """Mean loss of a micro-batch whose first image stands at `place` = (seed, step, position), with its own noise."""
-    clean = batch["latents"]
-    seed, step, position = place
-    draws = [draw(seed, step, position + i, clean.shape[1:], levels) for i in range(len(clean))]
-    noise = torch.stack([noise for noise, _ in draws]).to(clean)
-    sigmas = torch.tensor([sigma for _, sigma in draws], device=clean.device)
-    return flow_matching_loss(family, transformer, batch, noise, sigmas, weighting)

@@ -15,22 +15,19 @@ from torch import Tensor, nn
 
 from autotune.families.adapter import add_adapter
 from autotune.families.loss import flow_matching_loss
-from autotune.families.precision import cast_as_loaded
 from autotune.families.registry import family_named
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import Candidate
 from autotune.training.model import apply_knobs
-from autotune.training.step import AdapterOptimizer
+from autotune.training.step import AdapterOptimizer, to_device
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.steps import synthetic_samples
-from autotune.weights.building import build_empty
+from autotune.weights.building import build_empty, cast_as_loaded
 from autotune.weights.streaming import fill_random
 
 UPDATES = 3
 UPDATED = ((4, 64), (96, 4), (7,))
 """Shapes that an optimizer is held against the reference with; one is no multiple of any vector length."""
-RANK = 4
-"""Of the tiny adapter: how it is multiplied does not depend on it."""
 
 
 def gradient_error(request: GradientRequest, kept: dict[str, Any]) -> float:
@@ -98,22 +95,17 @@ def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate)
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=True)
-    adapter = add_adapter(family, transformer, rank=RANK, lora_alpha=RANK, targets=work.targets, dtype=dtype)
+    adapter = add_adapter(family, transformer, work, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=False)
     generator = torch.Generator().manual_seed(1)
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
-    size = request.candidate.micro_batch_size
-    batch = {
-        name: tensor.to(request.device, dtype if tensor.is_floating_point() else None)
-        for name, tensor in family.collate(
-            synthetic_samples(family, request.config, work, size, torch.bfloat16)
-        ).items()
-    }
+    samples = synthetic_samples(family, request.config, work, request.candidate.micro_batch_size, torch.bfloat16)
+    batch = to_device(family.collate(samples), torch.device(request.device), dtype)
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)
     # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings magnify the change.
     sigmas = torch.linspace(0.25, 0.5, len(clean), device=clean.device)
-    flow_matching_loss(family, transformer, batch, noise, sigmas, "none").backward()  # type: ignore[no-untyped-call]
+    flow_matching_loss(family, transformer, batch, noise, sigmas).backward()  # type: ignore[no-untyped-call]
     return [None if p.grad is None else p.grad.double().cpu() for p in adapter]

@@ -7,7 +7,6 @@ whoever waits for a turn holds a shared lock on a second file.
 
 import contextlib
 import fcntl
-import getpass
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import platformdirs
+import psutil
 
 from autotune.errors import AutotuneError
 from autotune.hardware.nvidia import DriverSource
@@ -91,7 +91,11 @@ class DeviceLock:
             os.close(handle)
             raise
         os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{RUN if self.trains else SEARCH} (process {os.getpid()} of {_user()})".encode(), 0)
+        os.pwrite(
+            handle,
+            f"{RUN if self.trains else SEARCH} (process {os.getpid()} of {psutil.Process().username()})".encode(),
+            0,
+        )
         self._handle = handle
 
     def _locked(self, handle: int) -> bool:
@@ -160,13 +164,6 @@ def held_for_run(device: Device, num_processes: int, on_wait: Callable[[str], No
             lock.take()
             held.callback(lock.give_back)
         yield
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return f"user {os.getuid()}"
 
 
 @contextlib.contextmanager

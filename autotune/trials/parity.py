@@ -28,6 +28,8 @@ from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 
 MOST_TEXT_TOKENS = 77
+RANK = 4
+"""Of the adapter: how it is multiplied does not depend on it."""
 TIMEOUT_SECONDS = 300.0
 """Compiling blocks takes a minute or two on a processor."""
 PASSING = ("timeout", "oom", "host_oom")
@@ -106,7 +108,7 @@ def _request(
 
 
 def small_work(family: Family, workload: Workload) -> Workload:
-    """The same kind of work in a small shape: two captions, few pixels."""
+    """The same kind of work in a small shape: two captions, few pixels, a tiny adapter."""
     largest, step = workload.largest_bucket, family.size_multiple_px
     bucket = Bucket(
         width_px=min(largest.width_px, 6 * step),
@@ -115,7 +117,8 @@ def small_work(family: Family, workload: Workload) -> Workload:
         num_items=2,
     )
     tokens = min(workload.max_text_tokens, MOST_TEXT_TOKENS)
-    return workload.changed(buckets=(bucket,), max_text_tokens=tokens, effective_batch_size=2, rank=4)
+    shape = {"buckets": (bucket,), "max_text_tokens": tokens, "effective_batch_size": 2}
+    return workload.changed(**shape, rank=RANK, lora_alpha=float(RANK), lora_dropout=0.0)
 
 
 def _path(setting: Setting, tiny: Mapping[str, object], precision: str) -> Path:

@@ -112,7 +112,7 @@ def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> 
     """Captions, then pixels, in training's order. A function of its own: what holds the pipeline keeps it in memory."""
     pipeline, bucket = encoders.pipeline(), preview.bucket
     controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths]
-    model.family.encode_captions(pipeline, [preview.prompt], [controls] if controls else ())
+    model.family.encode_caption(pipeline, preview.prompt, controls)
     encoders.release_text()
     pixels = torch.zeros(3, bucket.num_frames, bucket.height_px, bucket.width_px, device=pipeline.vae.device)
     model.family.encode_pixels(pipeline, pixels)

@@ -110,21 +110,18 @@ class ProcessTrialRunner:
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        return self._with_cost(lambda: self._run(candidate))
-
-    def _with_cost(self, work: Callable[[], TrialResult]) -> TrialResult:
-        """What `work` gives, and how long it took; waiting for a turn on the device is nobody's cost."""
-        if self.lock:
-            self.lock.take()
-        started = time.monotonic()
-        result = work()
-        return result.changed(wall_seconds=round(time.monotonic() - started, 3))
-
-    def _run(self, candidate: Candidate) -> TrialResult:
+        started = self._turn()
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
         limit = hopeless_seconds(best)
         request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
-        return self.judged(candidate, self.ask(request, reload_key(candidate)))
+        result = self.judged(candidate, self.ask(request, reload_key(candidate)))
+        return result.changed(wall_seconds=round(time.monotonic() - started, 3))
+
+    def _turn(self) -> float:
+        """Wait for the device; returns when that ended, in monotonic seconds: waiting is no trial's cost."""
+        if self.lock:
+            self.lock.take()
+        return time.monotonic()
 
     def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
         """Run a candidate that has won through every phase of a run, and until its steps are steady.
@@ -134,9 +131,7 @@ class ProcessTrialRunner:
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        return self._with_cost(lambda: self._confirm(candidate, caching, most_seconds))
-
-    def _confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
+        started = self._turn()
         self.close_child()  # phases are measured from an empty device on
         request = RehearsalRequest(
             self.model,
@@ -151,7 +146,8 @@ class ProcessTrialRunner:
         if isinstance(answer, Failure) and answer.so_far is not None:
             known = ", ".join(phase.name for phase in answer.so_far.phases)
             answer = answer.so_far.changed(message=f"confirmed as far as {known}: {answer.message}")
-        return self.judged(candidate, answer).changed(confirms=True)
+        result = self.judged(candidate, answer)
+        return result.changed(confirms=True, wall_seconds=round(time.monotonic() - started, 3))
 
     def judged(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
         """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""

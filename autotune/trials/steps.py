@@ -11,9 +11,15 @@ import torch
 from autotune.families.base import Batch, Family, Sample
 from autotune.families.resolve import resolve_model
 from autotune.schema import Candidate, TrialResult, Workload
-from autotune.training.memory import give_back_memory, host_peak_bytes, live_tensors, with_peak_memory
+from autotune.training.memory import (
+    device_peak_bytes,
+    give_back_memory,
+    host_peak_bytes,
+    live_tensors,
+    with_peak_memory,
+)
 from autotune.training.model import TrainingModel, apply_settings, load_model
-from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step
+from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step, to_device
 from autotune.trials.requests import TrialRequest
 
 COMPARED_STEP = 3
@@ -52,9 +58,7 @@ def load(request: TrialRequest) -> Loaded:
     count = workload.effective_batch_size
     samples = synthetic_samples(resolved.family, resolved.config, workload, count, model.dtype)
     initial = [parameter.detach().clone() for parameter in model.adapter]
-    seconds = time.perf_counter() - started
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Loaded(model, samples, initial, seconds, peak)
+    return Loaded(model, samples, initial, time.perf_counter() - started, device_peak_bytes(device))
 
 
 def synthetic_samples(
@@ -129,15 +133,14 @@ class Steps:
             self.model.transformer,
             self.optimizer,
             self.on_device(),
-            effective_batch_size=self.workload.effective_batch_size,
-            seed=0,
             step=self.step_number,
+            effective_batch_size=self.workload.effective_batch_size,
         )
 
     def on_device(self) -> Iterator[Batch]:
         """The step's micro-batches, each copied when its turn comes, as in training."""
         for batch in self.batches:
-            yield {name: tensor.to(self.model.device, non_blocking=True) for name, tensor in batch.items()}
+            yield to_device(batch, self.model.device, self.model.dtype)
 
     def timed(self) -> tuple[StepOutcome, float]:
         """Take one and tell its seconds. The loss is read back inside, so the device has finished when it returns."""

@@ -63,6 +63,16 @@ def dtype_of_from_pretrained(model: "nn.Module", dtype: "torch.dtype") -> DtypeP
     return policy
 
 
+def cast_as_loaded(model: "nn.Module", dtype: "torch.dtype") -> None:
+    """Give the parameters of a model that was not loaded the dtypes that loading gives them, in place.
+
+    Buffers are left alone, as `from_pretrained` does.
+    """
+    policy = dtype_of_from_pretrained(model, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(policy(name, parameter.dtype))
+
+
 def _names(model: "nn.Module", attribute: str) -> Iterable[str]:
     names: Iterable[str] | None = getattr(model, attribute, None)
     return names or ()

@@ -42,7 +42,8 @@ def tokens_are_counted_without_an_encoder(small: Small) -> None:
     controls = [small.controls(small.bucket)] * len(captions)
     sizes = [[(small.bucket.width_px, small.bucket.height_px)] * small.family.max_controls] * len(captions)
     with torch.no_grad():
-        encoded = small.family.encode_captions(small.pipeline, captions, controls)
+        pairs = zip(captions, controls, strict=True)
+        encoded = [small.family.encode_caption(small.pipeline, caption, pixels) for caption, pixels in pairs]
     assert small.family.count_text_tokens(small.folder, captions, sizes) == [len(s["prompt_embeds"]) for s in encoded]
 
 
@@ -57,7 +58,7 @@ def target_sets_nest_and_cover_all_linears(small: Small) -> None:
     for name in ("attention", "attention+mlp", "all-linear"):
         transformer = build_on_meta(small.family, small.pipeline.transformer.config)
         with torch.device("meta"):
-            add_adapter(small.family, transformer, rank=2, lora_alpha=2, targets=name, dtype=torch.float32)
+            add_adapter(small.family, transformer, small.workload(name), torch.float32)
         layers[name] = {key.removesuffix(".lora_A") for key, _ in transformer.named_modules() if key.endswith("lora_A")}
     assert layers["attention"] < layers["attention+mlp"] < layers["all-linear"]
     inside = re.compile(rf"({'|'.join(small.family.block_lists)})\.\d+\..*")
@@ -98,9 +99,7 @@ def bf16_trains(small: Small) -> None:
     transformer = type(small.pipeline.transformer).from_pretrained(
         small.folder / "transformer", torch_dtype=torch.bfloat16
     )
-    parameters = add_adapter(
-        small.family, transformer, rank=2, lora_alpha=2, targets="attention", dtype=torch.bfloat16, seed=0
-    )
+    parameters = add_adapter(small.family, transformer, small.workload(), torch.bfloat16)
     batch = small.family.collate([small.sample(caption) for caption in CAPTIONS])
     noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))
     sigmas = torch.tensor([0.3, 0.8])

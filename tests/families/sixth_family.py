@@ -28,6 +28,7 @@ class StableDiffusion3(Family):
         text_tokens=77,
         timestep_shift=3.0,
         preview_steps=28,
+        sampling_guidance=7.0,
     )
     size_multiple_px = 16
     target_sets = {  # noqa: RUF012
@@ -48,11 +49,9 @@ class StableDiffusion3(Family):
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
-    def encode_captions(self, pipeline, captions, controls=()):
-        encoded = (
-            pipeline.encode_prompt(caption, None, None, do_classifier_free_guidance=False) for caption in captions
-        )
-        return [{"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]} for prompt, _, pooled, _ in encoded]
+    def encode_caption(self, pipeline, caption, controls=()):
+        prompt, _, pooled, _ = pipeline.encode_prompt(caption, None, None, do_classifier_free_guidance=False)
+        return {"prompt_embeds": prompt[0], "pooled_prompt_embeds": pooled[0]}
 
     def count_text_tokens(self, folder, captions, controls=()):
         return [77 + 256] * len(captions)
@@ -72,7 +71,7 @@ class StableDiffusion3(Family):
         )[0][:, :, None]
 
     def sampling_arguments(self, pipeline, prompt, bucket, guidance, controls):
-        return {"prompt": prompt, "guidance_scale": 7.0 if guidance is None else guidance}
+        return {"prompt": prompt, "guidance_scale": guidance}
 
     def masks(self, micro_batch_size, text_padding):
         return False

@@ -10,7 +10,9 @@ from torch import nn
 
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family, Sample
-from autotune.schema import Bucket
+from autotune.families.resolve import resolve_model
+from autotune.schema import Bucket, Workload
+from autotune.training.describe import Wishes, describe_workload
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
 
@@ -43,17 +45,19 @@ class Small:
         """A training item as the data part puts it together."""
         bucket = bucket or self.bucket
         controls = self.controls(bucket)
-        encoded = self.family.encode_captions(self.pipeline, [caption], [controls])[0]
+        encoded = self.family.encode_caption(self.pipeline, caption, controls)
         for number, control in enumerate(controls, start=1):
             encoded[f"control_latents_{number}"] = self.family.encode_pixels(self.pipeline, control)
         return {**encoded, "latents": self.family.encode_pixels(self.pipeline, self.pixels(bucket))}
 
+    def workload(self, targets: str = "attention") -> Workload:
+        """For an adapter of rank 4."""
+        return describe_workload(resolve_model(str(self.folder)), None, Wishes(rank=4, lora_alpha=4.0, targets=targets))
+
     def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:
         """A copy of the transformer with an adapter that is not zero."""
         transformer = copy.deepcopy(self.pipeline.transformer)
-        parameters = add_adapter(
-            self.family, transformer, rank=4, lora_alpha=4, targets=targets, dtype=torch.float32, seed=1
-        )
+        parameters = add_adapter(self.family, transformer, self.workload(targets), torch.float32, seed=1)
         generator = torch.Generator().manual_seed(2)
         for parameter in parameters:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05

@@ -3,7 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.families.packing import collate_samples, pack, unpack
+from autotune.families.packing import pack, unpack
+from autotune.families.registry import FAMILIES
+
+collate = FAMILIES["qwen-image"].collate
 
 sides = st.integers(1, 6).map(lambda half: 2 * half)
 
@@ -29,7 +32,7 @@ def test_collate_pads_and_masks_only_where_lengths_differ(lengths):
         }
         for i, length in enumerate(lengths)
     ]
-    batch = collate_samples(samples)
+    batch = collate(samples)
     assert batch["prompt_embeds"].shape == (len(lengths), max(lengths), 4)
     assert ("prompt_mask" in batch) == (len(set(lengths)) > 1)
     for i, length in enumerate(lengths):
@@ -46,4 +49,4 @@ def test_samples_of_two_buckets_do_not_collate():
     prompt = torch.zeros(3, 4)
     samples = [{"latents": torch.zeros(2, 1, 2, side), "prompt_embeds": prompt} for side in (2, 4)]
     with pytest.raises(RuntimeError):
-        collate_samples(samples)
+        collate(samples)

@@ -96,7 +96,7 @@ def test_predict_calls_the_transformer_as_the_pipeline_does(small, controls, mon
     assert 0.1 < sigma < 0.99
 
     with torch.no_grad():
-        sample = family.encode_captions(pipeline, [CAPTIONS[1]], [controls])[0]
+        sample = family.encode_caption(pipeline, CAPTIONS[1], controls)
         for number, pixels in enumerate(controls, start=1):
             sample[f"control_latents_{number}"] = family.encode_pixels(pipeline, pixels)
         sample["latents"] = family.encode_pixels(pipeline, small.pixels(small.bucket))

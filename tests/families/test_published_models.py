@@ -106,6 +106,8 @@ def test_steps_follow_the_number_of_images(num_images, num_steps):
 @pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-plus"])
 def test_missing_or_surplus_controls_are_refused(name):
     family = FAMILIES[name]
-    for controls in ((), [[]], [[None] * (family.max_controls + 1)]):
+    for controls in ((), [None] * (family.max_controls + 1)):
         with pytest.raises(InvalidInput, match="control"):
-            family.encode_captions(None, ["make it blue"], controls)
+            family.encode_caption(None, "make it blue", controls)
+        with pytest.raises(InvalidInput, match="control"):
+            family.sampling_arguments(None, "make it blue", None, 4.0, controls)

@@ -9,7 +9,7 @@ from peft import get_peft_model_state_dict
 from PIL import Image
 
 from autotune.schema import Bucket
-from autotune.training.step import AdapterOptimizer, NoiseLevels, flow_matching_loss, optimizer_step
+from autotune.training.step import AdapterOptimizer, Noising, flow_matching_loss, optimizer_step
 from tests.families import reference
 from tests.families.small import CAPTIONS
 
@@ -100,8 +100,7 @@ def test_overfitting_one_image_brings_samples_closer_to_it(small, short_prompts,
             optimizer,
             [batch],
             effective_batch_size=4,
-            levels=NoiseLevels(3.0),
-            seed=0,
+            noising=Noising(0, 3.0),
             step=step,
         ).loss
         for step in range(OVERFIT_STEPS.get(small.family.name, USUAL_STEPS))

@@ -53,7 +53,7 @@ def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, na
 @pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8", "layerwise-fp8"])
 def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     from autotune.families.registry import family_named
-    from autotune.knobs.quantization import quantize_on_arrival
+    from autotune.knobs.quantization import quantize_inside
     from autotune.training.memory import tensor_bytes
     from autotune.weights.building import build_empty
     from autotune.weights.streaming import fill_random
@@ -65,7 +65,7 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     config = {"num_layers": 1, "joint_attention_dim": 128}
     model = build_empty(lambda: family.build_transformer(config), dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
-    fill_random(model, device="cuda", seed=0, transform=quantize_on_arrival(family, model, name))
+    fill_random(model, device="cuda", seed=0, transform=quantize_inside(family.blocks(model), name))
     held = torch.cuda.memory_allocated() - before
     bits = {"bnb-nf4": 4.2}.get(name, 8.1)
     outside = tensor_bytes(p for n, p in model.named_parameters() if not n.startswith("transformer_blocks"))

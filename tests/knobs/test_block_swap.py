@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs import block_swap
 from autotune.knobs.block_swap import BlockSwap, waits_on_host
-from autotune.knobs.quantization import quantize_on_arrival
+from autotune.knobs.quantization import quantize_inside
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def gradients(model: nn.Module, num_passes: int = 2) -> list[torch.Tensor]:
 def test_gradients_are_bit_equal(storage, num_swapped):
     plain, swapped = Model(), Model()
     for model in (plain, swapped):
-        quantize = quantize_on_arrival(Family(), model, storage)
+        quantize = quantize_inside(Family().blocks(model), storage)
         for block in model.blocks if quantize else ():
             quantize("base", block["base"])
     BlockSwap(swapped.blocks[:num_swapped], CPU)

@@ -11,7 +11,7 @@ from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
-from autotune.schema import Candidate, Outcome, Rejected, TrialResult
+from autotune.schema import Candidate, Outcome, TrialResult
 from autotune.search.residual import GROWTH, SAFE_SHARE, Outlook, ResidualSearch, best_seconds, cautious_bytes
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.study import Limits, run_search
@@ -212,12 +212,12 @@ def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
 
 
 def test_a_value_on_request_is_never_searched_but_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered = Choices(("native",), on_request=(Rejected(choice="xformers", reason="rarely pays"),))
+    offered = Choices(("native",), on_request={"xformers": "rarely pays"})
     monkeypatch.setattr(Attention, "choices", lambda self, setting: offered)
     setting = builders.setting(builders.hardware("precision.bf16"), builders.workload())
     free = search_space(setting)
     assert {c.attention for c in free.candidates} == {"native"}
-    assert free.rejected["attention"] == offered.on_request
+    assert {r.choice: r.reason for r in free.rejected["attention"]} == offered.on_request
     pinned = search_space(setting, pins=[("attention", "xformers")])
     assert {c.attention for c in pinned.candidates} == {"xformers"}
 

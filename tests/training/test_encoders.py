@@ -35,7 +35,7 @@ def encoders_of(small: Small, caching: CachingSettings, loader: str = "safetenso
 
 @torch.no_grad()
 def embeddings(small: Small, pipeline: Any) -> dict[str, torch.Tensor]:
-    return small.family.encode_captions(pipeline, CAPTIONS[:1], [small.controls(small.bucket)])[0]
+    return small.family.encode_caption(pipeline, CAPTIONS[0], small.controls(small.bucket))
 
 
 @pytest.mark.parametrize("way", EXACT)
@@ -57,7 +57,7 @@ def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
     encoders = encoders_of(small, EXACT["streamed"])
     pipeline = encoders.pipeline()
     embeddings(small, pipeline)
-    for name in encoders.names:
+    for name in encoders.model.family.text_encoders:
         assert all(parameter.is_meta for parameter in getattr(pipeline, name).parameters())
 
 

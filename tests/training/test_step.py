@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autotune.training.step import AdapterOptimizer, NoiseLevels, draw, optimizer_step
+from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
 
 
 class Scaled:
@@ -30,7 +30,7 @@ def _run(sizes, dtype=torch.float32, steps=2):
         batches = [{"latents": part.to(dtype)} for part in LATENTS.split(list(sizes))]
         outcomes.append(
             optimizer_step(
-                Scaled(), model, optimizer, batches, effective_batch_size=4, levels=NoiseLevels(2.0), seed=7, step=step
+                Scaled(), model, optimizer, batches, effective_batch_size=4, noising=Noising(7, 2.0), step=step
             )
         )
     return model, outcomes
@@ -51,7 +51,7 @@ def test_a_step_equals_one_written_out():
     torch.manual_seed(0)
     model = nn.Linear(3, 3)
     expected = copy.deepcopy(model)
-    draws = [draw(7, 0, place, LATENTS.shape[1:], NoiseLevels(2.0)) for place in range(4)]
+    draws = [Noising(7, 2.0).draw(0, place, LATENTS.shape[1:]) for place in range(4)]
     loss = 0.0
     for clean, (noise, sigma) in zip(LATENTS, draws, strict=True):
         noisy = (1 - sigma) * clean + sigma * noise
@@ -79,23 +79,23 @@ def test_bf16_parameters_keep_small_updates():
 @given(st.integers(0, 2**31), st.integers(0, 10_000), st.integers(0, 64), st.floats(0.1, 10))
 @settings(max_examples=50, deadline=None)
 def test_draws_depend_on_seed_step_and_place_alone(seed, step, place, shift):
-    noise, sigma = draw(seed, step, place, (3, 1, 2, 2), NoiseLevels(shift))
-    again, same = draw(seed, step, place, (3, 1, 2, 2), NoiseLevels(shift))
+    noise, sigma = Noising(seed, shift).draw(step, place, (3, 1, 2, 2))
+    again, same = Noising(seed, shift).draw(step, place, (3, 1, 2, 2))
     assert torch.equal(noise, again)
     assert sigma == same
     assert 0 < sigma < 1
-    assert not torch.equal(noise, draw(seed, step, place + 1, (3, 1, 2, 2), NoiseLevels(shift))[0])
+    assert not torch.equal(noise, Noising(seed, shift).draw(step, place + 1, (3, 1, 2, 2))[0])
 
 
 @pytest.mark.parametrize("shift", [1.0, 2.2, 5.0])
 def test_noise_levels_have_the_shifted_median(shift):
-    levels = sorted(draw(0, step, 0, (1, 1, 2, 2), NoiseLevels(shift))[1] for step in range(2000))
+    levels = sorted(Noising(0, shift).draw(step, 0, (1, 1, 2, 2))[1] for step in range(2000))
     assert levels[1000] == pytest.approx(shift / (1 + shift), abs=0.03)
 
 
 def test_uniform_levels_are_uniform_and_a_shift_may_go_by_tokens():
-    levels = sorted(draw(0, step, 0, (1, 1, 2, 2), NoiseLevels(1.0, "uniform"))[1] for step in range(2000))
+    levels = sorted(Noising(0, 1.0, "uniform").draw(step, 0, (1, 1, 2, 2))[1] for step in range(2000))
     assert [levels[at] for at in (200, 1000, 1800)] == pytest.approx([0.1, 0.5, 0.9], abs=0.03)
     seen = []
-    draw(0, 0, 0, (16, 1, 8, 12), NoiseLevels(lambda tokens: seen.append(tokens) or 2.0))
+    Noising(0, lambda tokens: seen.append(tokens) or 2.0).draw(0, 0, (16, 1, 8, 12))
     assert seen == [24]

@@ -16,23 +16,13 @@ from autotune.families.small.parts import (
 )
 
 
-def write_image_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write a pipeline with FLUX's kind of VAE."""
-    _write("Kandinsky5T2IPipeline", flux_vae, folder, captions, seed, visual_cond=False)
-
-
-def write_video_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
-    """Write a pipeline with HunyuanVideo's kind of VAE and the extra input channels of the video model."""
-    _write("Kandinsky5T2VPipeline", _video_vae, folder, captions, seed, visual_cond=True)
-
-
-def _write(
-    pipeline_class: str, make_vae: Any, folder: Path, captions: Sequence[str], seed: int, *, visual_cond: bool
-) -> None:
+def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
+    """Write the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
     import diffusers
     import torch
     from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5Transformer3DModel
 
+    video = "T2V" in pipeline_class
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = qwen_tokenizer(captions, bare_pipeline(pipeline_class).prompt_template)
@@ -50,10 +40,10 @@ def _write(
             num_text_blocks=2,
             num_visual_blocks=4,
             axes_dims=(8, 12, 12),
-            visual_cond=visual_cond,
+            visual_cond=video,
         )
         _initialise(transformer)
-        vae = make_vae()
+        vae = _video_vae() if video else flux_vae()
     getattr(diffusers, pipeline_class)(
         transformer=transformer,
         vae=vae,
@@ -61,7 +51,7 @@ def _write(
         tokenizer=qwen_processor(tokenizer),
         text_encoder_2=text_encoder_2,
         tokenizer_2=tokenizer_2,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0 if not visual_cond else 5.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0 if video else 3.0),
     ).save_pretrained(folder)
 
 

@@ -195,7 +195,7 @@ def _encode(encoders: "Encoders", entry: Entry) -> Sample:
     if entry.caption is None:
         pipeline = encoders.pipeline(with_text=False)
         return {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
-    return family.encode_captions(encoders.pipeline(), [entry.caption], [pixels] if pixels else ())[0]
+    return family.encode_caption(encoders.pipeline(), entry.caption, pixels)
 
 
 def _open(entry: Entry) -> "list[Tensor]":

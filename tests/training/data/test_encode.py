@@ -40,11 +40,9 @@ class CountingFamily(QwenImage):
         self.fail_at_image: int | None = None
         self.controls: list[int] = []
 
-    def encode_captions(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
-    ) -> list[Sample]:
-        self.captions += captions
-        return super().encode_captions(pipeline, captions)
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
+        self.captions.append(caption)
+        return super().encode_caption(pipeline, caption)
 
     def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
         if self.num_images == self.fail_at_image:
@@ -58,12 +56,10 @@ class EditFamily(CountingFamily):
 
     max_controls = 2
 
-    def encode_captions(
-        self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
-    ) -> list[Sample]:
-        self.controls += [len(images) for images in controls]
-        assert all(image.shape == (3, 1, 64, 64) for images in controls for image in images)
-        return super().encode_captions(pipeline, captions)
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
+        self.controls.append(len(controls))
+        assert all(image.shape == (3, 1, 64, 64) for image in controls)
+        return super().encode_caption(pipeline, caption)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +135,7 @@ def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
         with torch.no_grad():
             pixels = open_pixels([item.path], bucket.width_px, bucket.height_px)
             assert torch.equal(sample["latents"], family.encode_pixels(pipeline, pixels))
-            expected = family.encode_captions(pipeline, [item.caption])[0]["prompt_embeds"]
+            expected = family.encode_caption(pipeline, item.caption)["prompt_embeds"]
         assert torch.equal(sample["prompt_embeds"], expected)
         assert not any(tensor.requires_grad for tensor in sample.values())
     assert encoded.groups == (0, 1, 0, 1)
@@ -283,11 +279,9 @@ def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
     seen: list[bool] = []
 
     class Watching(CountingFamily):
-        def encode_captions(
-            self, pipeline: Any, captions: Sequence[str], controls: Sequence[Sequence[Tensor]] = ()
-        ) -> list[Sample]:
+        def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
             alive.update({name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")})
-            return super().encode_captions(pipeline, captions, controls)
+            return super().encode_caption(pipeline, caption, controls)
 
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
             seen.append(alive["text_encoder"]() is not None)
