@@ -74,6 +74,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.atomic import require_writable
     from autotune.commands.machine import machine_for
+    from autotune.errors import AutotuneError
     from autotune.plan_file import write_plan
     from autotune.planner import make_plan
     from autotune.planning.case import list_choices
@@ -81,7 +82,6 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     from autotune.planning.surroundings import Surroundings
     from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import knob_lines, plan_lines
-    from autotune.sharing.files import Unreachable
     from autotune.sharing.record import why_no_evidence
     from autotune.sharing.store import remember
     from autotune.terminal import err, out, trial_display
@@ -107,7 +107,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     if recording is None and why_no_evidence(made, machine) is None:
         try:
             remember(made, machine, tuple(heard.calibration))
-        except Unreachable as error:  # the plan is made all the same
+        except AutotuneError as error:  # the plan is made all the same
             err.print(f"profiles  not kept for the next search: {error.message}", style="yellow")
     if asked.as_json:
         typer.echo(made.model_dump_json(indent=1))

@@ -67,6 +67,10 @@ def _neediest(prediction: Prediction) -> str:
     return f"no: {phase.name}"
 
 
+MOST_TOLD = 5
+"""Records of a kind that are named one by one."""
+
+
 def survey_lines(survey: Survey) -> list[str]:
     """What earlier measurements contribute, and which no longer count; nothing where there are none."""
     told = {
@@ -75,7 +79,10 @@ def survey_lines(survey: Survey) -> list[str]:
         "near": f"{len(survey.known)} of similar machines or work start the search",
     }
     lines = [f"profiles  {told[survey.known[0].match.kind]}"] if survey.known else []
-    lines += [f"profiles  {line}" for line in (*survey.stale, *survey.refused)]
+    for told_of, command in ((survey.stale, "list --why"), (survey.refused, "verify")):
+        lines += [f"profiles  {line}" for line in told_of[:MOST_TOLD]]
+        if len(told_of) > MOST_TOLD:
+            lines.append(f"profiles  ... and {len(told_of) - MOST_TOLD} more: `autotune profiles {command}`")
     return [*lines, ""] if lines else []
 
 
