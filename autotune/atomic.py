@@ -4,7 +4,7 @@ import errno
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -12,7 +12,7 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; what was written there takes its place if nothing failed.
 
-    The bytes are on disk before the name changes (fsync), and the name before this returns.
+    The bytes are on disk before the name changes (fsync), and the name, where folders sync, before this returns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = _new_part(path)
@@ -20,7 +20,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield part
         _sync(part)
         part.replace(path)
-        _sync(path.parent)
+        with suppress(OSError):  # not every network's file system syncs folders
+            _sync(path.parent)
     except BaseException as error:
         part.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename == str(part):

@@ -34,7 +34,7 @@ from autotune.search.study import Limits, run_search
 from autotune.sharing.advice import NO_ADVICE, Advice, advise
 from autotune.sharing.keys import match, usable_trials
 from autotune.sharing.query import Known, Survey
-from autotune.sharing.record import Record, machine_of
+from autotune.sharing.record import Record, machine_of, shared_part
 
 NEAR = 0.05
 CHOICE_SIGMA = 0.10
@@ -117,7 +117,7 @@ def record_of_search(bench: Bench, trials: tuple[TrialResult, ...]) -> Record:
         workload=work,
         settings=best.candidate,
         expected=expected,
-        trials=trials,
+        trials=tuple(map(shared_part, trials)),
         search_seconds=0.0,
         calibration=tuple(bench.cost.residual(trial) for trial in trials),
     )

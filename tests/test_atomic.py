@@ -1,5 +1,6 @@
 """Writing whole or not at all, and never over what is no file."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -44,3 +45,19 @@ def test_permissions_follow_the_mask_of_the_process_without_setting_it(
     finally:
         set_mask(before)
     assert stat.S_IMODE((tmp_path / "plan.yaml").stat().st_mode) == 0o640
+
+
+def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some network file systems answer."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_whole(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"

@@ -87,6 +87,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.atomic import require_writable
     from autotune.commands.machine import machine_for
+    from autotune.errors import AutotuneError
     from autotune.planner import make_plan
     from autotune.planning.case import list_choices
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
@@ -121,7 +122,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     if recording is None and why_no_evidence(made, machine) is None:
         try:
             remember(made, machine, tuple(heard.calibration))
-        except Unreachable as error:  # the plan is made all the same
+        except AutotuneError as error:  # the plan is made all the same
             err.print(note_text(f"not kept for the next search: {error.message}", "profiles"), style="yellow")
     if asked.as_json:
         typer.echo(made.model_dump_json(indent=1))

@@ -106,14 +106,15 @@ def import_records(file: Annotated[Path, typer.Argument(help="A file that `expor
 
 @app.command()
 def prune(
+    names: Annotated[list[str] | None, typer.Argument(help="Only these.", metavar="ID", show_default=False)] = None,
     older_than: Annotated[int | None, typer.Option(min=0, help="Days; older records go too.", metavar="DAYS")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     store: Where = None,
 ) -> None:
-    """Delete records that are superseded, damaged, impossible, or of another trial protocol."""
+    """Delete the named records, or those that are superseded, damaged, impossible, or of an older trial protocol."""
     from autotune.sharing.exchange import prune as delete_useless
 
-    reasons = delete_useless(_store(store), older_than_days=older_than, dry_run=dry_run)
+    reasons = delete_useless(_store(store), names or (), older_than_days=older_than, dry_run=dry_run)
     typer.echo("\n".join((*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}")))
 
 

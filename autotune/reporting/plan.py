@@ -71,6 +71,10 @@ def _neediest(prediction: Prediction) -> str:
     return f"no: {phase.name}"
 
 
+MOST_TOLD = 5
+"""Records of a kind that are named one by one."""
+
+
 def survey_lines(survey: Survey) -> list[str]:
     """What earlier measurements contribute, and which no longer count; nothing where there are none."""
     told = {
@@ -79,7 +83,11 @@ def survey_lines(survey: Survey) -> list[str]:
         "near": f"{len(survey.known)} of similar machines or work start the search",
     }
     known = [told[survey.known[0].match.kind]] if survey.known else []
-    lines = [note_text(line, "profiles") for line in (*known, *survey.stale, *survey.refused)]
+    for told_of, command in ((survey.stale, "list --why"), (survey.refused, "verify")):
+        known += told_of[:MOST_TOLD]
+        if len(told_of) > MOST_TOLD:
+            known.append(f"... and {len(told_of) - MOST_TOLD} more: `autotune profiles {command}`")
+    lines = [note_text(line, "profiles") for line in known]
     return [*lines, ""] if lines else []
 
 

@@ -3,11 +3,12 @@
 A record only proposes. Its settings are tried first where they are in the local space and predicted to fit; what it
 taught the cost model is believed as far as its machine is alike; and what it promises holds once local trials have
 reproduced it. A record that the cost model or a local trial contradicts is named, and nothing more is taken from it. So
-a wrong record can cost trials, and nothing else: only settings that ran here may win.
+a wrong record can cost trials, and nothing else: only settings that ran here may win, and only what this machine's own
+search space admits is ever a fallback.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autotune import __version__
@@ -40,7 +41,9 @@ are that far off at most in 95 of 100 cases, and trials have a cap."""
 class Ground:
     """A record that a search stands on."""
 
-    known: Known
+    name: str
+    trials: tuple[TrialResult, ...]
+    """Those that count, of settings that are in the local search space."""
     promises: tuple[TrialResult, ...]
     """What must be reproduced here before nothing else need be tried; empty where another machine measured it."""
     lesson: Lesson
@@ -63,12 +66,12 @@ class Advice:
 
     def doubts(self, results: Sequence[TrialResult]) -> tuple[str, ...]:
         """Records that `results` contradict, one line each."""
-        return tuple(f"{g.known.name[:12]} {why}" for g in self.grounds if (why := self._doubt(g, results)))
+        return tuple(f"{g.name[:12]} {why}" for g in self.grounds if (why := self._doubt(g, results)))
 
     @property
     def records(self) -> tuple[str, ...]:
         """Names of the records, those that turned out wrong too: without them the search would have gone otherwise."""
-        return tuple(ground.known.name for ground in self.grounds)
+        return tuple(ground.name for ground in self.grounds)
 
     def _doubt(self, ground: Ground, results: Sequence[TrialResult]) -> str | None:
         here = {result.candidate: result for result in results}
@@ -99,32 +102,34 @@ class Advice:
         """Trials of a record whose promises were kept explain, too, why others lost."""
         ground = self._kept(results)
         here = {result.candidate for result in results}
-        return tuple(trial for trial in ground.known.trials if trial.candidate not in here) if ground else ()
+        return tuple(trial for trial in ground.trials if trial.candidate not in here) if ground else ()
 
 
 NO_ADVICE = Advice((), (), None)  # type: ignore[arg-type]
 
 
 def advise(
-    found: Survey, candidates: Collection[Candidate], budget_bytes: int, workload: Workload, cost: Predictor
+    found: Survey, candidates: Iterable[Candidate], budget_bytes: int, workload: Workload, cost: Predictor
 ) -> tuple[Survey, Advice]:
-    """What of `found` a search among `candidates` stands on; and `found` without what the cost model contradicts."""
+    """What of `found` a search among `candidates` stands on; and `found` with that alone, and what is not believed."""
+    used: list[Known] = []
     grounds: list[Ground] = []
-    odd: dict[str, str] = {}
+    odd: list[str] = []
+    space = frozenset(candidates)
     for item in found.known:
-        settled = bool(grounds and grounds[0].promises)
-        if settled or len(grounds) == MOST_RECORDS:
+        if len(grounds) == MOST_RECORDS or any(ground.promises for ground in grounds):
             break
-        if item.record.settings in candidates:
+        if item.record.settings in space:
             if why := next(_oddities(item.record, workload, cost), None):
-                odd[item.name] = f"{item.name[:12]} is not believed: {why}"
-            else:
-                grounds.append(Ground(item, _promises(item), Lesson(tuple(_residuals(item)), item.weight)))
-    proposed = [t.candidate for g in grounds for t in g.promises] or [g.known.record.settings for g in grounds]
-    fitting = [c for c in dict.fromkeys(proposed) if c in candidates and _has_room(cost.uncalibrated(c), budget_bytes)]
-    known = tuple(item for item in found.known if item.name not in odd)
+                odd.append(f"{item.name[:12]} is not believed: {why}")
+                continue
+            local = tuple(trial for trial in item.trials if trial.candidate in space)
+            grounds.append(Ground(item.name, local, _promises(item), Lesson(tuple(_residuals(item)), item.weight)))
+            used.append(item)
+    proposed = [t.candidate for g in grounds for t in g.promises] or [item.record.settings for item in used]
+    fitting = [c for c in dict.fromkeys(proposed) if c in space and _has_room(cost.uncalibrated(c), budget_bytes)]
     advice = Advice(tuple(grounds), tuple(fitting[:MOST_FIRST]), cost)
-    return replace(found, known=known, refused=(*found.refused, *odd.values())), advice
+    return replace(found, known=tuple(used), refused=(*found.refused, *odd)), advice
 
 
 def _has_room(prediction: Prediction, budget_bytes: int) -> bool:

@@ -1,7 +1,7 @@
 """What is done with whole stores: push and pull, export and import, verify, prune."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import IO
@@ -79,18 +79,26 @@ def verify(store: Store) -> tuple[int, tuple[str, ...]]:
     return len(problems), tuple(problem for problem in problems if problem)
 
 
-def prune(store: Store, *, older_than_days: int | None = None, dry_run: bool = False) -> tuple[str, ...]:
-    """Delete what is useless; one line for each, saying why."""
+def prune(
+    store: Store, names: Sequence[str] = (), *, older_than_days: int | None = None, dry_run: bool = False
+) -> tuple[str, ...]:
+    """Delete the records whose names begin so, or what is useless; one line for each, saying why.
+
+    Raises:
+        InvalidInput: no record's name begins so, or several do; nothing is deleted then.
+    """
     oldest = None if older_than_days is None else datetime.now(UTC).date() - timedelta(days=older_than_days)
-    useless = dict(_useless(store.contents(), oldest))
+    named = {entry.key: f"{entry.name[:12]} was named" for entry in map(store.entry, names)}
+    useless = named if names else dict(_useless(store.contents(), oldest))
     for key in () if dry_run else useless:
         store.files.delete(key)
     return tuple(useless.values())
 
 
 def _useless(contents: Iterable[Found], oldest: date | None) -> Iterator[tuple[str, str]]:
-    """Path of each record that is bad (see `verify`), of another trial protocol, superseded or too old, and why.
+    """Path of each record that is bad (see `verify`), of an older trial protocol, superseded or too old, and why.
 
+    What a newer autotune measured is left to those who have it, whether this one can read it or not.
     A newer record of the same machine, versions and work supersedes one of no more trials.
     """
     fullest: dict[tuple[object, ...], tuple[str, int]] = {}
@@ -98,13 +106,13 @@ def _useless(contents: Iterable[Found], oldest: date | None) -> Iterator[tuple[s
     for found in contents:
         if found.record and not found.problem:
             sound.append((found.record, found))
-        else:
+        elif not found.is_foreign:
             yield found.key, found.problem or found.damage
-    for record, found in sorted(sound, key=lambda pair: (pair[0].measured_on, len(pair[0].trials)), reverse=True):
+    for record, found in sorted(sound, key=lambda pair: (pair[0].day, len(pair[0].trials)), reverse=True):
         newer, most = fullest.get(subject := _subject(record), ("", 0))
-        name = found.name[:12]
-        if record.machine.hard_keys.get("trial_protocol") != str(TRIAL_PROTOCOL_VERSION):
-            yield found.key, f"{name} was measured by another trial protocol"
+        name, protocol = found.name[:12], record.machine.hard_keys.get("trial_protocol") or ""
+        if protocol.isdecimal() and int(protocol) < TRIAL_PROTOCOL_VERSION:
+            yield found.key, f"{name} was measured by an older trial protocol"
         elif len(record.trials) <= most:
             yield found.key, f"{name} is superseded by {newer}"
         elif oldest and record.measured_on < oldest:
@@ -117,4 +125,4 @@ def _subject(record: Record) -> tuple[object, ...]:
     """What a newer record of the same replaces."""
     machine = record.machine
     versions = machine.versions.model_copy(update={"python": "", "driver": None})
-    return record.folder, machine.device_name, machine.total_memory_bytes, versions, record.workload
+    return record.folder, machine.device_name, machine.total_memory_bytes, versions, record.workload, record.conclusive

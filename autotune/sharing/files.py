@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -57,17 +57,18 @@ class LocalFiles:
         self.root, self.where = root, str(root)
 
     def sizes(self) -> dict[str, int]:
-        with _reaching(self.where):
+        with reaching(self.where):
             return dict(self._scan(self.root, "", DEPTH)) if self.root.is_dir() else {}
 
     def _scan(self, folder: Path | str, prefix: str, depth: int) -> Iterator[tuple[str, int]]:
-        with os.scandir(folder) as entries:
+        with suppress(FileNotFoundError), os.scandir(folder) as entries:  # what is deleted meanwhile is not there
             for entry in entries:
                 key = prefix + entry.name
                 if depth and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     yield from self._scan(entry.path, key + "/", depth - 1)
                 elif not depth and KEY.fullmatch(key) and entry.is_file(follow_symlinks=False):
-                    yield key, entry.stat(follow_symlinks=False).st_size
+                    with suppress(FileNotFoundError):
+                        yield key, entry.stat(follow_symlinks=False).st_size
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
         for key, size in sizes.items():
@@ -85,21 +86,23 @@ class LocalFiles:
             return file.read(size)
 
     def write(self, contents: Mapping[str, bytes]) -> None:
-        with _reaching(self.where):
+        with reaching(self.where):
             for key, content in contents.items():
-                with replacing(self._place(key)) as part:
+                with replacing(Path(self._place(key))) as part:
                     part.write_bytes(content)
 
     def delete(self, key: str) -> None:
-        with _reaching(self.where):
-            self._place(key).unlink(missing_ok=True)
+        with reaching(self.where):
+            Path(self._place(key)).unlink(missing_ok=True)
 
-    def _place(self, key: str) -> Path:
+    def _place(self, key: str) -> str:
         """The path of a key: one of the layout, with no link between the root and it."""
-        path = self.root / _checked(key)
-        if any(folder.is_symlink() for folder in path.parents[:DEPTH]):
-            raise OSError(f"a folder of {key} is a link")
-        return path
+        path = self.where
+        for folder in _checked(key).split("/")[:DEPTH]:
+            path = f"{path}/{folder}"
+            if os.path.islink(path):  # noqa: PTH114  a Path takes as long as the reading, thousands of times
+                raise OSError(f"a folder of {key} is a link")
+        return f"{self.where}/{key}"
 
 
 class RemoteFiles:
@@ -111,7 +114,7 @@ class RemoteFiles:
 
         self.where = redacted(url)
         self.secrets = _secrets_of(url)
-        with _reaching(self.where, self.secrets):
+        with reaching(self.where, self.secrets):
             try:
                 self.fs, root = url_to_fs(url, **options)
             except (ImportError, ValueError) as error:
@@ -122,7 +125,7 @@ class RemoteFiles:
         self.has_folders = not isinstance(self.fs, AsyncFileSystem)  # object stores have none, and mkdir makes buckets
 
     def sizes(self) -> dict[str, int]:
-        with _reaching(self.where, self.secrets):
+        with reaching(self.where, self.secrets):
             self.fs.invalidate_cache()
             try:
                 found = self.fs.find(self.root, detail=True)
@@ -132,7 +135,7 @@ class RemoteFiles:
         return {key: int(info.get("size") or 0) for key, info in items if KEY.fullmatch(key) and not info.get("islink")}
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
-        with _reaching(self.where, self.secrets):
+        with reaching(self.where, self.secrets):
             filled = {key: size for key, size in sizes.items() if size}  # no range lies in an empty object
             paths = [self._place(key) for key in filled]
             found = self.fs.cat_ranges(paths, [0] * len(paths), list(filled.values()), on_error="return")
@@ -143,14 +146,14 @@ class RemoteFiles:
         yield from zip(filled, found, strict=True)
 
     def write(self, contents: Mapping[str, bytes]) -> None:
-        with _reaching(self.where, self.secrets):
+        with reaching(self.where, self.secrets):
             if self.has_folders:
                 for folder in {self._place(key).rpartition("/")[0] for key in contents}:
                     self.fs.makedirs(folder, exist_ok=True)
             self.fs.pipe({self._place(key): content for key, content in contents.items()})
 
     def delete(self, key: str) -> None:
-        with _reaching(self.where, self.secrets):
+        with reaching(self.where, self.secrets):
             self.fs.rm_file(self._place(key))
 
     def _place(self, key: str) -> str:
@@ -178,7 +181,7 @@ def _checked(key: str) -> str:
 
 
 @contextmanager
-def _reaching(where: str, secrets: Sequence[str] = ()) -> Iterator[None]:
+def reaching(where: str, secrets: Sequence[str] = ()) -> Iterator[None]:
     """Turn whatever a file system raises into one error that names the store and hides its passwords."""
     try:
         yield
@@ -192,7 +195,8 @@ def _reaching(where: str, secrets: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _told(error: Exception, secrets: Sequence[str]) -> str:
-    text = " ".join(str(error).split())[:300]
+    text = "".join(letter if letter.isprintable() else " " for letter in str(error))  # a server may send escapes
+    text = " ".join(text.split())[:300]
     for secret in secrets:
         text = text.replace(secret, "***")
     return text

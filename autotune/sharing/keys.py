@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autotune.fit import KEY_NAMES
+from autotune.knobs.attention import prefers_cudnn
 from autotune.schema import HardwareProfile, TrialResult, Workload
 from autotune.sharing.record import LIBRARIES, Machine, Record, class_of, machine_of
 
@@ -103,8 +104,9 @@ def match(record: Record, hardware: HardwareProfile, workload: Workload) -> Matc
     work, machine = compare_work(record, workload), compare_machine(record, hardware)
     if "none" in (work.kind, machine.kind):
         return work if work.kind == "none" else machine
-    kind = machine.kind if work.kind == "exact" else "near"
-    return Match(kind, machine.distance + work.distance, (*machine.reasons, *work.reasons))
+    kind = machine.kind if work.kind == "exact" and record.conclusive else "near"
+    limited = () if record.conclusive else ("search: cut short or narrowed down there",)
+    return Match(kind, machine.distance + work.distance, (*machine.reasons, *work.reasons, *limited))
 
 
 def compare_work(record: Record, workload: Workload) -> Match:
@@ -150,11 +152,14 @@ def _more_memory(record: Record, hardware: HardwareProfile) -> Iterator[tuple[fl
 def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
     """Position of each trial that ran on a library which differs here, and why it does not count."""
     here, there = machine_of(hardware).versions, record.machine.versions
+    native_is_cudnn = any(prefers_cudnn(hardware.model_copy(update={"versions": known})) for known in (here, there))
     found = {}
     for index, trial in enumerate(record.trials):
         for name, (knob, choices) in LIBRARIES.items():
-            theirs, ours = getattr(there, name), getattr(here, name)
-            if theirs != ours and re.match(choices, getattr(trial.candidate, knob)):
+            theirs, ours, choice = getattr(there, name), getattr(here, name), getattr(trial.candidate, knob)
+            if choice == "native" and not native_is_cudnn:
+                continue
+            if theirs != ours and re.match(choices, choice):
                 found[index] = f"trials on {name}: {theirs or 'none'} there, {ours or 'none'} here"
     return found
 

@@ -4,6 +4,7 @@ from autotune.errors import InvalidInput
 from autotune.hardware.catalogue import matching, profile_of_gpu
 from autotune.hardware.probe import with_budget, with_rates
 from autotune.machine import HardwareProfile
+from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import Record
 
 
@@ -11,9 +12,11 @@ def profile_of_record(record: Record) -> HardwareProfile:
     """The catalogue's profile of the record's GPU, with the rates and the budget that the record's machine had.
 
     Raises:
-        InvalidInput: the catalogue does not know the device, so most facts would be missing.
+        InvalidInput: the record cannot be true, or the catalogue does not know the device: most facts would be missing.
     """
     machine = record.machine
+    if reasons := implausible(record):
+        raise InvalidInput(f"the record cannot be true: {reasons[0]}", hint="`autotune profiles prune` deletes such")
     gpu = matching(machine.device_name, machine.total_memory_bytes)
     if gpu is None:
         raise InvalidInput(

@@ -6,7 +6,6 @@ and to the local trials that verify a record before anything stands on it (`auto
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from autotune.families.registry import FAMILIES
 from autotune.hardware.catalogue import CatalogueGpu, catalogue, matching
@@ -29,7 +28,7 @@ SPILL = 1.02
 
 def implausible(record: Record) -> tuple[str, ...]:
     """Why the record cannot be true, one line each; empty when nothing speaks against it."""
-    return (*_promise(record), *_trials(record), *_order(record))
+    return (*_promise(record), *_trials(record))
 
 
 def _promise(record: Record) -> Iterator[str]:
@@ -124,25 +123,3 @@ def _bits(candidate: Candidate) -> int:
         storage = STORAGES.get(candidate.quantization)
         return int(8 * (storage.bytes_per_parameter if storage else UNKNOWN_BYTES))
     return 32 if candidate.precision == "fp32" else 16
-
-
-def _order(record: Record) -> Iterator[str]:
-    """Recomputing more cannot take half the time, nor need much more memory, all else being equal."""
-    alike: dict[Candidate, list[TrialResult]] = {}
-    for trial in record.trials:
-        if trial.outcome == "ok" and trial.step_seconds and trial.peak_memory_bytes:
-            alike.setdefault(trial.candidate.model_copy(update={"checkpointed_blocks": 0}), []).append(trial)
-    for trials in alike.values():
-        slowest, smallest = 0.0, math.inf
-        for blocks, same in groupby(sorted(trials, key=_blocks), key=_blocks):
-            group = list(same)
-            if max(max(trial.step_seconds) for trial in group) < 0.5 * slowest:
-                yield f"checkpointing {blocks} blocks is said to take less than half the time of fewer"
-            if min(trial.peak_memory_bytes or 0 for trial in group) > 1.5 * smallest:
-                yield f"checkpointing {blocks} blocks is said to need far more memory than fewer"
-            slowest = max(slowest, *(min(trial.step_seconds) for trial in group))
-            smallest = min(smallest, *(trial.peak_memory_bytes or 0 for trial in group))
-
-
-def _blocks(trial: TrialResult) -> int:
-    return trial.candidate.checkpointed_blocks

@@ -6,16 +6,17 @@ trials taught the cost model.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autotune.errors import AutotuneError
 from autotune.schema import HardwareProfile, TrialResult, Workload
 from autotune.sharing.keys import Match, compare_work, match, usable_trials
-from autotune.sharing.record import Record, architecture_folder, class_of
-from autotune.sharing.store import Entry, Store, own_store, shipped_store
+from autotune.sharing.record import Record, architecture_folder, class_of, machine_folder, machine_of
+from autotune.sharing.store import Entry, Found, Store, own_store, shipped_store
 
 MAX_CONSIDERED = 500
-"""Records opened for one question: those of the same class of work first."""
+"""Records opened for one question: those of machines with these hard keys first, and of the same class of work."""
 REACH = 10.0
 """Distance at which a record's lesson weighs 1/e. It corrects predictions, not times, so it carries over between
 machines whose rates differ."""
@@ -43,7 +44,7 @@ class Survey:
     """The answer of the stores."""
 
     known: tuple[Known, ...]
-    """Exact ones first, then those before an upgrade, then by distance; newer before older."""
+    """Exact ones first, then those before an upgrade, then by distance; newer before older, of one day the fastest."""
     stale: tuple[str, ...]
     """Records of this very device that no longer count, or only in part, after a change here: one line each."""
     refused: tuple[str, ...]
@@ -62,7 +63,7 @@ def survey(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store
     stale: dict[str, str] = {}
     refused: dict[str, str] = {}
     for store in (own_store(), shipped_store()) if stores is None else stores:
-        for entry in store.contents(_candidates(store, workload)):
+        for entry in _asked(store, hardware, workload, refused):
             record, name = entry.record, entry.name
             matched = match(record, hardware, workload) if record else None
             if record is None or matched is None or (matched.kind != "none" and entry.problem):
@@ -75,14 +76,30 @@ def survey(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store
                 told = verdict.get(matched.kind, "counts as a prior only")
                 stale[name] = f"{name[:12]} {told}: {'; '.join(matched.reasons)}"
     ordered = sorted(found.values(), key=lambda item: (KINDS.index(item.match.kind), item.match.distance, _age(item)))
+    if ordered and ordered[0].match.kind == "exact":
+        stale = {}  # measured again since
     return Survey(tuple(ordered), tuple(stale.values()), tuple(refused.values()))
 
 
-def _candidates(store: Store, workload: Workload) -> list[Entry]:
-    """Where records of this architecture lie, those of the same class of work first."""
-    architecture, work = architecture_folder(workload), class_of(workload)
+def _asked(store: Store, hardware: HardwareProfile, workload: Workload, refused: dict[str, str]) -> Iterator[Found]:
+    """What a store has on the question; where it does not answer, `refused` says so, and a search does without."""
+    try:
+        yield from store.contents(_candidates(store, hardware, workload))
+    except AutotuneError as error:
+        refused[store.where] = error.message
+
+
+def _candidates(store: Store, hardware: HardwareProfile, workload: Workload) -> list[Entry]:
+    """Where records of this architecture lie: of machines with these hard keys first, of this class of work first."""
+    machine, architecture = machine_folder(machine_of(hardware)), architecture_folder(workload)
+    work = class_of(workload)
+
+    def order(entry: Entry) -> tuple[bool, bool, str]:
+        there = entry.key.split("/")
+        return there[0] != machine, there[2] != work, entry.key
+
     entries = [entry for entry in store.entries() if entry.key.split("/")[1] == architecture]
-    return sorted(entries, key=lambda entry: (entry.key.split("/")[2] != work, entry.key))[:MAX_CONSIDERED]
+    return sorted(entries, key=order)[:MAX_CONSIDERED]
 
 
 def _was_here(record: Record, hardware: HardwareProfile, workload: Workload) -> bool:
@@ -98,5 +115,5 @@ def same_work(record: Record, workload: Workload) -> bool:
     return compare_work(record, ours).kind == "exact"
 
 
-def _age(item: Known) -> tuple[int, str]:
-    return -item.record.measured_on.toordinal(), item.name
+def _age(item: Known) -> tuple[int, float, str]:
+    return -item.record.day.toordinal(), item.record.expected.step_seconds, item.name

@@ -8,12 +8,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from autotune import __version__
 from autotune.errors import InvalidInput
 from autotune.schema import (
     Bucket,
@@ -37,34 +38,45 @@ MAX_RECORD_BYTES = 1 << 18
 """A record of 8 trials has about 4 KiB."""
 MAX_TRIALS = 512
 MAX_TEXT = 160
+LEAST_TRIALS = 4
+"""Of a search whose winner answers the question for others: fewer have compared next to nothing. A search that
+similar machines' records start makes as many before it may end by itself (`search.study.Limits`)."""
 LIBRARIES: Mapping[str, tuple[str, str]] = {
     "torchao": ("quantization", r"torchao"),
     "bitsandbytes": ("quantization", r"bnb|bitsandbytes"),
     "flash_attn": ("attention", r"_?flash(?!.*hub)"),
     "kernels": ("attention", r".*hub"),
     "xformers": ("attention", r"xformers"),
-    "cudnn": ("attention", r"_native_cudnn"),
+    "cudnn": ("attention", r"_native_cudnn|native$"),
     "sageattention": ("attention", r"_?sage"),
 }
 """Field of `Versions`: the knob, and what its choices that use the library begin with. Their versions decide
-for the trials that ran on them, and no others."""
+for the trials that ran on them, and no others. `native` runs on cuDNN where torch prefers that (`knobs.attention`)."""
 OF_PROMISE = "evidence step_seconds peak_memory_bytes process_memory_bytes"
 """What the rest of a job takes, and what its machine costs, is nobody else's business."""
 OF_TRIAL = (
     "candidate outcome step_seconds warmup_seconds load_seconds peak_memory_bytes allocator_retries confirms"
     " load_peak_memory_bytes host_memory_bytes wall_seconds"
 )
-"""The message may hold a path, and the loss tells about the data."""
+"""The message may hold a path, and the loss tells about the data. A record that has them is not one of ours."""
+UNTOLD = tuple(
+    (name, field.default) for name, field in TrialResult.model_fields.items() if name not in OF_TRIAL.split()
+)
+"""Fields of a trial that no record fills, and what they hold then."""
 DIGITS, EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE]\+?\d{3}")
 """Of numbers that arithmetic might choke on: 10^21 and more as an integer, 10^100 and more as a float."""
 
 
 class DamagedRecord(InvalidInput):
-    """A file of a store is no record: altered, cut off, too large, or written by a newer autotune."""
+    """A file of a store is no record: altered, cut off, too large, or nothing that autotune writes."""
+
+
+class ForeignRecord(DamagedRecord):
+    """A whole record of another autotune, which this one cannot read: others may."""
 
 
 class Machine(Frozen):
-    """A machine as far as its measurements depend on it. Never its name, its user, its disks or its serial numbers."""
+    """A machine as far as its measurements depend on it. Never its name, its user, its paths or its serial numbers."""
 
     hard_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
     """Those that decide for every trial; libraries decide only for the trials that used them (`LIBRARIES`)."""
@@ -84,7 +96,7 @@ class Record(Frozen):
     schema_version: Literal[1]
     autotune_version: str
     measured_on: date
-    """The day, in UTC: newer records replace older ones of the same machine."""
+    """In UTC."""
     machine: Machine
     workload: Workload
     """Only the largest bucket, which is what trials run: the others would tell about the data."""
@@ -94,6 +106,8 @@ class Record(Frozen):
     search_seconds: float = Field(ge=0)
     calibration: tuple[Residual | None, ...] = Field(default=(), max_length=MAX_TRIALS)
     """For each trial, how far it was from the cost model of this version; None for those that did not run."""
+    conclusive: bool = True
+    """Whether the settings answer the question: False where the user had narrowed the search down, or cut it short."""
 
     @model_validator(mode="after")
     def _is_evidence(self) -> "Record":
@@ -101,6 +115,8 @@ class Record(Frozen):
             raise ValueError("predictions are no evidence")
         if any(trial.memory_cap_bytes is not None for trial in self.trials):
             raise ValueError("trials under a cap on memory are no evidence")
+        if any(getattr(trial, name) != silence for trial in self.trials for name, silence in UNTOLD):
+            raise ValueError("its trials say more than a record does")
         if self.settings not in [trial.candidate for trial in self.trials if trial.outcome == "ok"]:
             raise ValueError("none of its trials ran the settings that it recommends")
         if self.calibration and len(self.calibration) != len(self.trials):
@@ -118,10 +134,15 @@ class Record(Frozen):
         return name_of(self.content)
 
     @property
+    def day(self) -> date:
+        """`measured_on`; long ago where that is yet to come: of like records the newest leads, and no clock that runs
+        ahead, nor a lie, makes one lead for good. A day is what clocks may differ by."""
+        return self.measured_on if self.measured_on <= datetime.now(UTC).date() + timedelta(days=1) else date.min
+
+    @property
     def folder(self) -> str:
         """Where in a store it belongs: hard keys / architecture / class of work."""
-        machines = _short_digest(tuple(self.machine.hard_keys.items()))
-        return f"{machines}/{architecture_folder(self.workload)}/{class_of(self.workload)}"
+        return f"{machine_folder(self.machine)}/{architecture_folder(self.workload)}/{class_of(self.workload)}"
 
 
 def canonical(data: dict[str, Any]) -> bytes:
@@ -154,7 +175,20 @@ def parse_record(content: bytes, name: str) -> Record:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:80] or "the whole"
+        if writer := _other_writer(content):
+            what = f"{name[:12]} was written by autotune {writer}, and this is {__version__}: {where} is not as here"
+            raise ForeignRecord(what, hint="update autotune") from error
         raise _damaged(name, f"{other}: {where}: {first['msg'].lower()}") from error
+
+
+def _other_writer(content: bytes) -> str | None:
+    """The version of autotune that these bytes are of, if they are a record of another one."""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    version = data.get("autotune_version") if isinstance(data, dict) and "schema_version" in data else None
+    return version if isinstance(version, str) and version != __version__ else None
 
 
 def _damaged(name: str, why: str) -> DamagedRecord:
@@ -192,23 +226,43 @@ def record_of(
         InvalidInput: it is no evidence: predicted, of another machine, or measured under a cap on memory.
     """
     frozen = plan.frozen
+    hint = "make one with `autotune plan` on this machine"
     if why := why_no_evidence(plan, hardware):
-        raise InvalidInput(f"this plan cannot be shared: {why}", hint="make one with `autotune plan` on this machine")
-    processes = frozen.hardware.num_processes
-    images = frozen.expected.images_per_second / processes
+        raise InvalidInput(f"this plan cannot be shared: {why}", hint=hint)
+    if len(frozen.trials) > MAX_TRIALS:
+        raise InvalidInput(f"this plan cannot be shared: it has over {MAX_TRIALS} trials", hint=hint)
+    work = frozen.workload.share(frozen.hardware.num_processes)  # what its trials ran
+    images = work.effective_batch_size / frozen.expected.step_seconds
     record = Record(
         schema_version=1,
         autotune_version=frozen.autotune_version,
         measured_on=measured_on or datetime.now(UTC).date(),
         machine=machine_of(hardware),
-        workload=_without_names(frozen.workload.share(processes)),  # what its trials ran
+        workload=_without_names(work),
         settings=frozen.settings,
         expected=Expected(images_per_second=images, **_only(frozen.expected, OF_PROMISE)),
-        trials=tuple(TrialResult(**_only(trial, OF_TRIAL)) for trial in frozen.trials),
+        trials=tuple(map(shared_part, frozen.trials)),
         search_seconds=frozen.search_seconds,
         calibration=calibration,
+        conclusive=_is_conclusive(plan),
     )
     return parse_record(record.content, record.name)  # what is written here can be read elsewhere
+
+
+def _is_conclusive(plan: TrainingPlan) -> bool:
+    """Whether nothing was pinned or excluded, and enough was tried or a record that had found enough was verified.
+
+    A plan that stands on a record whose promise held has no longer trial of its winner: the promise confirmed it.
+    """
+    frozen = plan.frozen
+    num_tried = sum(not trial.confirms for trial in frozen.trials)
+    verified = bool(frozen.records) and num_tried == len(frozen.trials)
+    return not (frozen.pins or frozen.exclusions) and (verified or num_tried >= LEAST_TRIALS)
+
+
+def shared_part(trial: TrialResult) -> TrialResult:
+    """The trial without what tells of the data, or in words."""
+    return TrialResult(**_only(trial, OF_TRIAL))
 
 
 def machine_of(hardware: HardwareProfile) -> Machine:
@@ -225,6 +279,11 @@ def machine_of(hardware: HardwareProfile) -> Machine:
         rates=tuple(rate.model_copy(update={"conditions": None}) for rate in hardware.rates),
         noisy=hardware.noisy,
     )
+
+
+def machine_folder(machine: Machine) -> str:
+    """Folder of all machines with these hard keys."""
+    return _short_digest(tuple(sorted(machine.hard_keys.items())))
 
 
 def architecture_folder(workload: Workload) -> str:

@@ -6,6 +6,7 @@ What is read is data from elsewhere: taken only if it is whole, unaltered, valid
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ from autotune.errors import InvalidInput
 from autotune.schema import HardwareProfile, Residual, TrainingPlan
 from autotune.sharing.files import Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import implausible
-from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, Record, parse_record, record_of
+from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, parse_record, record_of
 
 MAX_RECORDS = 100_000
 """In one store or file."""
+NO_FOLDER = re.compile(r"(?P<login>[\w.+-]+@[\w.-]+:)|[a-z][a-z0-9+]+:/|$")
+"""How addresses begin that git or fsspec would know; or they are empty. A folder of such a name would be made here."""
 BATCH = 64
 """Files asked for at once; object stores answer them side by side."""
 
@@ -51,6 +54,8 @@ class Found:
     """Why there is no record in them."""
     key: str = ""
     """Path inside a store."""
+    is_foreign: bool = False
+    """Whether another autotune can read it."""
 
     @property
     def problem(self) -> str | None:
@@ -86,7 +91,7 @@ class Store:
         """
         sizes = self.files.sizes()
         if len(sizes) > MAX_RECORDS:
-            raise InvalidInput(f"{self.where} has over {MAX_RECORDS} records", hint="prune it, or use several stores")
+            raise InvalidInput(f"{self.where} has over {MAX_RECORDS} records", hint="use several stores")
         return sizes
 
     def entries(self) -> tuple[Entry, ...]:
@@ -101,6 +106,8 @@ class Store:
             sizes = {key: min(entry.size, MAX_RECORD_BYTES + 1) for key, entry in batch.items()}
             for key, content in self.files.read(sizes):
                 name = batch[key].name
+                if isinstance(content, FileNotFoundError):
+                    continue  # deleted since it was listed
                 if isinstance(content, Exception):
                     damage = f"{name[:12]} cannot be read: {type(content).__name__}"
                     yield Found(name, b"", None, damage, key)
@@ -138,6 +145,19 @@ class Store:
         self.files.write(absent)
         return len(absent)
 
+    def entry(self, prefix: str) -> Entry:
+        """The place of the record whose name begins with `prefix`.
+
+        Raises:
+            InvalidInput: none does, or several do.
+        """
+        entries = [entry for entry in self.entries() if len(prefix) >= 4 and entry.name.startswith(prefix.lower())]
+        if len(entries) != 1:
+            which = "no record begins" if not entries else f"{len(entries)} records begin"
+            hint = "`autotune profiles list` shows their names; give at least 4 digits"
+            raise InvalidInput(f"{which} with {prefix!r} in {self.where}", hint=hint)
+        return entries[0]
+
     def find(self, prefix: str) -> tuple[str, Record]:
         """The name that begins with `prefix`, and its record.
 
@@ -145,12 +165,8 @@ class Store:
             InvalidInput: none does, or several do.
             DamagedRecord: its file is no record.
         """
-        entries = [entry for entry in self.entries() if len(prefix) >= 4 and entry.name.startswith(prefix.lower())]
-        if len(entries) != 1:
-            which = "no record begins" if not entries else f"{len(entries)} records begin"
-            hint = "`autotune profiles list` shows their names; give at least 4 digits"
-            raise InvalidInput(f"{which} with {prefix!r} in {self.where}", hint=hint)
-        (found,) = self.contents(entries)
+        entry = self.entry(prefix)
+        found = next(self.contents([entry]), Found(entry.name, b"", None, f"{entry.name[:12]} was deleted just now"))
         if found.record is None:
             raise DamagedRecord(found.damage, hint="`autotune profiles prune` deletes such files")
         return found.name, found.record
@@ -161,7 +177,7 @@ def examined(name: str, content: bytes, key: str = "") -> Found:
     try:
         record = parse_record(content, name)
     except DamagedRecord as error:
-        return Found(name, content, None, error.message, key)
+        return Found(name, content, None, error.message, key, isinstance(error, ForeignRecord))
     place = f"{record.folder}/{name}.json"
     if key not in ("", place):
         return Found(name, content, None, f"{name[:12]} lies in a folder where it does not belong", key)
@@ -176,6 +192,10 @@ def open_store(url: str, **options: Any) -> Store:
         Unreachable: it refuses.
     """
     protocol, separator, rest = url.partition("://")
+    if not separator and (wrong := NO_FOLDER.match(url)) and not os.path.lexists(url):
+        if wrong["login"]:
+            raise InvalidInput(f"{url!r} is no store: git keeps it", hint="clone it and name the checkout's folder")
+        raise InvalidInput(f"{url!r} is neither a folder nor a URL", hint="URLs have two slashes: s3://bucket/path")
     if not separator or protocol in {"file", "local"}:
         return Store(LocalFiles(Path(os.path.expanduser(rest if separator else url))))  # noqa: PTH111  Path's may raise
     return Store(RemoteFiles(url, options))

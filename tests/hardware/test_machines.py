@@ -8,7 +8,7 @@ from autotune.commands.machine import machine_for
 from autotune.errors import InvalidInput
 from autotune.hardware.doctor import findings
 from autotune.hardware.patient import examine
-from autotune.hardware.probe import profile_of, with_reserve
+from autotune.hardware.probe import profile_of, with_cap, with_reserve
 from autotune.knobs.attention import BACKENDS
 from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
 
@@ -113,6 +113,12 @@ def test_a_display_keeps_a_reserve_and_the_user_can_set_it():
     assert with_reserve(profile, 0).device.budget_bytes == profile.device.budget_bytes + GIB
 
 
+def test_a_cap_holds_where_nobody_knows_the_devices_size():
+    profile = profile_of(machine("rtx-3060"))
+    unknown = profile.changed(device=profile.device.changed(total_memory_bytes=None))
+    assert with_cap(unknown, 4 * GIB).device.budget_bytes < 4 * GIB
+
+
 def test_each_of_two_gpus_has_its_own_profile():
     first, second = profile_of(machine("two-gpus"), 0).device, profile_of(machine("two-gpus"), 1).device
     assert (first.links[0].peer_index, second.links[0].peer_index, first.links[0].path) == (1, 0, "nvlink")
@@ -176,6 +182,7 @@ def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was
     [
         ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": "all"}}, "visible-devices"),
         ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, "visible-devices"),
+        ("rtx-4090", {"environment": {"CUDA_VISIBLE_DEVICES": "\N{SUPERSCRIPT TWO}"}}, "visible-devices"),
         ("two-gpus", {"environment": {"CUDA_VISIBLE_DEVICES": "0,7"}}, "visible-devices"),
         ("rtx-4090", {"environment": {"DIFFUSERS_ATTN_BACKEND": "sage"}}, "sage-chosen"),
         ("rtx-4090", {"os": {"compiler": {"absent": "none on PATH"}}}, "no-compiler"),

@@ -157,6 +157,15 @@ def test_a_child_that_hangs_is_ended():
     assert any("ended early" in note for note in profile.notes)
 
 
+def test_names_of_any_script_reach_the_child_and_bytes_that_are_no_text_cost_nothing():
+    code = "import json, sys; cpu = json.load(sys.stdin.buffer)['host']['cpu']; sys.stdout.buffer.write(b'\\xff\\n')"
+    report = "print(json.dumps({'note': cpu})); print(json.dumps({'measuring': 'done'}))"
+    profile = profile_of(machine("no-gpu"))
+    named = profile.changed(host=profile.host.changed(cpu="\N{GREEK CAPITAL LETTER OMEGA} 3A6000"))
+    told = measured(named, lambda _: None, (sys.executable, "-c", f"{code}; {report}"))
+    assert told.notes[-1] == named.host.cpu
+
+
 def test_a_child_that_chatters_is_understood():
     profile = child(
         f"print('Warning: x'); print('[1]'); print('{{}}'); {REPORT}; print(json.dumps({{'noisy': 'why'}}))"

@@ -25,6 +25,7 @@ TRIALS = (
     trial(candidate(quantization="torchao-int8"), 2.0, 21 * GIB, load_seconds=3.0),
     trial(candidate(quantization="torchao-int8", checkpointed_blocks=50), 1.8, 22 * GIB),
     trial(candidate(micro_batch_size=4, quantization="torchao-int8"), None, message="out of memory"),
+    trial(candidate(quantization="torchao-int8", checkpointed_blocks=25), 1.9, 22 * GIB),
 )
 
 
@@ -94,6 +95,8 @@ def record(here: HardwareProfile | None = None, work: Workload | None = None, **
     """The record of such a plan, with whatever is said otherwise."""
     here = here or machine()
     made = record_of(plan(here, work), here, measured_on=DAY)
+    if "trials" in changes:
+        changes["trials"] = tuple(one.changed(message="") for one in changes["trials"])  # type: ignore[attr-defined]
     return Record.model_validate({**dict(made), **changes})
 
 

@@ -12,6 +12,7 @@ from autotune import __version__
 from autotune.cost.predict import Predictor
 from autotune.planner import Events, make_plan
 from autotune.planning.case import Case, case_of
+from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
 from autotune.schema import Candidate, HardwareProfile, Residual, TrainingPlan, TrialResult
 from autotune.sharing.files import LocalFiles
@@ -88,12 +89,12 @@ class Planned:
         return self.plan.frozen.trials
 
 
-def planned_on(simulated: Simulated, *stores: Store) -> Planned:
+def planned_on(simulated: Simulated, *stores: Store, asked: Question = QUESTION) -> Planned:
     surveys: list[Survey] = []
     doubts: list[str] = []
     calibration: list[Residual | None] = []
     events = Events(on_survey=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
-    plan = make_plan(QUESTION, simulated.hardware, events, simulated.around(*stores))
+    plan = make_plan(asked, simulated.hardware, events, simulated.around(*stores))
     record = record_of(plan, simulated.hardware, tuple(calibration), measured_on=date(2026, 3, 1))
     return Planned(plan, record, surveys[0], tuple(doubts))
 

@@ -57,8 +57,8 @@ def handler_for(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
 
         def fail(self, body: bytes) -> None:
             self.close_connection = True
-            if faults.kind == "503":
-                self.send_response(503)
+            if faults.kind.isdecimal():
+                self.send_response(int(faults.kind))
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return

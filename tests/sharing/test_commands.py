@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from autotune.cli import app
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.sharing.files import redacted
+from autotune.sharing.files import Unreachable, reaching, redacted
 from autotune.sharing.store import own_store, remember
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune
@@ -134,6 +134,8 @@ def test_prune_says_what_goes_and_why() -> None:
     assert "is superseded by" in run("prune").stdout
     assert len(own_store().entries()) == 1
     assert "deleted: 0" in run("prune").stdout
+    (last,) = own_store().entries()
+    assert run("prune", last.name[:8]).stdout == f"{last.name[:12]} was named\ndeleted: 1\n"
 
 
 def test_a_mistyped_address_is_no_empty_success() -> None:
@@ -153,6 +155,27 @@ def test_a_password_in_an_address_is_never_printed(url: str) -> None:
     assert "hunter2" not in told
     assert "***" in told
     assert "hunter2" not in redacted(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [("git@example.com:team/profiles.git", "clone it"), ("s3:/bucket/path", "two slashes"), ("", "two slashes")],
+)
+def test_an_address_that_would_make_a_folder_of_its_name_here_is_refused(
+    url: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own_store().add(record())
+    error = run("push", url).exception
+    assert isinstance(error, InvalidInput)
+    assert hint in error.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_what_a_server_says_cannot_steer_the_terminal() -> None:
+    with pytest.raises(Unreachable) as caught, reaching("s3://team"):
+        raise OSError("\x1b]0;owned\x07 \x1b[2J\u202e gone\r\n")
+    assert caught.value.message == "cannot reach s3://team: OSError: ]0;owned [2J gone"
 
 
 def test_errors_have_a_hint_and_a_status() -> None:

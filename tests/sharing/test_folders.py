@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -83,6 +84,14 @@ def test_other_files_beside_the_records_are_left_alone(store: Store, tmp_path: P
     assert verify(store) == (1, ())
 
 
+def test_what_is_deleted_while_it_is_read_is_not_there(store: Store) -> None:
+    store.add(*several(3))
+    gone = store.entries()[1]
+    entries = store.entries()
+    store.files.delete(gone.key)
+    assert [found.name for found in store.contents(entries)] == [e.name for e in entries if e != gone]
+
+
 def test_ten_thousand_records_list_in_under_two_seconds(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,3 +146,28 @@ def test_two_branches_of_a_git_checkout_merge_without_a_conflict(tmp_path: Path)
     assert merge(open_store(str(clone)), mine).new == 5
     assert verify(open_store(str(clone))) == (5, ())
     assert verify(mine) == (5, ())
+
+
+def test_a_team_whose_push_git_refuses_rebases_and_pushes_again(tmp_path: Path) -> None:
+    """The commands of docs/sharing.md, by two teams at once."""
+    git(tmp_path, "init", "-q", "--bare", "hub.git")
+    for team in ("first", "amber", "blue"):
+        git(tmp_path, "clone", "-q", "hub.git", team)
+        if team == "first":
+            (tmp_path / team / "README.md").write_text("profiles of our teams")
+            git(tmp_path / team, "add", "-A")
+            git(tmp_path / team, "commit", "-qm", "start")
+            git(tmp_path / team, "push", "-q", "origin", "HEAD:main")
+    for team, records in (("amber", several(3)), ("blue", several(3, start=2))):
+        open_store(str(tmp_path / team)).add(*records)
+        (tmp_path / team / records[0].folder / f".{records[0].name}.json.0.part").write_text("killed")
+        git(tmp_path / team, "add", "*.json")
+        git(tmp_path / team, "commit", "-qm", team)
+    git(tmp_path / "amber", "push", "-q", "origin", "HEAD:main")
+    with pytest.raises(subprocess.CalledProcessError):
+        git(tmp_path / "blue", "push", "-q", "origin", "HEAD:main")
+    git(tmp_path / "blue", "pull", "-q", "-r", "origin", "main")
+    git(tmp_path / "blue", "push", "-q", "origin", "HEAD:main")
+    git(tmp_path / "amber", "pull", "-q", "origin", "main")
+    assert verify(open_store(str(tmp_path / "amber"))) == (5, ())
+    assert ".part" not in git(tmp_path / "amber", "ls-files")

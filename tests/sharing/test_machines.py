@@ -8,7 +8,7 @@ from autotune.errors import InvalidInput
 from autotune.sharing.machines import profile_of_record
 from autotune.sharing.store import own_store
 from tests.conftest import autotune_here
-from tests.sharing.examples import machine, record
+from tests.sharing.examples import machine, rate, record
 
 
 def test_a_gpus_record_gives_its_rates_and_budget() -> None:
@@ -18,6 +18,11 @@ def test_a_gpus_record_gives_its_rates_and_budget() -> None:
     assert profile.rates == shared.machine.rates
     assert profile.device.budget_bytes <= shared.machine.budget_bytes
     assert any(shared.name[:12] in note for note in profile.notes)
+
+
+def test_a_record_that_cannot_be_true_gives_nothing() -> None:
+    with pytest.raises(InvalidInput, match="above the device's peak"):
+        profile_of_record(record(machine(rates=(rate("memory.bandwidth", 9e13),))))
 
 
 def test_a_device_outside_the_catalogue_is_refused() -> None:

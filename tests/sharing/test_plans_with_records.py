@@ -3,12 +3,14 @@
 import getpass
 import math
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import autotune.planning.recording  # noqa: F401  before `Surroundings` is replaced: it would keep the replacement
 from autotune.plan_file import read_plan
 from autotune.schema import FrozenPart, TrialResult
 from autotune.sharing.advice import broken_promise
@@ -18,7 +20,7 @@ from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune_here
 from tests.planning.formula import by_formula
 from tests.sharing.examples import rate
-from tests.sharing.machines import RATES, Planned, Simulated, case_on_gpu, gpu, planned_on, store_with
+from tests.sharing.machines import QUESTION, RATES, Planned, Simulated, case_on_gpu, gpu, planned_on, store_with
 
 SLOW = {"_native_cudnn": 0.8, "torchao-int8": 1.3}
 
@@ -194,6 +196,46 @@ def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold: Planned, 
     assert with_poison.tried
     for tried in with_poison.tried:
         assert cost.uncalibrated(tried).required_memory_bytes <= 1.1 * small.device.budget_bytes
+
+
+def test_settings_that_this_machine_does_not_admit_never_become_a_fallback(cold: Planned, tmp_path: Path) -> None:
+    winner = next(t for t in cold.record.trials if t.candidate == cold.plan.frozen.settings)
+    smaller = _changed(winner, 1.05, 0.9)
+    vanishing = smaller.model_copy(update={"candidate": winner.candidate.changed(attention="sage")})  # no gradients
+    poison = cold.record.changed(trials=(*cold.record.trials, vanishing), calibration=())
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [poison]))
+    assert again.plan.frozen.records == (poison.name,)
+    assert len(again.trials) == 1
+    assert "sage" not in {candidate.attention for candidate in again.plan.frozen.fallbacks}
+    assert set(again.plan.frozen.fallbacks) <= set(case_on_gpu().space.candidates)
+
+
+@pytest.mark.parametrize(
+    "limited",
+    [{"pins": (("attention", "native"),)}, {"exclusions": (("attention", "_native_cudnn"),)}, {"max_trials": 1}],
+)
+def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
+    limited: dict[str, object], cold: Planned, tmp_path: Path
+) -> None:
+    before = planned_on(Simulated(slow=SLOW), asked=replace(QUESTION, **limited))
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]))
+    assert again.survey.known[0].match.kind == "near"
+    assert len(again.trials) >= 4
+    assert again.plan.frozen.settings == cold.plan.frozen.settings
+
+
+def test_a_record_full_of_strange_settings_takes_seconds_at_most(cold: Planned, tmp_path: Path) -> None:
+    first = cold.record.trials[0]
+    strange = tuple(
+        first.model_copy(update={"candidate": first.candidate.changed(precision=f"p{i}", quantization=f"q{i}")})
+        for i in range(300)
+    )
+    residual = next(one for one in cold.record.calibration if one)
+    calibration = (*cold.record.calibration, *(residual for _ in strange))
+    flood = cold.record.changed(trials=(*cold.record.trials, *strange), calibration=calibration)
+    started = time.perf_counter()
+    planned_on(neighbour(3), store_with(tmp_path, [flood]))
+    assert time.perf_counter() - started < 20
 
 
 PROMISED = trial(candidate(), 1.8, 22 * GIB)

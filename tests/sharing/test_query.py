@@ -1,14 +1,15 @@
 """What a plan learns from the stores: exact first, neighbours by distance, staleness and poison named."""
 
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from autotune.schema import HardwareProfile, Workload
 from autotune.sharing.exchange import verify
-from autotune.sharing.files import LocalFiles
+from autotune.sharing.files import LocalFiles, Unreachable
 from autotune.sharing.query import MAX_CONSIDERED, Known, survey
+from autotune.sharing.record import Record
 from autotune.sharing.store import Store, own_store, remember, shipped_store
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import TRIALS, fill, machine, plan, record
@@ -90,6 +91,43 @@ def test_another_quality_floor_is_no_exact_match(store: Store) -> None:
     store.add(record())
     (found,) = known(machine(), workload(quality="exact"), [store])
     assert (found.match.kind, found.match.reasons) == ("near", ("quality floor: high there, exact here",))
+
+
+def test_an_exact_record_is_found_in_a_crowd_of_other_machines(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add(mine := record(), *(record(machine(torch=f"2.{minor}.0")) for minor in range(20, 40)))
+    monkeypatch.setattr("autotune.sharing.query.MAX_CONSIDERED", 1)
+    assert [item.name for item in known(machine(), workload(), [store])] == [mine.name]
+
+
+def test_of_one_day_the_fastest_leads(store: Store) -> None:
+    def promising(seconds: float) -> Record:
+        return record(expected=record().expected.changed(step_seconds=seconds, images_per_second=4 / seconds))
+
+    store.add(*(made := [promising(seconds) for seconds in (1.8, 1.75, 1.85, 1.7)]))
+    assert [item.name for item in known(machine(), workload(), [store])] == [made[i].name for i in (3, 1, 0, 2)]
+
+
+def test_a_record_from_the_future_does_not_lead(store: Store) -> None:
+    today = datetime.now(UTC).date()
+    ahead, tomorrow = (record(measured_on=today + timedelta(days=days)) for days in (3, 1))
+    store.add(ahead, tomorrow, made := record())
+    assert [item.name for item in known(machine(), workload(), [store])] == [tomorrow.name, made.name, ahead.name]
+
+
+def test_once_measured_again_the_old_record_is_no_longer_told_of(store: Store) -> None:
+    store.add(record(), record(machine(driver="590.1"), measured_on=date(2026, 5, 5)))
+    assert survey(machine(driver="590.1"), workload(), [store]).stale == ()
+
+
+def test_a_store_that_does_not_answer_costs_its_records_and_nothing_else(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store.add(made := record())
+    silent = Store(LocalFiles(tmp_path))
+    monkeypatch.setattr(silent.files, "sizes", lambda: (_ for _ in ()).throw(Unreachable("cannot reach it", hint="x")))
+    found = survey(machine(), workload(), [silent, store])
+    assert [item.name for item in found.known] == [made.name]
+    assert found.refused == ("cannot reach it",)
 
 
 def test_a_flood_of_records_costs_a_bounded_time(store: Store) -> None:

