@@ -21,7 +21,7 @@ from autotune.quiet import silence_libraries
 silence_libraries()
 
 import optuna
-from search_tasks import Task, simulated_tasks, table_tasks
+from search_tasks import Task, capped_tasks, simulated_tasks, table_tasks
 
 from autotune.schema import Candidate, TrialResult
 from autotune.search.residual import ResidualSearch
@@ -85,6 +85,8 @@ def regrets(task: Task, results: list[TrialResult]) -> list[float]:
 
 
 def group_of(task: Task) -> str:
+    if " fit, " in task.name:
+        return f"under a cap, what is beyond is {task.name.rpartition(' ')[2]}"
     return "measured" if task.measured else f"simulated, {task.prior} prior"
 
 
@@ -115,6 +117,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     tasks = table_tasks(development=options.development)
+    for measured in (True, False):
+        tasks += capped_tasks(development=options.development, measured=measured)
     for prior in ("good", "bad"):
         tasks += simulated_tasks(prior, development=options.development, seeds=range(options.seeds))
     rows = []

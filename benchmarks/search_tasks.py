@@ -9,7 +9,7 @@ import json
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -63,6 +63,32 @@ class Task:
 def table_tasks(*, development: bool) -> list[Task]:
     paths = sorted(path for path in TABLES.glob("*.jsonl") if (path.stem in DEVELOPMENT_TABLES) == development)
     return [_table_task(path) for path in paths]
+
+
+CAPS = (0.2, 0.4, 0.6, 0.8)
+"""Shares of the configurations that fit."""
+
+
+def capped_tasks(*, development: bool, measured: bool) -> list[Task]:
+    """The tables again, each with so little memory that only some of its configurations fit.
+
+    `measured`: a trial tells how far beyond the cap it was, as on a processor; on a GPU it only ends.
+    """
+    return [_capped(task, share, measured) for task in table_tasks(development=development) for share in CAPS]
+
+
+def _capped(task: Task, share: float, measured: bool) -> Task:
+    peaks = sorted(result.peak_memory_bytes or 0 for result in task.truth.values())
+    budget = peaks[round(share * (len(peaks) - 1))]
+    known = {} if measured else {"step_seconds": (), "peak_memory_bytes": None}
+    truth = {
+        candidate: result
+        if (result.peak_memory_bytes or 0) <= budget
+        else result.changed(outcome="oom", message="more than may be taken", **known)
+        for candidate, result in task.truth.items()
+    }
+    name = f"{task.name}, {share:.0%} fit, {'measured' if measured else 'ended'}"
+    return replace(task, name=name, budget_bytes=budget, truth=truth)
 
 
 def _table_task(path: Path) -> Task:

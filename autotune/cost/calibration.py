@@ -152,8 +152,8 @@ def _learned(
 
 
 def residual_of(trial: TrialResult, prediction: Prediction) -> Residual | None:
-    """How far a trial was from what was predicted for it before any calibration; failed ones teach nothing here."""
-    if trial.outcome != "ok" or not trial.median_step_seconds or not trial.peak_memory_bytes:
+    """How far a trial was from what was predicted for it before any calibration; what did not run teaches nothing."""
+    if trial.outcome not in ("ok", "oom") or not trial.median_step_seconds or not trial.peak_memory_bytes:
         return None
     return Residual(
         time=_log_ratio(trial.median_step_seconds, prediction.step_seconds),

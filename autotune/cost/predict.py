@@ -128,7 +128,7 @@ class Predictor:
 
     def residual(self, trial: TrialResult) -> Residual | None:
         """How far the trial was from what is predicted before any calibration; None where it did not run."""
-        return residual_of(trial, self.as_tried.uncalibrated(trial.candidate)) if trial.outcome == "ok" else None
+        return residual_of(trial, self.as_tried.uncalibrated(trial.candidate)) if trial.peak_memory_bytes else None
 
     @property
     def as_tried(self) -> "Predictor":

@@ -196,8 +196,12 @@ class ResidualSearch:
         return min(outlooks, key=lambda outlook: outlook.required_bytes)
 
     def _limit_bytes(self, results: Sequence[TrialResult]) -> float:
-        """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not."""
-        too_large = [self._required(r) for r in results if r.outcome in ("oom", "spill")]
+        """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not.
+
+        What took more than it may and yet was measured has corrected the predictions instead.
+        """
+        failed = [r for r in results if r.outcome in ("oom", "spill")]
+        too_large = [self._required(r) for r in failed if r.outcome == "spill" or r.peak_memory_bytes is None]
         if not too_large:
             return self.budget_bytes
         ran = max((self._required(r) for r in results if r.outcome == "ok"), default=0.0)

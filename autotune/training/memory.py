@@ -67,9 +67,14 @@ def with_peak_memory(
 
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[torch.Tensor]:
-    """What stays on the device between steps: weights, master weights and the optimizer's moments."""
+    """What stays on the device between steps: weights, master weights and the optimizer's moments.
+
+    Some modules keep tensors as plain attributes, as Qwen-Image its rotary frequencies.
+    """
     states = [value for state in optimizer.adamw.state.values() for value in state.values()]
-    return [*transformer.parameters(), *transformer.buffers(), *optimizer.masters, *states]
+    values = (value for module in transformer.modules() for value in vars(module).values())
+    plain = [value for value in values if isinstance(value, torch.Tensor)]
+    return [*transformer.parameters(), *transformer.buffers(), *plain, *optimizer.masters, *states]
 
 
 def give_back_memory() -> None:

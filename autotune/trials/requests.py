@@ -10,6 +10,8 @@ from autotune.schema import CachingSettings, Candidate, TrialResult, Workload
 SETTLED_SPREAD = 0.1
 """Of the median: steps whose middle half differs by more are repeated, as on a machine that others use."""
 MOST_REPEATS = 4
+LEAST_HOPELESS_STEPS = 2
+"""The step after the one that is measured for memory is cold: on a processor it took up to 1.6 times the next ones."""
 EXTRA_SECONDS = 5.0
 """No further steps once the timed ones have taken this long."""
 LEAST_STEPS, MOST_STEPS = 10, 40
@@ -36,7 +38,7 @@ class TrialRequest:
     num_steps: int
     """Steady optimizer steps to time."""
     hopeless_seconds: float | None = None
-    """A first steady step slower than this ends the trial: others are clearly faster."""
+    """Two steady steps slower than this end the trial: others are clearly faster."""
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> TrialResult:
         from autotune.trials.steps import run_trial
@@ -45,7 +47,8 @@ class TrialRequest:
 
     def goes_on(self, times: list[float]) -> bool:
         """Whether another step is worth its time after steady ones of `times` seconds."""
-        if times and self.hopeless_seconds is not None and min(times) > self.hopeless_seconds:
+        enough = len(times) >= LEAST_HOPELESS_STEPS
+        if enough and self.hopeless_seconds is not None and min(times) > self.hopeless_seconds:
             return False
         return len(times) < self.num_steps or self._unsettled(times)
 

@@ -31,6 +31,11 @@ STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
 
 
+BESIDE_TENSORS_BYTES = 1 << 30
+"""On a processor, for libraries that a trial imports and the profiler's list of a step's allocations (some 300 MiB for
+eight micro-batches of six blocks): what a run may take there is counted in tensors, when the answer has come."""
+
+
 @dataclass
 class _Child:
     process: ForkServerProcess
@@ -47,7 +52,7 @@ class ProcessTrialRunner:
     Args:
         model: what the user calls the model: a folder or a known name.
         device: torch's name of the device.
-        memory_cap_bytes: what a trial may take.
+        memory_cap_bytes: what a trial may take; on a processor its tensors alone.
         timeout_seconds: limit of one trial, loading included.
         predict: what is expected of a candidate; without it no spill is told by its step time.
         watchdog: ends a child before the host runs out. Its default and that of `shares_memory` suit trials on the CPU.
@@ -162,6 +167,10 @@ class ProcessTrialRunner:
                 memory_cap_bytes=mark,
             )
         result = answer.changed(memory_cap_bytes=mark)
+        if self.device == "cpu" and (result.peak_memory_bytes or 0) > self.memory_cap_bytes:
+            most = f"{self.memory_cap_bytes / 2**20:,.0f} MiB may be taken"
+            took = f"a step takes {(result.peak_memory_bytes or 0) / 2**20:,.0f} MiB"
+            return result.changed(outcome="oom", message=f"{took}, {most}")
         seconds = result.median_step_seconds
         if result.outcome != "ok" or seconds is None:
             return result
@@ -220,7 +229,8 @@ class ProcessTrialRunner:
             lines = log.read().decode(errors="replace").strip().splitlines()
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
         last = f": {lines[-1][:200]}" if lines else ""
-        return Failure("crash", f"the trial process died, {cause}{last}")
+        ran_out = any(word in last for word in ("MemoryError", "bad_alloc"))
+        return Failure(self._host_ran_out if ran_out else "crash", f"the trial process died, {cause}{last}")
 
     @property
     def _host_ran_out(self) -> Outcome:
@@ -230,7 +240,8 @@ class ProcessTrialRunner:
         """What a trial may take now: on shared memory never what the watchdog would end it for."""
         if not self.shares_memory:  # the child asks the card itself
             return self.memory_cap_bytes
-        return max(0, min(self.memory_cap_bytes, self.watchdog.available() - self.watchdog.floor_bytes))
+        beside = BESIDE_TENSORS_BYTES if self.device == "cpu" else 0
+        return max(0, min(self.memory_cap_bytes + beside, self.watchdog.available() - self.watchdog.floor_bytes))
 
     def _child_for(self, key: tuple[Choice, ...]) -> _Child:
         if self._child and (self._child.key != key or not self._child.process.is_alive()):

@@ -15,6 +15,8 @@ from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from autotune.knobs.allocator import configure_allocator
 from autotune.schema import Outcome
 from autotune.trials.requests import Request
@@ -96,7 +98,10 @@ def _require_preload() -> None:
 
 
 def cap_memory(allowance: Allowance) -> None:
-    """Let this process take no more than it may and, of a card, than is free now: others may have come since."""
+    """Let this process take no more than it may and, of a card, than is free now: others may have come since.
+
+    On a processor it is what comes on top of the libraries that every trial has.
+    """
     import torch
 
     from autotune.training.processes import make_current
@@ -113,6 +118,5 @@ def cap_memory(allowance: Allowance) -> None:
         torch.mps.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.mps.recommended_max_memory()))
     elif sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (cap_bytes if hard == resource.RLIM_INFINITY else min(cap_bytes, hard), hard)
-        )
+        limit = psutil.Process().memory_info().data + cap_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

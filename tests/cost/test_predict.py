@@ -83,7 +83,7 @@ def test_a_cast_takes_nothing_but_the_layer_and_costs_no_scaling(card):
         for q in ("torchao-int8", "torchao-fp8", "layerwise-fp8")
     )
     load = [prediction.phases[0].allocated_memory_bytes for prediction in (int8, fp8, cast)]
-    assert load[2] < min(load[:2]) - 16 * SLICE_BYTES
+    assert load[2] < min(load[:2]) - 7 * card.model.storage("bf16", "torchao-int8").largest_layer_bytes
     assert cast.step_time.dequantization_seconds <= int8.step_time.dequantization_seconds
     assert cast.step_seconds < min(int8.step_seconds, fp8.step_seconds)
 

@@ -105,6 +105,18 @@ def test_out_of_memory_teaches_and_does_not_end_the_search(cost: Predictor) -> N
     assert outcomes.count("oom") <= 4
 
 
+def test_what_was_measured_beyond_the_budget_corrects_predictions_and_bars_no_more_than_they_do(
+    cost: Predictor, space: SearchSpace
+) -> None:
+    cost.calibrate(())
+    largest = max(space.candidates, key=lambda c: cost.predict(c).allocated_memory_bytes)
+    needed = cost.predict(largest).allocated_memory_bytes
+    sampler = ResidualSearch(space, cost, 2 * needed)
+    measured = builders.trial(largest, 1.0, needed, outcome="oom")
+    assert len(sampler.outlooks((measured,))) == len(space.candidates) - 1
+    assert len(sampler.outlooks((builders.trial(largest, None),))) < len(space.candidates) - 1
+
+
 def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
     cost: Predictor, space: SearchSpace
 ) -> None:

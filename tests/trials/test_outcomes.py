@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.trials.outcomes import CLIFF, Timed, classify, hopeless_seconds, spilled
-from tests.builders import GIB, candidate, trial
+from autotune.trials.requests import TrialRequest
+from tests.builders import GIB, candidate, trial, workload
 
 CAP = 10 * GIB
 EARLIER = [Timed(1.0, 1.0), Timed(2.0, 1.5)]
@@ -58,3 +59,11 @@ def test_hopeless_is_beyond_the_noise_of_the_best() -> None:
     noisy = trial(candidate(), step_seconds=(0.8, 1.0, 1.3))
     assert hopeless_seconds(calm) == 1.25
     assert (hopeless_seconds(noisy) or 0) > 2
+
+
+def test_one_slow_step_ends_no_trial() -> None:
+    """The first steady one follows the one that is measured, and is cold."""
+    request = TrialRequest("model", workload(), candidate(), "cpu", num_steps=3, hopeless_seconds=1.25)
+    assert request.goes_on([1.6])
+    assert request.goes_on([1.6, 1.0])
+    assert not request.goes_on([1.6, 1.5])

@@ -45,9 +45,12 @@ def test_the_same_learning_whatever_the_micro_batch_and_backend(runner: ProcessT
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-5)
 
 
-def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(small_model: Path) -> None:
+def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.trials.runner.BESIDE_TENSORS_BYTES", 0)
     large = workload(small_model, side_px=1024)
-    with ProcessTrialRunner(str(small_model), large, "cpu", memory_cap_bytes=GIB) as runner:
+    with ProcessTrialRunner(str(small_model), large, "cpu", memory_cap_bytes=GIB // 8) as runner:
         result = runner.run(FIRST.model_copy(update={"checkpointed_blocks": 0}))
         assert result.outcome == "oom", result
         runner.memory_cap_bytes, runner.workload = 8 * GIB, workload(small_model)
@@ -138,8 +141,23 @@ def test_layers_that_the_model_leaves_unused_are_no_defect_of_a_candidate(
 @pytest.mark.parametrize(("hard", "expected"), [(resource.RLIM_INFINITY, 8 * GIB), (6 * GIB, 6 * GIB)])
 def test_a_limit_of_the_system_below_the_cap_holds(monkeypatch: pytest.MonkeyPatch, hard: int, expected: int) -> None:
     """As of job schedulers: `ulimit -d`."""
+    has = psutil.Process().memory_info().data
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: (hard, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
     cap_memory(Allowance("cpu", memory_cap_bytes=8 * GIB, reserve_bytes=0))
-    assert limits == [(expected, hard)]
+    on_top = has if hard == resource.RLIM_INFINITY else 0
+    assert limits == [(pytest.approx(expected + on_top, abs=64 * 2**20), hard)]
+
+
+def test_on_a_processor_what_a_trial_may_take_is_counted_in_tensors(small_model: Path) -> None:
+    """The libraries alone take more than that."""
+    small, large = FIRST, FIRST.changed(micro_batch_size=4, checkpointed_blocks=0)
+    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", memory_cap_bytes=8 * GIB) as runner:
+        needed = [runner.run(candidate).peak_memory_bytes or 0 for candidate in (small, large)]
+        runner.close_child()
+        runner.memory_cap_bytes = sum(needed) // 2
+        results = [runner.run(candidate) for candidate in (small, large)]
+    assert [result.outcome for result in results] == ["ok", "oom"]
+    assert [result.peak_memory_bytes for result in results] == needed
+    assert "MiB may be taken" in results[1].message
