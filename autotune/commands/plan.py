@@ -94,7 +94,6 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     from autotune.planning.surroundings import Surroundings
     from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import knob_lines, note_text, plan_lines
-    from autotune.sharing.files import Unreachable
     from autotune.sharing.record import why_no_evidence
     from autotune.sharing.store import remember
     from autotune.terminal import err, out, trial_display
