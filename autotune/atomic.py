@@ -16,8 +16,11 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = _new_part(path)
+    mode = part.stat().st_mode
     try:
         yield part
+        if part.stat().st_mode != mode:  # safetensors puts a file of its own there, which only its owner may read
+            part.chmod(mode)
         _sync(part)
         part.replace(path)
         _sync(path.parent)

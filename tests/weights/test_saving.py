@@ -27,6 +27,12 @@ def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
     assert all(loaded[name].equal(tensor) for name, tensor in state.items())
 
 
+def test_whoever_may_read_other_new_files_may_read_weights(tmp_path):
+    (tmp_path / "other").touch()
+    save_file(tmp_path / "a.safetensors", {"weight": torch.ones(2)})
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_a_failing_save_leaves_the_old_file_and_no_rubbish(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file(path, {"a": torch.ones(2)})
