@@ -71,7 +71,7 @@ def main() -> None:
             sys.exit(error.exit_status)  # the first of several processes says it
         _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
         sys.exit(1)
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK"):
@@ -105,8 +105,16 @@ def _fail(message: str, hint: str, status: int) -> NoReturn:
 def _exit(message: str, hint: str, status: int) -> NoReturn:
     """End with `status`; a script that reads JSON finds there what people read on stderr."""
     if "--json" in sys.argv and _is_first():
-        typer.echo(json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1))
+        try:
+            typer.echo(json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1))
+        except OSError:  # nobody reads, or its disk is full
+            _forget_stdout()
     sys.exit(status)
+
+
+def _forget_stdout() -> None:
+    """What could not be written is not tried again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_first() -> bool:

@@ -82,6 +82,21 @@ def test_a_script_that_asked_for_json_gets_the_error_as_json(words: str, hint: s
     assert not autotune(*words.replace("--json", "").split()).stdout
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_an_error_that_cannot_be_written_as_json_is_still_told() -> None:
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "autotune", "check", "nowhere.yaml", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: there is no plan")
+    assert "Traceback" not in process.stderr
+
+
 WRONG = {
     "caption_dropout": "2",
     "num_steps": "0",

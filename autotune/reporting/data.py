@@ -23,8 +23,10 @@ def data_report_lines(report: DataReport) -> list[str]:
 
 
 def _texts(report: DataReport) -> Iterator[str]:
+    captionless = sum(problem.kind == "captionless" for problem in report.problems)
+    why = f": {captionless} more without a caption" if captionless else ""
     yield f"{report.folder}: {report.num_usable} usable image(s)" + (
-        "" if report.can_train else ", cannot be trained on"
+        "" if report.can_train else f", cannot be trained on{why}"
     )
     if report.num_with_controls:
         yield f"  {report.num_with_controls} with control images"

@@ -227,6 +227,8 @@ class ProcessTrialRunner:
         with self._log.open("rb") as log:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
+        if lines and lines[-1].startswith(MemoryError.__name__):  # not even enough to answer that it was too little
+            return Failure("oom", "the trial process had too little memory to work at all")
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
         last = f": {lines[-1][:200]}" if lines else ""
         ran_out = any(word in last for word in ("MemoryError", "bad_alloc"))

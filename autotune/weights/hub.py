@@ -136,7 +136,7 @@ def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weight
     folder = snapshot_in_cache(repo, revision)
     if folder is None:
         message = f"{INDEX} of {repo} at {revision} is not in the local cache, and the hub is out of reach"
-        raise MissingWeights(message, hint=hint)
+        raise MissingWeights(message, hint=f"if a folder was meant, there is none at {repo}; else go online once")
     missing = missing_files(folder, components, weights=weights)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -184,7 +184,7 @@ def _explained(repo: str, revision: str) -> Iterator[None]:
         hint = "accept the licence on the model's page on the hub, then run `hf auth login`"
         raise told("its licence has to be accepted first", hint) from error
     except RepositoryNotFoundError as error:
-        hint = "check the spelling, owner/name; for a private repository run `hf auth login`"
+        hint = "check the spelling, owner/name, or the folder's path; for a private repository run `hf auth login`"
         raise told("there is no such repository, or it is private", hint) from error
     except RevisionNotFoundError as error:
         raise told(f"it has no revision {revision!r}", "name a branch, a tag or a commit of it") from error

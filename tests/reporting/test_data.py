@@ -31,7 +31,7 @@ REPORT = DataReport(
 
 def test_the_report_reads_as_a_person_would_write_it() -> None:
     assert data_report_lines(REPORT) == [
-        "photos: 18 usable image(s), cannot be trained on",
+        "photos: 18 usable image(s), cannot be trained on: 1 more without a caption",
         "  captions of 3 to 40 words, median 12",
         "",
         "Shapes at 1024 px",

@@ -57,6 +57,11 @@ def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
         assert runner.run(FIRST).outcome == "ok"
 
 
+def test_less_memory_than_a_process_needs_is_out_of_memory(small_model: Path) -> None:
+    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", memory_cap_bytes=GIB // 16) as runner:
+        assert runner.run(FIRST).outcome == "oom"
+
+
 def test_a_hanging_trial_times_out_and_its_child_is_gone(small_model: Path) -> None:
     with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 8 * GIB, timeout_seconds=600) as runner:
         assert runner.run(FIRST).outcome == "ok"
