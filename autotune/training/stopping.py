@@ -1,4 +1,4 @@
-"""Turns the first SIGTERM or SIGINT into a request that the loop honours after its step; a second one ends at once."""
+"""Turns the first SIGTERM, SIGINT or SIGHUP into a request that the loop honours after its step; the second ends it."""
 
 import contextlib
 import signal
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The last one comes where a terminal or a connection is closed; `nohup` has it ignored, and so it stays."""
 
 
 @contextlib.contextmanager
@@ -30,7 +31,8 @@ def stop_requests(*, second_ends: bool) -> Iterator[Callable[[], str | None]]:
             restore()
 
     if threading.current_thread() is threading.main_thread():
-        before |= {number: signal.signal(number, note) for number in SIGNALS}
+        heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before |= {number: signal.signal(number, note) for number in heeded}
     try:
         yield lambda: came[-1] if came else None
     finally:

@@ -338,6 +338,15 @@ def test_an_image_that_changes_while_others_are_encoded_is_not_cached_under_its_
     assert (len(encoded.items), family.num_images, family.captions) == (4, 1, [])
 
 
+def test_a_configuration_that_encodes_nothing_is_an_error_that_names_the_image(data: Path, pipeline: Any) -> None:
+    class Unnormalised(CountingFamily):
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            return pixels.new_tensor(None)
+
+    with pytest.raises(InvalidInput, match=r"cannot encode the pixels of .*000\.png: must be real number"):
+        encode(data, pipeline, Unnormalised())
+
+
 def test_numbers_that_are_not_finite_are_never_cached(data: Path, pipeline: Any) -> None:
     class Damaged(CountingFamily):
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
