@@ -182,7 +182,10 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
         time.sleep(0.02)
     process.kill()
     process.wait()
-    resumed = subprocess.run([*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=600)
+    ranks = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}  # of a cluster's job, not of this run
+    resumed = subprocess.run(
+        [*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=600, env=ranks
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 40
     plan = read_plan(plan_file)
