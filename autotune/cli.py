@@ -21,6 +21,7 @@ from autotune.commands.train import sample, train
 from autotune.errors import AutotuneError, Preempted
 from autotune.quiet import silence_libraries
 from autotune.reporting.text import printable
+from autotune.training.shortage import OUT_OF_MEMORY
 
 INTERRUPTED = 130
 """What typer ends with on Ctrl-C."""
@@ -79,6 +80,8 @@ def main() -> None:
         if isinstance(error, OSError) and error.strerror:
             where = f"{error.filename}: " if error.filename else ""
             _fail(f"{where}{error.strerror}", "check the path, its permissions, and the room on its disk", 1)
+        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY):
+            _fail(f"memory ran out: {error}", "close what else takes memory, or raise the limit (ulimit -v)", 1)
         first = (str(error).strip().splitlines() or ["no message"])[0]
         _fail(
             f"{type(error).__name__}: {first}",

@@ -24,6 +24,18 @@ class _Plain(Console):
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
+    def print(self, *objects: Any, **style: Any) -> None:
+        try:
+            super().print(*objects, **style)
+        except OSError:
+            if not self.stderr:
+                raise
+            self.quiet = True  # whoever listened is gone; what is told on the way is not worth a run
+
+    def on_broken_pipe(self) -> None:
+        if not self.stderr:
+            super().on_broken_pipe()
+
     def render_str(self, text: str, **style: Any) -> Text:
         return super().render_str(printable_lines(text), **style)
 

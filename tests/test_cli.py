@@ -172,6 +172,13 @@ def test_a_file_that_cannot_be_written_is_named_before_the_search(tmp_path: Path
     assert process.stderr.startswith(f"error: {wanted.parent}: File exists\nhint: check the path")
 
 
+@pytest.mark.parametrize("error", ["MemoryError()", "ImportError('libx.so: failed to map segment from shared object')"])
+def test_memory_that_runs_out_before_a_command_has_begun_is_no_bug(error: str) -> None:
+    code = f"import autotune.cli as cli\ndef work(): raise {error}\ncli.app = work; cli.main()"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr.startswith("error: memory ran out")) == (1, True)
+
+
 def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file() -> None:
     code = "import os, sys; from autotune import cli; cli.app = lambda: print(os.open('/', 0)); cli.main()"
     command = [sys.executable, "-c", code]

@@ -39,9 +39,10 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     from autotune.quiet import silence_progress_bars
     from autotune.terminal import err
     from autotune.training.prepare import fetch_weights, prepare
-    from autotune.training.processes import launch, started_by_launcher
+    from autotune.training.processes import forget_other_launchers, launch, started_by_launcher
     from autotune.trials.lock import held_for_run
 
+    forget_other_launchers()
     silence_progress_bars()
     hardware = read_machine()
     chosen = _measured_here(asked.plan_file, fetch_weights(chosen, hardware), hardware)

@@ -221,8 +221,10 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
     Raises:
         InvalidInput: the class refuses the configuration.
     """
+    import diffusers
     import torch
 
+    getattr(diffusers, family.transformer_class)  # what keeps it from being imported is no fault of the configuration
     try:
         with torch.device("meta"):
             return family.build_transformer(config)

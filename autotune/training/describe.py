@@ -139,7 +139,7 @@ def _text_lengths(
     hint = "download the model again; a file is missing or damaged"
     try:
         lengths = model.family.count_text_tokens(model.texts, captions, controls)
-    except InvalidInput:
+    except (InvalidInput, ImportError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # a damaged tokenizer raises anything
         reason = str(error).strip().partition("\n")[0]

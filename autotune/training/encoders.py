@@ -14,6 +14,7 @@ from autotune.knobs.quantization import quantize_inside
 from autotune.schema import CachingSettings, Candidate
 from autotune.training.data.recipes import Identity, read_identity
 from autotune.training.memory import give_back_memory
+from autotune.training.shortage import is_out_of_memory
 from autotune.weights.components import DOWNLOAD_AGAIN, load_component
 from autotune.weights.streaming import Transform
 
@@ -68,7 +69,9 @@ class Encoders:
                 loaded = self.model.family.load_pipeline(
                     folder, torch_dtype=self.dtype, transformer=None, vae=vae, **parts
                 )
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # tokenizers, schedulers
+            except Exception as error:  # tokenizers and schedulers raise anything for damaged files
+                if is_out_of_memory(error):
+                    raise
                 reason = str(error).strip().partition("\n")[0]
                 raise InvalidInput(f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN) from error
             loaded.encode_prompt = running_on(self._text_device, self.device, loaded.encode_prompt)

@@ -39,6 +39,9 @@ from autotune.training.stopping import stop_requests
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
 
+LOWER_THE_RATE = "lower the rate: autotune train PLAN --learning-rate X"
+NO_RATE_YET = "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are not finite"
+
 TRACED = range(3, 6)
 """Steps of this start that a trace shows: the first ones allocate and warm up."""
 
@@ -218,7 +221,7 @@ class Loop:
             if not math.isfinite(value):  # before anything is written: the newest checkpoint is a good one
                 raise AutotuneError(
                     f"the {what} is {value} at step {step + 1}",
-                    hint="lower the rate: autotune train PLAN --learning-rate X",
+                    hint=LOWER_THE_RATE if step else NO_RATE_YET,
                 )
         self.rate.step(outcome.loss)
         self.seconds.append(seconds)

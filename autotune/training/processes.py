@@ -27,6 +27,10 @@ from autotune.training.sharding import is_sharded
 LONGEST_WAIT = timedelta(hours=12)
 """The others wait while the first encodes a data set or samples previews; if it dies, the launcher ends them."""
 
+OTHER_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE",
+               "MV2_COMM_WORLD_SIZE")  # fmt: skip
+"""What torch and accelerate (`state.py`) take for their own, whoever set it."""
+
 SHUTDOWN_SECONDS = 900
 """How long processes may take to finish their step and write a checkpoint after a signal; older torch gives 30."""
 
@@ -146,6 +150,12 @@ def card_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ..
 def started_by_launcher() -> bool:
     """Whether this is one of the processes that `launch` starts."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def forget_other_launchers() -> None:
+    """A cluster's job may name ranks of its own, for which accelerate would wait; they are not those of this run."""
+    for name in () if started_by_launcher() else OTHER_RANKS:
+        os.environ.pop(name, None)
 
 
 def launch(num_processes: int, arguments: Sequence[str], output: Path) -> int:

@@ -9,6 +9,7 @@ import torch
 from PIL.Image import Image
 
 from autotune.atomic import write_whole
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.job import MAX_PREVIEW_PROMPTS
 from autotune.knobs.allocator import configure_allocator
 from autotune.schema import AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
@@ -26,7 +27,7 @@ from autotune.training.prepare import Prepared, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge, grid, save_image
 from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
-from autotune.training.shortage import telling_of_full_disk, telling_of_short_memory
+from autotune.training.shortage import is_out_of_memory, telling_of_full_disk, telling_of_short_memory
 from autotune.training.stopping import stopped_at_once
 from autotune.training.verdict import judge
 
@@ -167,13 +168,13 @@ class _Run:
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """What ends where memory is too short for a preview are the previews; shared-out weights need all processes."""
+        """What ends where a preview cannot be made are the previews; shared-out weights need all processes."""
         try:
             yield
-        except PreviewTooLarge as error:
-            if self.processes.strategy == "fsdp2":
+        except (PreviewTooLarge, InvalidInput, RuntimeError, TypeError, ValueError, LookupError) as error:
+            if self.processes.strategy == "fsdp2" or (not isinstance(error, AutotuneError) and is_out_of_memory(error)):
                 raise
-            self._warn(f"{error.message}; the run goes on without previews")
+            self._warn(f"{str(error).partition(chr(10))[0]}; the run goes on without previews")
             self.previews = []
 
     def _warn(self, message: str) -> None:

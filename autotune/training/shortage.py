@@ -40,12 +40,14 @@ OUT_OF_MEMORY = (
     "alloc_failed",
     "can't allocate memory",
     "cannot allocate memory",
+    "failed to map segment",
     "resource temporarily unavailable",
     "unable to find an engine to execute this computation",
 )
 """What errors of other types say then, in lower case. `alloc_failed`: cuBLAS and cuDNN, whose first product at the edge
-of a card finds no room for a handle; the last two: starting a thread under a cap on memory, and a convolution of cuDNN
-that finds no room for the workspace of any engine (aten/src/ATen/native/cudnn/Conv_v8.cpp, `try_configs`)."""
+of a card finds no room for a handle; the last three: loading a library and starting a thread under a cap on memory, and
+a convolution of cuDNN that finds no room for the workspace of any engine (aten/src/ATen/native/cudnn/Conv_v8.cpp,
+`try_configs`)."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do to a run: the first is honoured after the step, or at once where no steps are taken.
+"""What SIGTERM, SIGINT and SIGHUP do to a run: the first is honoured after the step, or at once where none are taken.
 
 With several processes only the first counts: an interrupt from the terminal is followed by their launcher's SIGTERM.
 Else the old handlers are back after it, so a second one ends at once.
@@ -13,7 +13,8 @@ from typing import Any
 
 from autotune.errors import Preempted
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The last one comes where a terminal or a connection is closed; `nohup` has it ignored, and so it stays."""
 
 
 @contextlib.contextmanager
@@ -66,7 +67,8 @@ def _heard(tell: Callable[[str], None], *, second_ends: bool) -> Iterator[None]:
         tell(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
-        before |= {number: signal.signal(number, note) for number in SIGNALS}
+        heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before |= {number: signal.signal(number, note) for number in heeded}
     try:
         yield
     finally:

@@ -1,5 +1,9 @@
 """Numbers in the units that people use."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from autotune.reporting.text import memory_text, seconds_text
@@ -20,6 +24,15 @@ def test_durations_read_well(seconds: float, text: str) -> None:
 )
 def test_sizes_read_well(num_bytes: float | None, text: str) -> None:
     assert memory_text(num_bytes) == text
+
+
+def test_progress_that_nobody_reads_any_more_ends_nothing() -> None:
+    code = "from autotune.terminal import err, out; [err.print('x' * 99) for _ in range(9999)]; out.print('done')"
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, check=False)
+    os.close(writer)
+    assert (process.returncode, process.stdout) == (0, b"done\n")
 
 
 def test_no_control_character_of_a_stranger_reaches_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def test_newest_and_every_mth_checkpoint_are_kept(bench: Bench, tmp_path: Path) 
     assert Checkpoints(tmp_path / "checkpoints", "", keep_last=1).steps() == [3, 6, 7]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench: Bench, tmp_path: Path, number: int) -> None:
     plan, before = bench.plan(num_steps=4), signal.getsignal(number)
     with pytest.raises(Preempted, match="after step 2 of 4") as stopped:
@@ -121,6 +121,17 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(bench: Bench, tmp_pa
     assert "--resume" in stopped.value.hint
     assert signal.getsignal(number) is before
     assert same(bench.loop(plan, tmp_path / "cut"), bench.loop(plan, tmp_path / "whole"))
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(bench: Bench, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        plan = bench.plan(num_steps=2)
+        ended = bench.loop(plan, tmp_path, on_step=lambda event: os.kill(os.getpid(), signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.seconds[1:]
+    assert Checkpoints(tmp_path / "checkpoints", "", keep_last=1).steps() == [2]
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(
@@ -171,7 +182,10 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
         time.sleep(0.02)
     process.kill()
     process.wait()
-    resumed = subprocess.run([*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=600)
+    ranks = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}  # of a cluster's job, not of this run
+    resumed = subprocess.run(
+        [*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=600, env=ranks
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert 3 <= json.loads(resumed.stdout)["resumed_at"] < 40
     plan = read_plan(plan_file)

@@ -208,11 +208,19 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     assert told == ["memory is too short for a preview of 512x512 px: it is 256x256"]
 
 
-def test_where_no_preview_fits_the_run_goes_on_without(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError(), "memory is too short for a preview"),
+        (RuntimeError("shape '[1, 16]' is invalid\nmore"), "shape '[1, 16]' is invalid"),
+        (InvalidInput("a control image is gone", hint="check"), "a control image is gone"),
+    ],
+)
+def test_where_no_preview_can_be_made_the_run_goes_on_without(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     def short(sampler: PreviewSampler, preview: Preview) -> list[Any]:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(PreviewSampler, "_sample", short)
     told: list[str] = []
@@ -220,7 +228,7 @@ def test_where_no_preview_fits_the_run_goes_on_without(
     report = train(plan, bench.hardware, bench.cache, Events(on_warning=told.append))
     assert report.num_steps == 4
     assert [line for line in told if "preview" in line] == list(report.warnings)
-    assert report.warnings == ("memory is too short for a preview; the run goes on without previews",)
+    assert report.warnings == (f"{words}; the run goes on without previews",)
     assert (tmp_path / "report.json").is_file()
 
 

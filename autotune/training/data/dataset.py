@@ -4,6 +4,7 @@ read_dataset     for training: raises where captions are missing or nothing usab
 scan_dataset     for the check before it: never raises for the content of a file
 """
 
+import errno
 import hashlib
 import os
 import time
@@ -291,6 +292,8 @@ def _files_of(item: Item) -> Iterable[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
+    """SHA-256 of a file's bytes, in hex. Raises OSError where it cannot be read; a pipe is not waited for."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

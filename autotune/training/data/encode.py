@@ -182,9 +182,8 @@ def _require_finite(entry: Entry, encoded: Sample) -> None:
     import torch
 
     if not all(torch.isfinite(tensor).all() for tensor in encoded.values()):
-        what = f"caption {entry.caption!r}" if entry.caption is not None else f"pixels of {entry.paths[0]}"
         raise AutotuneError(
-            f"the model encodes the {what[:200]} into numbers that are not finite",
+            f"the model encodes the {entry.what} into numbers that are not finite",
             hint="download its VAE and text encoders again, or plan with --pin precision=fp32",
         )
 
@@ -192,10 +191,14 @@ def _require_finite(entry: Entry, encoded: Sample) -> None:
 def _encode(encoders: "Encoders", entry: Entry) -> Sample:
     """Files are opened first: nothing is loaded for those that are broken, which are tried in every start."""
     family, pixels = encoders.model.family, _open(entry)
-    if entry.caption is None:
-        pipeline = encoders.pipeline(with_text=False)
-        return {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
-    return family.encode_caption(encoders.pipeline(), entry.caption, pixels)
+    pipeline = encoders.pipeline(with_text=entry.caption is not None)
+    try:
+        if entry.caption is None:
+            return {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
+        return family.encode_caption(pipeline, entry.caption, pixels)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        what = f"the model cannot encode the {entry.what}: {str(error).partition(chr(10))[0]}"
+        raise InvalidInput(what, hint="are its configurations those that were published? Download it again") from error
 
 
 def _open(entry: Entry) -> "list[Tensor]":

@@ -70,6 +70,11 @@ class Entry:
     caption: str | None = None
     """None for pixels."""
 
+    @property
+    def what(self) -> str:
+        """For people."""
+        return f"pixels of {self.paths[0]}" if self.caption is None else f"caption {self.caption[:80]!r}"
+
 
 @dataclass(frozen=True)
 class Recipe:

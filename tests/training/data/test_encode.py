@@ -1,6 +1,7 @@
 """Encoding a dataset: once, alone where something changed, and never trusting what was interrupted."""
 
 import dataclasses
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -330,6 +331,29 @@ def test_an_image_that_changes_while_others_are_encoded_is_not_cached_under_its_
     family = CountingFamily()
     encoded = encode(data, pipeline, family)
     assert (len(encoded.items), family.num_images, family.captions) == (4, 1, [])
+
+
+def test_a_pipe_that_takes_an_images_place_meanwhile_is_not_waited_for(data: Path, pipeline: Any) -> None:
+    dataset = read_dataset(data)
+    (data / "000.png").unlink()
+    os.mkfifo(data / "000.png")
+    encoders: Any = SimpleNamespace(
+        model=SimpleNamespace(family=CountingFamily()),
+        identity=IDENTITY,
+        pipeline=lambda with_text=True: pipeline,
+        release_text=lambda: None,
+    )
+    encoded = encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), Cache(data.parent / "cache"))
+    assert [problem.file for problem in encoded.problems] == ["000.png"]
+
+
+def test_a_configuration_that_encodes_nothing_is_an_error_that_names_the_image(data: Path, pipeline: Any) -> None:
+    class Unnormalised(CountingFamily):
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            return pixels.new_tensor(None)
+
+    with pytest.raises(InvalidInput, match=r"cannot encode the pixels of .*000\.png: must be real number"):
+        encode(data, pipeline, Unnormalised())
 
 
 def test_numbers_that_are_not_finite_are_never_cached(data: Path, pipeline: Any) -> None:
