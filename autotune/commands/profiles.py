@@ -56,6 +56,8 @@ def list_records(
 
     chosen = _store(store)
     found = summaries(chosen)
+    if bad := len(chosen.sizes()) - len(found):
+        typer.echo(f"left out, no sound records: {bad}; `autotune profiles verify` names them", err=True)
     verdicts = _verdicts(chosen) if why else {}
     if as_json:
         rows = [row.model_dump(mode="json") | verdicts.get(row.name, {}) for row in found]

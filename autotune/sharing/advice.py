@@ -124,12 +124,21 @@ def advise(
                 odd.append(f"{item.name[:12]} is not believed: {why}")
                 continue
             local = tuple(trial for trial in item.trials if trial.candidate in space)
-            grounds.append(Ground(item.name, local, _promises(item), Lesson(tuple(_residuals(item)), item.weight)))
-            used.append(item)
+            used.append(asked := _as_asked(item, space))
+            grounds.append(Ground(item.name, local, _promises(asked), Lesson(tuple(_residuals(item)), item.weight)))
     proposed = [t.candidate for g in grounds for t in g.promises] or [item.record.settings for item in used]
     fitting = [c for c in dict.fromkeys(proposed) if c in space and _has_room(cost.uncalibrated(c), budget_bytes)]
     advice = Advice(tuple(grounds), tuple(fitting[:MOST_FIRST]), cost)
     return replace(found, known=tuple(used), refused=(*found.refused, *odd)), advice
+
+
+def _as_asked(item: Known, space: frozenset[Candidate]) -> Known:
+    """A prior only where knobs were pinned or had values excluded that are free here: else it answers the question."""
+    free = [name for name in item.record.narrowed if len({getattr(c, name, None) for c in space}) > 1]
+    if not free:
+        return item
+    told = f"search: narrowed down there in {', '.join(free)}"
+    return replace(item, match=replace(item.match, kind="near", reasons=(*item.match.reasons, told)))
 
 
 def _has_room(prediction: Prediction, budget_bytes: int) -> bool:

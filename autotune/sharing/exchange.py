@@ -123,6 +123,6 @@ def _useless(contents: Iterable[Found], oldest: date | None) -> Iterator[tuple[s
 
 def _subject(record: Record) -> tuple[object, ...]:
     """What a newer record of the same replaces."""
-    machine = record.machine
+    machine, answers = record.machine, (record.conclusive, record.narrowed)
     versions = machine.versions.model_copy(update={"python": "", "driver": None})
-    return record.folder, machine.device_name, machine.total_memory_bytes, versions, record.workload, record.conclusive
+    return record.folder, machine.device_name, machine.total_memory_bytes, versions, record.workload, answers

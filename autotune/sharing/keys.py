@@ -105,7 +105,7 @@ def match(record: Record, hardware: HardwareProfile, workload: Workload) -> Matc
     if "none" in (work.kind, machine.kind):
         return work if work.kind == "none" else machine
     kind = machine.kind if work.kind == "exact" and record.conclusive else "near"
-    limited = () if record.conclusive else ("search: cut short or narrowed down there",)
+    limited = () if record.conclusive else ("search: cut short there",)
     return Match(kind, machine.distance + work.distance, (*machine.reasons, *work.reasons, *limited))
 
 

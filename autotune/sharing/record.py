@@ -21,6 +21,7 @@ from autotune.schema import (
     Candidate,
     Expected,
     Frozen,
+    FrozenPart,
     HardwareProfile,
     ModelSpec,
     NaturalInt,
@@ -38,9 +39,8 @@ MAX_RECORD_BYTES = 1 << 18
 """A record of 8 trials has about 4 KiB."""
 MAX_TRIALS = 512
 MAX_TEXT = 160
-LEAST_TRIALS = 4
-"""Of a search whose winner answers the question for others: fewer have compared next to nothing. A search that
-similar machines' records start makes as many before it may end by itself (`search.study.Limits`)."""
+LEAST_TRIALS = 3
+"""Of a search whose winner answers the question for others: fewer have compared next to nothing."""
 LIBRARIES: Mapping[str, tuple[str, str]] = {
     "torchao": ("quantization", r"torchao"),
     "bitsandbytes": ("quantization", r"bnb|bitsandbytes"),
@@ -107,7 +107,9 @@ class Record(Frozen):
     calibration: tuple[Residual | None, ...] = Field(default=(), max_length=MAX_TRIALS)
     """For each trial, how far it was from the cost model of this version; None for those that did not run."""
     conclusive: bool = True
-    """Whether the settings answer the question: False where the user had narrowed the search down, or cut it short."""
+    """Whether the settings answer the question: False where the search was cut short."""
+    narrowed: tuple[str, ...] = Field(default=(), max_length=32)
+    """Knobs that were pinned, or values of which were excluded: there the answer is for those who do likewise."""
 
     @model_validator(mode="after")
     def _is_evidence(self) -> "Record":
@@ -244,20 +246,20 @@ def record_of(
         trials=tuple(map(shared_part, frozen.trials)),
         search_seconds=frozen.search_seconds,
         calibration=calibration,
-        conclusive=_is_conclusive(plan),
+        conclusive=_is_conclusive(frozen),
+        narrowed=tuple(name for name in Candidate.model_fields if name in dict((*frozen.pins, *frozen.exclusions))),
     )
     return parse_record(record.content, record.name)  # what is written here can be read elsewhere
 
 
-def _is_conclusive(plan: TrainingPlan) -> bool:
-    """Whether nothing was pinned or excluded, and enough was tried or a record that had found enough was verified.
+def _is_conclusive(frozen: FrozenPart) -> bool:
+    """Whether enough was tried, or a record that had found enough was verified.
 
     A plan that stands on a record whose promise held has no longer trial of its winner: the promise confirmed it.
     """
-    frozen = plan.frozen
     num_tried = sum(not trial.confirms for trial in frozen.trials)
     verified = bool(frozen.records) and num_tried == len(frozen.trials)
-    return not (frozen.pins or frozen.exclusions) and (verified or num_tried >= LEAST_TRIALS)
+    return verified or num_tried >= LEAST_TRIALS
 
 
 def shared_part(trial: TrialResult) -> TrialResult:

@@ -126,6 +126,7 @@ def test_verify_names_an_altered_record_and_exits_with_1() -> None:
     result = run("verify")
     assert result.exit_code == 1
     assert f"{made.name[:12]} was altered" in result.stdout
+    assert "left out, no sound records: 1" in run("list").stderr
 
 
 def test_prune_says_what_goes_and_why() -> None:

@@ -224,6 +224,16 @@ def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
     assert again.plan.frozen.settings == cold.plan.frozen.settings
 
 
+@pytest.mark.parametrize(
+    "narrowed", [{"pins": (("attention", "native"),)}, {"exclusions": (("attention", "_native_cudnn"),)}]
+)
+def test_who_narrows_a_search_down_in_the_same_way_gets_its_answer(narrowed: dict[str, object], tmp_path: Path) -> None:
+    asked = replace(QUESTION, **narrowed)
+    before = planned_on(Simulated(slow=SLOW), asked=asked)
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]), asked=asked)
+    assert [t.candidate for t in again.trials] == [before.plan.frozen.settings]
+
+
 def test_a_record_full_of_strange_settings_takes_seconds_at_most(cold: Planned, tmp_path: Path) -> None:
     first = cold.record.trials[0]
     strange = tuple(
