@@ -12,7 +12,7 @@ from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import KERNELS
-from autotune.knobs.quantization import SLICE_BYTES, STORAGES
+from autotune.knobs.quantization import STORAGES
 from autotune.prediction import Prediction
 from autotune.schema import Bucket, Candidate, Rate, TrialResult
 
