@@ -30,8 +30,8 @@ class DataWorkers(Knob):
         cores = setting.hardware.host.logical_cores
         on_cpu = setting.hardware.device.kind == "cpu"
         usual, other, against = (0, 1, AGAINST_ONE) if on_cpu else (1, 0, AGAINST_NONE)
-        too_many = {number: f"this host has {cores} cores" for number in WORKERS if number > cores}
-        more = {number: AGAINST_MORE for number in WORKERS if number <= cores}
+        too_many: dict[Choice, str] = {number: f"this host has {cores} cores" for number in WORKERS if number > cores}
+        more: dict[Choice, str] = {number: AGAINST_MORE for number in WORKERS if number <= cores}
         return Choices((usual,), rejected=too_many, on_request={other: against, **more})
 
     def shown(self, choice: Choice, workload: Workload) -> str:
