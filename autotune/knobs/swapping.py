@@ -39,10 +39,9 @@ class Swapping(Knob):
         least = min(each.bytes_per_parameter for each in storages if each.library != FIXED_LIBRARY)
         weights = least * setting.workload.model.num_parameters
         fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
-        little = "the host has too little memory for the weights"
-        too_many: dict[Choice, str] = {k: little for k in levels if k not in fitting}
+        too_many, against = [k for k in levels if k not in fitting], "the host has too little memory for the weights"
         reason = "each block crosses the bus twice a micro-batch: tried only where nothing fits without"
-        return Choices((0,), rejected=too_many, on_request=dict.fromkeys(fitting, reason))
+        return Choices((0,), rejected=dict.fromkeys(too_many, against), on_request=dict.fromkeys(fitting, reason))
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         if candidate.swapped_blocks > candidate.checkpointed_blocks:
