@@ -40,7 +40,7 @@ def _run(*words: object) -> None:
     """Show a command and run it as a user would, in a process of its own.
 
     Raises:
-        typer.Exit: it failed, with its status.
+        SystemExit: it failed, with its status; it has said why.
     """
     from autotune.terminal import out
 
@@ -51,4 +51,4 @@ def _run(*words: object) -> None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
             process.wait()
     if process.returncode:
-        raise typer.Exit(process.returncode)
+        raise SystemExit(process.returncode)

@@ -87,9 +87,10 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
 
 
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:
-    if (folder / ADAPTER_FILE).exists():
+    begun = checkpoints_in(folder)
+    if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not begun):
         raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")
-    if checkpoints_in(folder):
+    if begun:
         raise InvalidInput(
             f"{folder} holds the checkpoints of a run that did not end",
             hint="go on with it: add --resume; or choose another folder with --output",

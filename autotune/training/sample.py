@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from autotune.atomic import require_writable
 from autotune.errors import InvalidInput
 from autotune.families.resolve import fetch_model
 from autotune.knobs.allocator import configure_allocator
@@ -38,6 +39,7 @@ def sample_run(
     """Sample `count` pictures from the adapter in a run's folder and return the files written.
 
     Raises:
+        OSError: the picture could not be written.
         InvalidInput: the folder holds no trained adapter, or a control image is missing or too many.
         AutotuneError: memory ran out.
     """
@@ -49,6 +51,8 @@ def sample_run(
     plan = read_plan(folder / PLAN_FILE)
     model = fetch_model(plan.job.pinned_model)
     model.family.require_controls(len(control_paths), "the prompt")
+    file = output or folder / f"sample-{seed}.png"
+    require_writable(file)
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     settings = frozen.settings
     if frozen.hardware.strategy == "fsdp2":  # a device holds but a part of the weights, so they visit it
@@ -69,8 +73,7 @@ def sample_run(
     written = []
     for number, preview in enumerate(previews, start=1):
         on_progress(f"sampling {number} of {count}")
-        path = output or folder / f"sample-{seed}.png"
-        path = path if count == 1 else path.with_stem(f"{path.stem}-{number}")
+        path = file if count == 1 else file.with_stem(f"{file.stem}-{number}")
         save_image(sampler.sample(preview)[0], path)
         written.append(path)
     return written

@@ -315,6 +315,8 @@ def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later
     assert (stopped.value.exit_status, "--resume" in stopped.value.hint) == (75, True)
     assert signal.getsignal(number) is before
     assert not (tmp_path / "samples.png").exists()
+    with pytest.raises(InvalidInput, match="did not end"):
+        prepare(plan, bench.hardware, resume=False)
     train(plan, bench.hardware, bench.cache, resume=True)
     assert (tmp_path / "samples.png").is_file()
 
