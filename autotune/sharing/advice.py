@@ -16,7 +16,7 @@ from autotune.cost.calibration import Lesson
 from autotune.cost.predict import Predictor
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, Residual, TrialResult, Workload
-from autotune.sharing.query import Known, Survey, same_work
+from autotune.sharing.query import KINDS, Known, Survey, same_work
 from autotune.sharing.record import Record
 
 MOST_RECORDS = 3
@@ -116,7 +116,8 @@ def advise(
     grounds: list[Ground] = []
     odd: list[str] = []
     space = frozenset(candidates)
-    for item in found.known:
+    as_asked = (_as_asked(item, space) for item in found.known)
+    for item in sorted(as_asked, key=lambda item: KINDS.index(item.match.kind)):
         if len(grounds) == MOST_RECORDS or any(ground.promises for ground in grounds):
             break
         if item.record.settings in space:
@@ -124,8 +125,8 @@ def advise(
                 odd.append(f"{item.name[:12]} is not believed: {why}")
                 continue
             local = tuple(trial for trial in item.trials if trial.candidate in space)
-            used.append(asked := _as_asked(item, space))
-            grounds.append(Ground(item.name, local, _promises(asked), Lesson(tuple(_residuals(item)), item.weight)))
+            used.append(item)
+            grounds.append(Ground(item.name, local, _promises(item), Lesson(tuple(_residuals(item)), item.weight)))
     proposed = [t.candidate for g in grounds for t in g.promises] or [item.record.settings for item in used]
     fitting = [c for c in dict.fromkeys(proposed) if c in space and _has_room(cost.uncalibrated(c), budget_bytes)]
     advice = Advice(tuple(grounds), tuple(fitting[:MOST_FIRST]), cost)

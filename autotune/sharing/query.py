@@ -21,6 +21,7 @@ REACH = 10.0
 """Distance at which a record's lesson weighs 1/e. It corrects predictions, not times, so it carries over between
 machines whose rates differ."""
 KINDS = ("exact", "upgraded", "near")
+"""Of matches that count, the best first."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,14 @@ def test_who_narrows_a_search_down_in_the_same_way_gets_its_answer(narrowed: dic
     before = planned_on(Simulated(slow=SLOW), asked=asked)
     again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]), asked=asked)
     assert [t.candidate for t in again.trials] == [before.plan.frozen.settings]
+
+
+def test_an_answer_is_found_behind_any_number_of_newer_narrowed_ones(cold: Planned, tmp_path: Path) -> None:
+    pinned = planned_on(Simulated(slow=SLOW), asked=replace(QUESTION, pins=(("attention", "native"),))).record
+    newer = [pinned.changed(measured_on=date(2026, 4, day)) for day in range(1, 5)]
+    again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [cold.record, *newer]))
+    assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings]
+    assert again.plan.frozen.records == (cold.record.name,)
 
 
 def test_a_record_full_of_strange_settings_takes_seconds_at_most(cold: Planned, tmp_path: Path) -> None:
