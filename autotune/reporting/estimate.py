@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from autotune.prediction import Estimate
-from autotune.reporting.text import WIDTH, memory_text, seconds_text
+from autotune.reporting.text import WIDTH, memory_text, seconds_text, wrapped
 
 PARTS = {
     "weight_bytes": "weights",
@@ -38,7 +38,7 @@ def render(estimate: Estimate) -> str:
     needed = memory_text(prediction.required_memory_bytes)
     verdict = "fits" if estimate.fits else "does not fit"
     lines = [
-        f"{workload.model.name} on {estimate.hardware}: {verdict}",
+        *wrapped(f"{workload.model.name} on {estimate.hardware}: {verdict}"),
         f"  predicted, nothing has run; {needed} of {memory_text(estimate.budget_bytes)} needed",
         "",
         f"  shape       {bucket.width_px} x {bucket.height_px} px{frames}, {workload.max_text_tokens} text tokens",

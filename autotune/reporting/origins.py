@@ -18,10 +18,11 @@ def origin_lines(plan: TrainingPlan) -> list[str]:
         "dropout": (work.lora_dropout, 0.0, "diffusers' scripts"),
         "batch": (work.effective_batch_size, defaults.effective_batch_size, "our choice"),
         "steps": (
-            job.num_steps,
+            job.num_steps if job.num_train_epochs is None else None,
             defaults.num_steps(images),
             f"{VIEWS_PER_IMAGE} views of each image, 500 in all or more",
         ),
+        "epochs": (job.num_train_epochs, None, None),
         "learning rate": (job.learning_rate, defaults.learning_rate, defaults.sources.get("learning_rate")),
         "weight decay": (job.weight_decay, defaults.weight_decay, "between diffusers' 1e-4 and torch's 1e-2"),
         "noise levels": (job.timestep_sampling, "logit_normal", "Stable Diffusion 3's density"),

@@ -32,6 +32,12 @@ def test_the_text_fits_a_terminal_and_names_every_part(answer):
         assert word in text
 
 
+def test_a_long_name_does_not_push_the_verdict_out(answer):
+    lines = render(answer.model_copy(update={"hardware": "N" * 60})).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines[:2]).endswith(": fits")
+
+
 def test_json_has_both_figures_on_top(answer):
     data = json.loads(answer.model_dump_json())
     assert data["peak_memory_bytes"] == answer.prediction.peak_memory_bytes

@@ -30,6 +30,12 @@ def test_values_that_differ_from_the_defaults_are_the_users(plan: TrainingPlan) 
     assert own["learning rate 0.0003"] is own["shift by_resolution"] is own["noise levels uniform"] is True
 
 
+def test_epochs_stand_in_the_place_of_steps(plan: TrainingPlan) -> None:
+    told = _of(with_job(plan, num_train_epochs=3))
+    assert told["epochs 3"] is True
+    assert not any(line.startswith("steps") for line in told)
+
+
 def test_defaults_name_their_source(plan: TrainingPlan) -> None:
     text = "\n".join(origin_lines(with_job(plan, timestep_shift=2.2)))
     assert "shift 2.2  (musubi-tuner's guide)" in text
