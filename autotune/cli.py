@@ -3,9 +3,11 @@
 probe ──> plan ──> plan.yaml ──> train
 """
 
+import _thread
 import json
 import os
 import sys
+import threading
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -61,6 +63,7 @@ for listing in (app, data.app, profiles.app, weights.app):
 def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
     _open_streams()
+    sys.unraisablehook = _again
     silence_libraries()
     try:
         status = app(standalone_mode=False, prog_name="autotune")
@@ -97,6 +100,14 @@ def _open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def _again(lost: Any) -> None:
+    """Python drops what is raised in a weak reference's callback, of which tracing makes many: Ctrl-C comes again."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        threading.Timer(0.1, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:

@@ -28,6 +28,26 @@ def test_importing_the_cli_loads_nothing_heavy() -> None:
     assert process.stdout.strip() == "[]"
 
 
+def test_an_interrupt_that_python_drops_comes_again() -> None:
+    code = """
+import signal, sys, time, weakref
+from autotune.cli import _again
+
+class Tensor: ...
+
+sys.unraisablehook = _again
+tensor = Tensor()
+watched = weakref.ref(tensor, lambda _: signal.raise_signal(signal.SIGINT))
+try:
+    del tensor
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("heard")
+"""
+    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert (process.stdout, process.stderr) == ("heard\n", "")
+
+
 def test_help_is_quick() -> None:
     times = []
     for _ in range(5):
