@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from autotune.errors import AutotuneError, Preempted
+from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.families.base import Batch
 from autotune.knobs.registry import reload_key
 from autotune.schema import TrainingPlan
@@ -92,6 +92,11 @@ class Loop:
         )
         self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.steps_of(1))
         self.first_step = 0
+        if checkpoint and checkpoint.step > self.num_steps:
+            raise InvalidInput(
+                f"{checkpoint.step} steps were taken already, and the run is to take {self.num_steps}",
+                hint=f"resume with --steps {checkpoint.step} or more, or choose another folder with --output",
+            )
         if checkpoint:
             self.first_step = checkpoint.step
             self.optimizer.load_state(checkpoint.tensors)

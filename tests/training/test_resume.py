@@ -97,6 +97,12 @@ def test_a_checkpoint_of_another_job_is_refused(bench: Bench, tmp_path: Path, ch
         bench.loop(bench.plan(num_steps=2, **change), tmp_path)
 
 
+def test_a_run_cannot_be_made_shorter_than_it_is(bench: Bench, tmp_path: Path) -> None:
+    bench.loop(bench.plan(num_steps=3), tmp_path)
+    with pytest.raises(InvalidInput, match="3 steps were taken already, and the run is to take 2"):
+        bench.loop(bench.plan(num_steps=2), tmp_path)
+
+
 def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: Path) -> None:
     bench.loop(bench.plan(num_steps=2), tmp_path / "longer")
     longer = bench.loop(bench.plan(num_steps=4), tmp_path / "longer")
