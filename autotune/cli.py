@@ -93,6 +93,7 @@ def main() -> None:
         )
     if status == INTERRUPTED:
         _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
+    sys.exit(status)
 
 
 def _open_streams() -> None:

@@ -194,13 +194,13 @@ def test_a_file_that_cannot_be_written_is_named_before_the_search(tmp_path: Path
 
 @pytest.mark.parametrize("error", ["MemoryError()", "ImportError('libx.so: failed to map segment from shared object')"])
 def test_memory_that_runs_out_before_a_command_has_begun_is_no_bug(error: str) -> None:
-    code = f"import autotune.cli as cli\ndef work(): raise {error}\ncli.app = work; cli.main()"
+    code = f"import autotune.cli as cli\ndef work(**options): raise {error}\ncli.app = work; cli.main()"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr.startswith("error: memory ran out")) == (1, True)
 
 
 def test_closed_streams_change_no_status_and_give_their_numbers_to_no_file() -> None:
-    code = "import os, sys; from autotune import cli; cli.app = lambda: print(os.open('/', 0)); cli.main()"
+    code = "import os, sys; from autotune import cli; cli.app = lambda **options: print(os.open('/', 0)); cli.main()"
     command = [sys.executable, "-c", code]
     closed = subprocess.run(["sh", "-c", 'exec "$@" 0<&- 2>&-', "sh", *command], stdout=subprocess.PIPE, check=True)
     assert int(closed.stdout) > 2

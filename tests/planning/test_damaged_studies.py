@@ -26,7 +26,8 @@ def file(tmp_path: Path) -> Path:
 
 def goes_on(path: Path) -> bool:
     """Whether the file is kept."""
-    place = _file_of_its_own(path, CASE, lambda note: None)
+    with path.with_suffix(".users").open("w") as users:
+        place = _file_of_its_own(path, users.fileno(), CASE, lambda note: None)
     assert place is not None
     return path.exists()
 

@@ -48,8 +48,9 @@ def test_where_a_later_phase_fails_what_is_known_stands(
     assert runner.confirm(FIRST, CachingSettings(), 1.0).outcome == failure.outcome
 
 
-def test_the_phase_that_fails_is_named(small_model: Path) -> None:
-    with ProcessTrialRunner(str(small_model), workload(small_model, side_px=2048), "cpu", GIB) as runner:
+def test_the_phase_that_fails_is_named(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.trials.runner.BESIDE_TENSORS_BYTES", 0)
+    with ProcessTrialRunner(str(small_model), workload(small_model, side_px=2048), "cpu", GIB // 2) as runner:
         result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "oom", result
     assert "in the training phase" in result.message
