@@ -85,6 +85,11 @@ class Journey:
     def result(self) -> Path:
         return self.folder / "result"
 
+    @property
+    def data_home(self) -> Path:
+        """Where the record of its search lies."""
+        return self.folder.parent / "data"
+
 
 @pytest.fixture(scope="session")
 def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey:
@@ -95,5 +100,7 @@ def journey(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Journey
     told = folder / "process.json"
     with FileLock(folder / "lock"):
         if not told.exists():
-            told.write_text(json.dumps(vars(autotune("demo", "--output", folder / "demo"))))
+            with pytest.MonkeyPatch.context() as patch:  # each worker has a store of its own
+                patch.setenv("XDG_DATA_HOME", str(folder / "data"))
+                told.write_text(json.dumps(vars(autotune("demo", "--output", folder / "demo"))))
     return Journey(folder / "demo", subprocess.CompletedProcess(**json.loads(told.read_text())))

@@ -34,7 +34,8 @@ def test_a_team_with_anothers_records_starts_where_the_other_ended(
         return done.stdout + done.stderr
 
     alone, team = journey.plan.frozen, tmp_path / "team"
-    command("profiles", "push", team)  # the journey's search is in the tests' own store
+    monkeypatch.setenv("XDG_DATA_HOME", str(journey.data_home))
+    command("profiles", "push", team)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
     assert "new: " in command("profiles", "pull", team)
     bob = slower(store.cached_profile())
