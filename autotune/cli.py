@@ -20,7 +20,7 @@ from autotune.commands.plan import plan
 from autotune.commands.plans import check, diff, explain
 from autotune.commands.probe import probe
 from autotune.commands.train import sample, train
-from autotune.errors import AutotuneError, Preempted
+from autotune.errors import AutotuneError, Preempted, first_line
 from autotune.quiet import silence_libraries
 from autotune.reporting.text import printable
 from autotune.training.shortage import OUT_OF_MEMORY
@@ -85,9 +85,8 @@ def main() -> None:
             _fail(f"{where}{error.strerror}", "check the path, its permissions, and the room on its disk", 1)
         if isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY):
             _fail(f"memory ran out: {error}", "close what else takes memory, or raise the limit (ulimit -v)", 1)
-        first = (str(error).strip().splitlines() or ["no message"])[0]
         _fail(
-            f"{type(error).__name__}: {first}",
+            f"{type(error).__name__}: {first_line(error) or 'no message'}",
             "this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
             1,
         )

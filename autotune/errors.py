@@ -21,6 +21,11 @@ def nearest_of(value: str, known: Iterable[str], listing: str | None = None) -> 
     return f"{f'nearest: {near[0]}; ' if near else ''}{listing or 'known: ' + ', '.join(names)}"
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, without the listing that may follow."""
+    return str(error).strip().partition("\n")[0]
+
+
 class AutotuneError(Exception):
     """Base of all errors that autotune raises on purpose.
 

@@ -1,7 +1,7 @@
 """What the commands show while they work: bars and rows on stderr, data on stdout, colour only where it is wanted."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,14 @@ def _bar() -> Progress:
         transient=True,
         disable=not err.is_terminal,
     )
+
+
+@contextmanager
+def progress_of(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many of how many are done."""
+    with _bar() as progress:
+        task = progress.add_task(name, total=None, note="")
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 class TrialDisplay:

@@ -29,16 +29,19 @@ def check(
     """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
     from autotune.families.registry import family_named
     from autotune.reporting.data import data_report_lines
+    from autotune.terminal import progress_of
     from autotune.training.data.check import check_dataset
     from autotune.training.data.dataset import Reading
 
     family = family_named(model)
-    report = check_dataset(
-        folder,
-        Reading(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
-        resolution_px=resolution or family.defaults.resolution_px,
-        multiple_px=family.size_multiple_px,
-    )
+    with progress_of("reading") as tell:
+        report = check_dataset(
+            folder,
+            Reading(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
+            resolution_px=resolution or family.defaults.resolution_px,
+            multiple_px=family.size_multiple_px,
+            on_progress=tell,
+        )
     typer.echo(report.model_dump_json(indent=1) if as_json else "\n".join(data_report_lines(report)))
     if not report.can_train:
         raise typer.Exit(2)

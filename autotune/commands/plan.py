@@ -20,6 +20,7 @@ from autotune.commands.options import (
     one_of,
     takes,
 )
+from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
     from autotune.planner import Events
@@ -87,7 +88,6 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.atomic import require_writable
     from autotune.commands.machine import machine_for
-    from autotune.errors import AutotuneError
     from autotune.planner import make_plan
     from autotune.planning.case import list_choices
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
@@ -136,7 +136,6 @@ def _write(path: Path, made: "TrainingPlan") -> None:
     Raises:
         AutotuneError: it could not be written.
     """
-    from autotune.errors import AutotuneError
     from autotune.plan_file import plan_text, write_plan
 
     try:

@@ -24,7 +24,7 @@ from autotune.families.resolve import build_on_meta
 from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.precision import torch_dtype
 from autotune.schema import Workload
-from autotune.weights.building import cast_as_loaded
+from autotune.weights.building import attribute_tensors, cast_as_loaded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -249,8 +249,5 @@ def _frozen_sizes(module: "nn.Module") -> list[int]:
 
 def _attribute_bytes(model: "nn.Module") -> int:
     """Bytes of buffers, and of tensors that modules keep as plain attributes."""
-    import torch
-
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    tensors = [*model.buffers(), *(value for value in attributes if isinstance(value, torch.Tensor))]
+    tensors = [*model.buffers(), *attribute_tensors(model)]
     return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InvalidInput, nearest_of
+from autotune.errors import InvalidInput, first_line, nearest_of
 from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
 from autotune.schema import ModelSpec, digest_of
@@ -229,7 +229,7 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
         with torch.device("meta"):
             return family.build_transformer(config)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise InvalidInput(
             f"the transformer's configuration does not build a {family.transformer_class}: {reason}",
             hint=CHECK_CONFIG,

@@ -40,13 +40,13 @@ class Finding(Frozen):
     fix: str
 
 
-def doctor(*, disk_needed_bytes: int = DEFAULT_DISK_BYTES) -> tuple[Finding, ...]:
+def doctor() -> tuple[Finding, ...]:
     """Findings about this machine, worst first; empty when nothing will hurt.
 
     Raises:
         AutotuneError: the operating system does not say how much memory there is.
     """
-    return findings(examine(RealSystem(torch=False), disk_needed_bytes))
+    return findings(examine(RealSystem(torch=False), DEFAULT_DISK_BYTES))
 
 
 def findings(patient: Patient) -> tuple[Finding, ...]:

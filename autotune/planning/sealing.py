@@ -5,7 +5,7 @@ Only settings that the plan itself names are turned to: the chosen ones, then it
 memory than the one before. Work, quality and effective batch stay as they are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autotune.cost.parallel import Parallel
@@ -56,7 +56,6 @@ def seal_on_arrival(
     path: Path,
     plan: TrainingPlan,
     hardware: HardwareProfile,
-    on_trial: Callable[[TrialResult], None] = lambda trial: None,
     around: Surroundings | None = None,
 ) -> TrainingPlan:
     """Try the settings of a predicted plan on this machine, turn to its fallbacks where they don't run, and write it.
@@ -86,7 +85,7 @@ def seal_on_arrival(
             hint=PLAN_AGAIN,
         )
     with around.trials(plan.job.pinned_model, cost) as run:
-        trials = _until_one_runs(usable, run, on_trial)
+        trials = _until_one_runs(usable, run)
     here = planned_hardware(hardware, parallel)
     sealed = seal(plan.job, _measured(plan, here, cost, trials, against))
     write_plan(sealed_path(path), sealed)
@@ -112,13 +111,10 @@ def _wrong(candidate: Candidate, proven: HardwareProfile) -> str | None:
     return next((f"{what}: {why}" for what, gate in gates if (why := closed_because(proven, gate))), None)
 
 
-def _until_one_runs(
-    candidates: Sequence[Candidate], run: Run, on_trial: Callable[[TrialResult], None]
-) -> tuple[TrialResult, ...]:
+def _until_one_runs(candidates: Sequence[Candidate], run: Run) -> tuple[TrialResult, ...]:
     trials: list[TrialResult] = []
     for candidate in candidates:
         trials.append(run(candidate))
-        on_trial(trials[-1])
         if trials[-1].outcome == "ok":
             return tuple(trials)
     last = trials[-1]

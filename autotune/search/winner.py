@@ -9,6 +9,7 @@ from autotune.schema import Candidate, Choice, Objective, Reason, Rejected, Tria
 from autotune.search.space import SearchSpace
 
 GIB = 2**30
+MOST_FALLBACKS = 5
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def require_winner(scores: Sequence[Score], objective: Objective, relaxation: Ca
     return best
 
 
-def fallbacks_of(scores: Sequence[Score], winner: Score, most: int = 5) -> tuple[Candidate, ...]:
+def fallbacks_of(scores: Sequence[Score], winner: Score) -> tuple[Candidate, ...]:
     """Settings that run in less memory than the winner, the fastest first, each smaller than the one before."""
     ladder: list[Score] = []
     running = [score for score in scores if score.failure is None]
@@ -98,7 +99,7 @@ def fallbacks_of(scores: Sequence[Score], winner: Score, most: int = 5) -> tuple
         smallest = (ladder[-1] if ladder else winner).peak_memory_bytes
         if score.peak_memory_bytes < smallest * 0.98:
             ladder.append(score)
-    return tuple(score.candidate for score in ladder[:most])
+    return tuple(score.candidate for score in ladder[:MOST_FALLBACKS])
 
 
 def reasons_for(space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective) -> tuple[Reason, ...]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from autotune.cost.arguments import checked_bucket, positive
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, first_line
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.schema import Bucket, Job, Objective, Quality, Workload
@@ -142,7 +142,7 @@ def _text_lengths(
     except (InvalidInput, ImportError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # a damaged tokenizer raises anything
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise InvalidInput(f"the tokenizer in {model.texts} cannot be read: {reason}", hint=hint) from error
     if min(lengths) < 0 or not any(lengths):  # without its vocabulary it loads all the same
         raise InvalidInput(f"the tokenizer in {model.texts} makes nothing of the captions", hint=hint)

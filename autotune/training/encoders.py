@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, first_line
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.precision import torch_dtype
 from autotune.knobs.quantization import quantize_inside
@@ -72,7 +72,7 @@ class Encoders:
             except Exception as error:  # tokenizers and schedulers raise anything for damaged files
                 if is_out_of_memory(error):
                     raise
-                reason = str(error).strip().partition("\n")[0]
+                reason = first_line(error)
                 raise InvalidInput(f"the pipeline in {folder} does not load: {reason}", hint=DOWNLOAD_AGAIN) from error
             loaded.encode_prompt = running_on(self._text_device, self.device, loaded.encode_prompt)
             self._loaded = loaded

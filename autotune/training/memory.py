@@ -17,6 +17,7 @@ from torch import nn
 
 from autotune.quiet import stderr_in
 from autotune.training.step import AdapterOptimizer
+from autotune.weights.building import attribute_tensors
 
 T = TypeVar("T")
 
@@ -67,13 +68,9 @@ def with_peak_memory(
 
 
 def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[torch.Tensor]:
-    """What stays on the device between steps: weights, master weights and the optimizer's moments.
-
-    Some modules keep tensors as plain attributes, as Qwen-Image its rotary frequencies.
-    """
+    """What stays on the device between steps: weights, master weights and the optimizer's moments."""
     states = [value for state in optimizer.adamw.state.values() for value in state.values()]
-    values = (value for module in transformer.modules() for value in vars(module).values())
-    plain = [value for value in values if isinstance(value, torch.Tensor)]
+    plain = attribute_tensors(transformer)
     return [*transformer.parameters(), *transformer.buffers(), *plain, *optimizer.masters, *states]
 
 

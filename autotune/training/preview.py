@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotune.atomic import replacing
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families.adapter import ADAPTER
 from autotune.families.resolve import build_on_meta
 from autotune.schema import Bucket
@@ -190,7 +190,7 @@ class PreviewSampler:
         except Exception as error:  # diffusers and peft raise anything for an adapter of another model
             if is_out_of_memory(error):
                 raise
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             raise InvalidInput(f"{adapter} is no adapter of this model: {reason}", hint=hint) from error
         if not self.pipeline.get_active_adapters():
             raise AutotuneError(

@@ -9,7 +9,7 @@ import torch
 from PIL.Image import Image
 
 from autotune.atomic import write_whole
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.job import MAX_PREVIEW_PROMPTS
 from autotune.knobs.allocator import configure_allocator
 from autotune.schema import AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
@@ -174,7 +174,7 @@ class _Run:
         except (PreviewTooLarge, InvalidInput, RuntimeError, TypeError, ValueError, LookupError) as error:
             if self.processes.strategy == "fsdp2" or (not isinstance(error, AutotuneError) and is_out_of_memory(error)):
                 raise
-            self._warn(f"{str(error).partition(chr(10))[0]}; the run goes on without previews")
+            self._warn(f"{first_line(error)}; the run goes on without previews")
             self.previews = []
 
     def _warn(self, message: str) -> None:

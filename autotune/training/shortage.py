@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, first_line
 
 
 def require_free(folder: Path, needed_bytes: int, what: str, *, hint: str) -> None:
@@ -71,7 +71,7 @@ def telling_of_short_memory() -> Iterator[None]:
         if isinstance(error, AutotuneError) or not is_out_of_memory(error):
             raise
         raise AutotuneError(
-            f"memory ran out: {str(error).strip().partition(chr(10))[0]}",
+            f"memory ran out: {first_line(error)}",
             hint="close what else takes memory and run it again, or plan with more to spare: "
             "autotune plan --from PLAN --reserve 2GiB",
         ) from error

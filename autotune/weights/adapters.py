@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, first_line
 from autotune.frozen import Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
 from autotune.weights.flux_layers import (
@@ -262,7 +262,7 @@ def _of_fitting_shapes() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, ZeroDivisionError, IndexError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise CorruptFile(f"its layers do not have the shapes of FLUX: {reason}", hint=EXPORT_AGAIN) from error
 
 

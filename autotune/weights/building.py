@@ -15,6 +15,14 @@ DtypePolicy = Callable[[str, "torch.dtype"], "torch.dtype"]
 """The dtype that a tensor should have in the model, from its name and its dtype as stored."""
 
 
+def attribute_tensors(model: "nn.Module") -> "list[torch.Tensor]":
+    """Tensors that modules keep as plain attributes, as Qwen-Image its rotary frequencies."""
+    import torch
+
+    values = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def build_empty(factory: Callable[[], Model], *, dtype: "torch.dtype | None" = None) -> Model:
     """What `factory` builds, with every parameter on the meta device and everything else real.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, first_line
 from autotune.weights.building import build_empty, dtype_of_from_pretrained, names_in_transformers
 from autotune.weights.errors import BadWeights, MissingWeights
 from autotune.weights.sources import open_source
@@ -88,7 +88,7 @@ def empty_component(folder: Path, name: str, *, dtype: "torch.dtype") -> "nn.Mod
     try:
         return _built(library, class_name, folder / name, dtype)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         if isinstance(error, MemoryError) or "allocate memory" in reason:
             raise
         raise BadWeights(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families.base import Sample
 from autotune.schema import Bucket
 from autotune.training.data.buckets import assign_buckets
@@ -197,7 +197,7 @@ def _encode(encoders: "Encoders", entry: Entry) -> Sample:
             return {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
         return family.encode_caption(pipeline, entry.caption, pixels)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        what = f"the model cannot encode the {entry.what}: {str(error).partition(chr(10))[0]}"
+        what = f"the model cannot encode the {entry.what}: {first_line(error)}"
         raise InvalidInput(what, hint="are its configurations those that were published? Download it again") from error
 
 
