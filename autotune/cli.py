@@ -3,9 +3,9 @@
 probe ──> plan ──> plan.yaml ──> train
 """
 
-import _thread
 import json
 import os
+import signal
 import sys
 import threading
 from typing import Annotated, Any, NoReturn
@@ -105,7 +105,8 @@ def _open_streams() -> None:
 def _again(lost: Any) -> None:
     """Python drops what is raised in a weak reference's callback, of which tracing makes many: Ctrl-C comes again."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        threading.Timer(0.1, _thread.interrupt_main).start()
+        # Sent to the thread itself, as the keyboard does: what it waits for ends at once.
+        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(lost)
 

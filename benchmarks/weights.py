@@ -8,14 +8,14 @@ Every load runs in a fresh process, forked from a server that has only imported 
 within a repetition, so that drift of a shared machine meets them alike. The clock covers building the model, loading,
 and reading one byte of every page of its weights, or a memory map would count as loaded before a byte was read.
 Memory is sampled every 2 ms from /proc/self/status: `anonymous` is what the process really takes (shared anonymous
-memory included), `mapped` is file
-pages that the system can drop. Cold means that the files were dropped from the page cache (posix_fadvise) just before.
+memory included), `mapped` is file pages that the system can drop, `resident` the most of both at one time. A load
+that is not counted goes before each case. Cold means that the files were dropped from the page cache (posix_fadvise)
+just before.
 """
 
 import argparse
 import datetime
 import importlib.metadata
-import itertools
 import json
 import multiprocessing
 import os
@@ -34,6 +34,7 @@ METHODS = ("from_pretrained", "safetensors", "pread", "fastsafetensors")
 THEN_QUANTIZE = "from_pretrained, quantize_"  # the other way by which people come to a quantised model
 SAVERS = ("save_pretrained", "save_shards")
 BLOCKS_PER_GB = 5.6  # of the reduced Qwen-Image below, in bf16
+PEAKS = ("peak_anonymous_bytes", "peak_mapped_bytes", "peak_resident_bytes")
 MIB = 1 << 20
 
 
@@ -41,7 +42,7 @@ class MemorySampler:
     """Largest anonymous and mapped resident bytes while it runs, beyond those at its start."""
 
     def __enter__(self):
-        self.peaks = {"RssAnon": 0, "RssFile": 0}
+        self.peaks = dict.fromkeys(PEAKS, 0)
         self.stop = threading.Event()
         self.base = self._read()
         self.thread = threading.Thread(target=self._run)
@@ -60,8 +61,9 @@ class MemorySampler:
     def _read(self):
         lines = Path("/proc/self/status").read_text().splitlines()
         table = dict(line.split(":", 1) for line in lines)
-        found = {key: int(table[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem", "RssFile")}
-        return {"RssAnon": found["RssAnon"] + found["RssShmem"], "RssFile": found["RssFile"]}
+        of = {key: int(table[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem", "RssFile")}
+        anonymous = of["RssAnon"] + of["RssShmem"]
+        return dict(zip(PEAKS, (anonymous, of["RssFile"], anonymous + of["RssFile"]), strict=True))
 
 
 def build(num_layers):
@@ -152,8 +154,7 @@ def touch(model):
             tensor.data.reshape(-1).view(torch.uint8)[::4096].sum()
 
 
-def run_load(queue, case, folder, num_layers):
-    method, storage, cache = case
+def run_load(queue, method, storage, cache, folder, num_layers):
     from autotune.quiet import silence_libraries, silence_progress_bars
 
     silence_libraries()
@@ -165,7 +166,7 @@ def run_load(queue, case, folder, num_layers):
         model = load(method, storage, folder, num_layers)
         touch(model)
         seconds = time.perf_counter() - start
-    queue.put((seconds, memory.peaks["RssAnon"], memory.peaks["RssFile"]))
+    queue.put({"seconds": round(seconds, 4), **memory.peaks})
 
 
 def run_save(queue, method, folder, num_layers):
@@ -182,7 +183,7 @@ def run_save(queue, method, folder, num_layers):
         else:
             save(Path(target), model)
         seconds = time.perf_counter() - start
-    queue.put((seconds, memory.peaks["RssAnon"], memory.peaks["RssFile"]))
+    queue.put({"seconds": round(seconds, 4), **memory.peaks})
 
 
 def drop_from_cache(folder):
@@ -208,26 +209,26 @@ def measure(context, folder, gigabytes, repetitions, cases):
         in_fresh_process(context, write_and_answer, folder, num_layers)
         os.sync()
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    for case, repetition in itertools.product(cases, repetitions):
+    for case in cases:
         storage, _, cache = case.partition("-")
         methods = SAVERS if case == "save" else METHODS + ((THEN_QUANTIZE,) if storage == "int8" else ())
-        for method in rotated(methods, repetition):
-            if case == "save":
-                what = {"action": "save", "method": method, "storage": "bf16", "cache": "-"}
-                result = in_fresh_process(context, run_save, method, folder, num_layers)
-            else:
-                what = {"action": "load", "method": method, "storage": storage, "cache": cache}
-                result = in_fresh_process(context, run_load, (method, storage, cache), folder, num_layers)
-            yield {
-                **what, "repetition": repetition, "checkpoint_bytes": size, "seconds": round(result[0], 4),
-                "peak_anonymous_bytes": result[1], "peak_mapped_bytes": result[2], "load_average": os.getloadavg()[0],
-            }  # fmt: skip
+        what = {"action": "load", "storage": storage, "cache": cache}
+        target, of_case = run_load, (storage, cache)
+        if case == "save":
+            what, target, of_case = {"action": "save", "storage": "bf16", "cache": "-"}, run_save, ()
+        in_fresh_process(context, target, methods[0], *of_case, folder, num_layers)
+        for repetition in repetitions:
+            for method in in_turn(methods, repetition):
+                result = in_fresh_process(context, target, method, *of_case, folder, num_layers)
+                of_run = {"method": method, "repetition": repetition, "checkpoint_bytes": size}
+                yield {**what, **of_run, **result, "load_average": os.getloadavg()[0]}
 
 
-def rotated(methods, by):
-    """Another one goes first in each repetition, so that none always meets what the one before left behind."""
-    by %= len(methods)
-    return methods[by:] + methods[:by]
+def in_turn(methods, repetition):
+    """Each method comes in each place, after another one forwards than backwards: none always meets the same rest."""
+    by = repetition // 2 % len(methods)
+    turned = methods[by:] + methods[:by]
+    return turned[::-1] if repetition % 2 else turned
 
 
 def write_and_answer(queue, folder, num_layers):
@@ -239,7 +240,7 @@ def summary(rows, machine):
     lines = [f"# Loading and saving weights, {machine['date']}", ""]
     lines += [f"{key}: {value}  " for key, value in machine.items() if key != "date"]
     lines += ["", __doc__.split("\n\n")[3].replace("\n", " "), "", "Median (smallest to largest).", ""]
-    lines += ["| GB | what | method | seconds | vs diffusers | anonymous MiB | mapped MiB |", "|" + "---|" * 7]
+    lines += ["| GB | what | method | seconds | vs diffusers | anonymous MiB | mapped | resident |", "|" + "---|" * 8]
     groups = {}
     for row in rows:
         key = (row["checkpoint_bytes"], row["action"], row["storage"], row["cache"])
@@ -252,15 +253,12 @@ def summary(rows, machine):
             seconds = [row["seconds"] for row in found]
             # Paired: each repetition against plain diffusers in the same repetition.
             ratio = statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
-            anonymous, mapped = ([row[key] / MIB for row in found] for key in PEAKS)
+            anonymous, mapped, resident = ([row[key] / MIB for row in found] for key in PEAKS)
             lines.append(
                 f"| {size / 1e9:.1f} | {action} {storage} {cache} | {method} | {spread(seconds, 2)} | {ratio:.2f} "
-                f"| {spread(anonymous, 0)} | {statistics.median(mapped):.0f} |"
+                f"| {spread(anonymous, 0)} | {statistics.median(mapped):.0f} | {statistics.median(resident):.0f} |"
             )
     return "\n".join(lines) + "\n"
-
-
-PEAKS = ("peak_anonymous_bytes", "peak_mapped_bytes")
 
 
 def spread(values, digits):

@@ -44,7 +44,7 @@ try:
 except KeyboardInterrupt:
     print("heard")
 """
-    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=30)
     assert (process.stdout, process.stderr) == ("heard\n", "")
 
 
