@@ -90,7 +90,7 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
     planned, actual = plan.frozen.workload, setting.workload
     misfits = []
     largest, allowed = actual.largest_bucket, planned.largest_bucket
-    if _pixels(largest) > _pixels(allowed):
+    if largest.num_pixels > allowed.num_pixels:
         misfits.append(f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
     if actual.max_text_tokens > planned.max_text_tokens:
         misfits.append(
@@ -115,10 +115,6 @@ def require_fit(misfits: tuple[str, ...]) -> None:
             f"the plan does not fit: {misfits[0]}{more}",
             hint="see all with `autotune check PLAN`; make one for this machine and data with `autotune plan`",
         )
-
-
-def _pixels(bucket: Bucket) -> int:
-    return bucket.width_px * bucket.height_px * bucket.num_frames
 
 
 def _size(bucket: Bucket) -> str:

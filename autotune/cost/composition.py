@@ -41,6 +41,13 @@ class PassTable:
         backward = self.backward[index] if len(self.backward) else self.backward
         return PassTable(self.before, self.forward[index], self.between, backward, self.found_bytes)
 
+    @property
+    def seconds(self) -> "NDArray[np.float64]":
+        """By class, of the whole pass."""
+        rows = np.concatenate([self.before[None], self.forward, self.between[None], self.backward])
+        by_class: NDArray[np.float64] = rows[:, SECONDS:-1].sum(axis=0)
+        return by_class
+
     def towards(self, other: "PassTable", share: float) -> "PassTable":
         """The point on the line from this table (share 0) through `other` (share 1)."""
         return PassTable(

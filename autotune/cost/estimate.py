@@ -74,7 +74,7 @@ def job_time(
     forward = predictor.forward_seconds(candidate)
     defaults = predictor.family.defaults
     preview = defaults.preview_steps * defaults.preview_calls * forward
-    compiling = startup_seconds(predictor.family, len(predictor.workload.buckets))
+    compiling = startup_seconds(predictor.family, predictor.workload)
     load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
         "load_seconds": load,
@@ -89,7 +89,7 @@ def job_time(
 
 def _caption_seconds(predictor: Predictor, rates: Rates, parameters: int, element_bytes: int) -> float:
     """Encoding one caption where the caching settings have the encoders; streamed ones cross the bus for each."""
-    caching, tokens = predictor.caching[0], predictor.workload.max_text_tokens
+    caching, tokens = predictor.caching[0], predictor.workload.mean_text_tokens
     flops = 2 * parameters * tokens
     if caching.text_encoder_device == "cpu" and predictor.hardware.device.kind != "cpu":
         return flops / host_flops_per_second(predictor.hardware.host)

@@ -1,7 +1,7 @@
 """The traced side of a prediction: everything that depends on the model and the workload, cached by what decides it."""
 
 from collections.abc import Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from autotune.families.base import Family, Parts
 from autotune.families.resolve import build_on_meta
 from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.precision import torch_dtype
-from autotune.schema import Workload
+from autotune.schema import Bucket, Workload
 from autotune.weights.building import attribute_tensors, cast_as_loaded
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class TracedModel:
     _passes: dict[tuple[Any, ...], TracePass] = field(default_factory=dict)
     _vaes: dict[str, VaeCost] = field(default_factory=dict)
     _storages: dict[tuple[str, str], Storage] = field(default_factory=dict)
+    _shapes: dict[tuple[Bucket, int], "TracedModel"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         transformer = build_on_meta(self.family, self.config)
@@ -97,6 +98,16 @@ class TracedModel:
         shorten(self.family, transformer, self.num_traced_blocks)
         self.traced_counts = self._counts(transformer)
         self._template = transformer
+
+    def in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
+        """The same model under images of one size and captions of one length."""
+        key = (bucket, text_tokens)
+        if key not in self._shapes:
+            other = self._shapes[key] = copy(self)
+            changes = {"buckets": (bucket,), "max_text_tokens": text_tokens, "text_token_quantiles": ()}
+            other.workload = self.workload.changed(**changes)
+            other._models, other._passes, other._shapes = {}, {}, {}
+        return self._shapes[key]
 
     def _counts(self, transformer: Any) -> tuple[int, ...]:
         return tuple(len(getattr(transformer, name)) for name in self.family.block_lists)

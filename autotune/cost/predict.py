@@ -72,6 +72,7 @@ class Predictor:
         self._residents: dict[tuple[str, str, str, int], Resident] = {}
         self._waste: dict[tuple[Any, ...], Waste] = {}
         self._end_waste: dict[tuple[Any, ...], float] = {}
+        self._shares: dict[int, NDArray[np.float64]] = {}
 
     @cached_property
     def model(self) -> TracedModel:
@@ -278,7 +279,8 @@ class Predictor:
     def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:
         rates = self.rates_of(candidate)
         storage = self.model.storage(candidate.precision, candidate.quantization)
-        device = accumulation * composed.work[:-1]
+        share = self._typical_share(candidate.micro_batch_size)
+        device = accumulation * share * composed.work[:-1]
         launches = accumulation * (composed.work[-1] + (RECOMPUTED_LAUNCHES - 1) * composed.recompute[-1])
         if candidate.compile == "block":
             launches *= LAUNCH_SHARE
@@ -298,5 +300,34 @@ class Predictor:
             **{f"{name}_seconds": float(value) for name, value in zip(CLASSES, device, strict=True)},
             "optimizer_seconds": optimizer,
             "overhead_seconds": overhead,
-            "recompute_seconds": accumulation * float(composed.recompute[:-1].sum()),
+            "recompute_seconds": accumulation * float((share * composed.recompute[:-1]).sum()),
         }
+
+    def _typical_share(self, micro_batch_size: int) -> "NDArray[np.float64] | float":
+        """What steps of usual shapes take of the time that the largest take, by class of operation.
+
+        Between captions of mean length and the longest, both traced without checkpoints, it goes by the length that
+        micro-batches are padded to: the larger they are, the more often they hold a long one.
+        """
+        work = self.workload
+        if not work.typically_smaller:
+            return 1.0
+        mean, longest = work.mean_text_tokens, work.max_text_tokens
+        if mean == longest:
+            return self._share_at(longest)
+        padded = (work.padded_text_tokens(micro_batch_size) - mean) / (longest - mean)
+        return (1 - padded) * self._share_at(mean) + padded * self._share_at(longest)
+
+    def _share_at(self, text_tokens: int) -> "NDArray[np.float64]":
+        if text_tokens not in self._shares:
+            precision, attention, kernel = self._usual
+            rates = Rates(self.hardware, precision, attention, kernel)
+            shapes = (self.model.in_shape(self.workload.typical_bucket, text_tokens), self.model)
+            passes = (model.traced(precision, "none", kernel, 1, 0) for model in shapes)
+            tables = [
+                table_of(one, rates, self.workload.rank).stretched(self.model.counts, self.model.traced_counts)
+                for one in passes
+            ]
+            usual, largest = (table.seconds for table in tables)
+            self._shares[text_tokens] = np.divide(usual, largest, out=np.ones_like(usual), where=largest > 0)
+        return self._shares[text_tokens]

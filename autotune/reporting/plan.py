@@ -36,9 +36,11 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     sizes = ", ".join(f"{_size(b)} ({b.num_items})" for b in workload.buckets)
     kind = "image" if largest.num_frames == 1 else "clip"
     data = f"{count} {kind}s: {sizes}" if count > 1 else f"one {kind} of {_size(largest)}"
+    longest, usual = workload.max_text_tokens, workload.mean_text_tokens
+    captions = f"captions up to {longest} tokens" + (f", {usual} in the mean" if usual < longest else "")
     lines = [
         f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",
-        f"data      {data}; captions up to {workload.max_text_tokens} tokens",
+        f"data      {data}; {captions}",
         f"learning  rank {workload.rank}, effective batch {workload.effective_batch_size}",
         f"search    {num_candidates} candidates",
     ]

@@ -74,7 +74,8 @@ MACHINE_KEYS: tuple[SoftKey, ...] = (
 WORK_KEYS: tuple[SoftKey, ...] = (
     SoftKey("pixels", lambda work: work.largest_bucket.width_px * work.largest_bucket.height_px, 2.0),
     SoftKey("frames", lambda work: work.largest_bucket.num_frames, 2.0),
-    SoftKey("caption tokens", lambda work: work.max_text_tokens, 0.5, 0.25),
+    SoftKey("longest caption", lambda work: work.max_text_tokens, 0.5, 0.25),
+    SoftKey("usual caption tokens", lambda work: work.mean_text_tokens, 0.5, 0.25),
     SoftKey("caption padding", lambda work: work.text_padding, 0.5),
     SoftKey("rank", lambda work: work.rank, 0.5),
     SoftKey("adapted layers", lambda work: work.targets, 1.0),

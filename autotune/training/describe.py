@@ -1,16 +1,20 @@
 """From a data folder to the workload: the shapes and lengths that decide memory and speed. Loads no weights."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.cost.arguments import checked_bucket, positive
 from autotune.errors import InvalidInput, first_line
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
-from autotune.schema import Bucket, Job, Objective, Quality, Workload
+from autotune.schema import TYPICALLY_SMALLER, Bucket, Job, Objective, Quality, Workload, spread_of
 from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.captions import EMPTY_CAPTION
 from autotune.training.data.dataset import Dataset
+
+NUM_QUANTILES = 16
+"""Lengths of captions that a workload names."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,14 @@ def describe_workload(
     num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
     buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, family.size_multiple_px)
-    lengths = _text_lengths(model, dataset, buckets, wishes.text_tokens, drops_captions)
+    lengths = sorted(_text_lengths(model, dataset, buckets, wishes.text_tokens, drops_captions))
     rank = positive("rank", given(wishes.rank, defaults.rank))
     return Workload(
         model=model.spec,
         resolution_px=resolution,
         buckets=buckets,
-        max_text_tokens=max(lengths),
+        max_text_tokens=lengths[-1],
+        text_token_quantiles=_quantiles(lengths),
         text_padding="exact" if len(set(lengths)) == 1 else "masked",
         num_control_images=num_controls,
         rank=rank,
@@ -103,6 +108,13 @@ def describe_workload(
         quality=wishes.quality,
         objective=wishes.objective,
     )
+
+
+def _quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Of sorted lengths; none where they are about as long as the longest."""
+    if sum(lengths) >= TYPICALLY_SMALLER * len(lengths) * lengths[-1]:
+        return ()
+    return spread_of(lengths, NUM_QUANTILES)
 
 
 def given(value: int | None, default: int) -> int:

@@ -22,8 +22,8 @@ from autotune.weights.building import build_empty, dtype_of_from_pretrained
 from autotune.weights.sources import open_source, weights_in
 from autotune.weights.streaming import Transform, fill_random, load_into
 
-GRAPHS_PER_BUCKET = 8
-"""Compiled code is for one shape: micro-batches of a bucket differ in size, longest caption and having a mask."""
+MOST_GRAPHS = 32
+"""Code is compiled for one shape, then for any, and again for micro-batches of one and for those with a mask."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ def load_model(
         import torch._dynamo.config as dynamo
 
         # Beyond its limit of eight graphs torch runs code as written, and says so in a log alone.
-        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_PER_BUCKET * len(workload.buckets))
+        dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
     apply_settings(loaded, settings)
     return loaded
 

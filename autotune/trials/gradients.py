@@ -21,7 +21,7 @@ from autotune.schema import Candidate
 from autotune.training.model import apply_knobs
 from autotune.training.step import AdapterOptimizer, to_device
 from autotune.trials.requests import GradientRequest, UpdateRequest
-from autotune.trials.steps import synthetic_samples
+from autotune.trials.steps import longest_captions, synthetic_samples
 from autotune.weights.building import build_empty, cast_as_loaded
 from autotune.weights.streaming import fill_random
 
@@ -101,7 +101,8 @@ def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate)
     for parameter in adapter:  # both halves away from zero, or half of the gradients would be zero
         values = torch.randn(parameter.shape, generator=generator) / max(parameter.shape)
         parameter.data.copy_(values.bfloat16())
-    samples = synthetic_samples(family, request.config, work, request.candidate.micro_batch_size, torch.bfloat16)
+    lengths = longest_captions(work, request.candidate.micro_batch_size)
+    samples = synthetic_samples(family, request.config, work, work.largest_bucket, lengths, torch.bfloat16)
     batch = to_device(family.collate(samples), torch.device(request.device), dtype)
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from autotune.families.base import Batch, Family, Sample
 from autotune.families.resolve import resolve_model
-from autotune.schema import Candidate, TrialResult, Workload
+from autotune.schema import Bucket, Candidate, TrialResult, Workload
 from autotune.training.memory import (
     device_peak_bytes,
     give_back_memory,
@@ -31,7 +31,10 @@ class Loaded:
     """A model in memory, shared by candidates that differ only in settings that need no reload."""
 
     model: TrainingModel
-    samples: list[Sample]
+    largest: list[Sample]
+    """One effective batch in the largest shapes: it decides memory."""
+    typical: list[Sample]
+    """One in the usual shapes: it decides speed. The same list where they are about the largest."""
     initial: list[torch.Tensor]
     """Values of the adapter that every candidate begins with."""
     seconds: float
@@ -55,27 +58,37 @@ def load(request: TrialRequest) -> Loaded:
     started = time.perf_counter()
     resolved = resolve_model(request.model)
     model = load_model(resolved, workload, request.candidate, device, seed=0)
-    count = workload.effective_batch_size
-    samples = synthetic_samples(resolved.family, resolved.config, workload, count, model.dtype)
+    known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
+    largest = synthetic_samples(*known, workload.largest_bucket, longest_captions(workload, size), model.dtype)
+    typical = largest
+    if workload.typically_smaller:
+        typical = synthetic_samples(*known, workload.typical_bucket, workload.typical_text_tokens, model.dtype)
     initial = [parameter.detach().clone() for parameter in model.adapter]
-    return Loaded(model, samples, initial, time.perf_counter() - started, device_peak_bytes(device))
+    return Loaded(model, largest, typical, initial, time.perf_counter() - started, device_peak_bytes(device))
+
+
+def longest_captions(workload: Workload, count: int) -> list[int]:
+    """Lengths in tokens. Where captions are uneven every second is shorter, so that batches carry training's mask."""
+    return [max(1, workload.max_text_tokens - (workload.text_padding == "masked" and i % 2)) for i in range(count)]
 
 
 def synthetic_samples(
-    family: Family, config: Mapping[str, Any], workload: Workload, count: int, dtype: torch.dtype
+    family: Family,
+    config: Mapping[str, Any],
+    workload: Workload,
+    bucket: Bucket,
+    text_tokens: Sequence[int],
+    dtype: torch.dtype,
 ) -> list[Sample]:
-    """Random samples in the largest shapes of the workload."""
-    shapes = family.sample_shapes(
-        config, workload.largest_bucket, workload.max_text_tokens, workload.num_control_images
-    )
+    """Random samples in the shape of `bucket`, with captions of these lengths."""
+    shapes = family.sample_shapes(config, bucket, max(text_tokens), workload.num_control_images)
     generator = torch.Generator().manual_seed(0)
     samples = [
         {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-        for _ in range(count)
+        for _ in text_tokens
     ]
-    if workload.text_padding == "masked":  # uneven lengths, so that batches carry the mask that training's will
-        for sample in samples[1::2]:
-            sample["prompt_embeds"] = sample["prompt_embeds"][:-1]
+    for sample, length in zip(samples, text_tokens, strict=True):
+        sample["prompt_embeds"] = sample["prompt_embeds"][:length]
     return samples
 
 
@@ -91,11 +104,7 @@ class Steps:
             parameter.data.copy_(value)
             parameter.grad = None
         self.optimizer = AdapterOptimizer(model.adapter, learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1.0)
-        size, samples = candidate.micro_batch_size, loaded.samples
-        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        self.batches = [model.family.collate(group) for group in groups]
-        if candidate.batch_memory == "pinned":
-            self.batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in self.batches]
+        self.batches = self._batches(loaded.largest)
         self.step_number = 0
 
     def result(self, goes_on: Callable[[list[float]], bool]) -> TrialResult:
@@ -103,6 +112,10 @@ class Steps:
         # The first step allocates the optimizer's state; the second is measured for memory, which can slow it down.
         _, first = self.timed()
         peak, second = self.measured()
+        warmup = [first, second]
+        if self.loaded.typical is not self.loaded.largest:
+            self.batches = self._batches(self.loaded.typical)
+            warmup.append(self.timed()[1])
         times: list[float] = []
         losses: list[float] = []
         while not times or goes_on(times):
@@ -115,7 +128,7 @@ class Steps:
             candidate=self.candidate,
             outcome="numerics" if reason else "ok",
             step_seconds=tuple(times),
-            warmup_seconds=(first, second),
+            warmup_seconds=tuple(warmup),
             load_seconds=self.loaded.seconds,
             load_peak_memory_bytes=self.loaded.peak_bytes,
             peak_memory_bytes=peak,
@@ -125,6 +138,13 @@ class Steps:
             final_loss=final_loss if math.isfinite(final_loss) else None,
             message=reason or "",
         )
+
+    def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        size, family = self.candidate.micro_batch_size, self.model.family
+        batches = [family.collate(samples[start : start + size]) for start in range(0, len(samples), size)]
+        if self.candidate.batch_memory == "pinned":
+            return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
+        return batches
 
     def step(self) -> StepOutcome:
         self.step_number += 1

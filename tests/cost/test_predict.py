@@ -112,6 +112,21 @@ def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
     assert forwards == backwards[::-1]
 
 
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_take(name, size):
+    uneven = workload_of(name, max_text_tokens=400, text_token_quantiles=(20, 30, 60, 400), effective_batch_size=4)
+    padded = round(uneven.padded_text_tokens(size))
+    even = uneven.changed(max_text_tokens=padded, text_token_quantiles=())
+    candidate = Candidate(micro_batch_size=size, checkpointed_blocks=1, precision="fp32")
+    predicted, direct, longest = (
+        Predictor(cpu(), work, FAMILIES[name], TINY[name]).predict(candidate)
+        for work in (uneven, even, uneven.changed(text_token_quantiles=()))
+    )
+    assert predicted.step_seconds == pytest.approx(direct.step_seconds, rel=0.15)
+    assert predicted.peak_memory_bytes == longest.peak_memory_bytes
+
+
 def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
     known = (cpu(), workload_of("kandinsky5-image-lite", text_padding="masked"))
     own = Predictor(*known, FAMILIES["kandinsky5-image-lite"], TINY["kandinsky5-image-lite"])

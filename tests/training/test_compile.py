@@ -37,7 +37,7 @@ def test_compiled_blocks_learn_the_same(bench: Bench, tmp_path: Path, checkpoint
             Compile().apply(bench.trained.transformer, bench.resolved.family, "block")
         else:
             for block in blocks:
-                block.compile(backend=backend, dynamic=False)
+                block.compile(backend=backend)
         compiled, loop = run("compiled")
         with as_written(bench.trained.transformer):
             assert all(block._compiled_call_impl is None for block in blocks)
