@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autotune.families.base import Batch
+from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.schema import Bucket, Candidate, Workload, spread_of
 from autotune.training.data.dataset import read_dataset
 from autotune.training.describe import Wishes, describe_workload
+from autotune.trials.parity import small_work
 from autotune.trials.requests import TrialRequest
 from autotune.trials.steps import Steps, load
 from tests import builders
@@ -82,6 +84,12 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     by_step = list(zip(seen[::2], seen[1::2], strict=True))
     longest = (work.max_text_tokens, work.max_text_tokens - 1)
     assert by_step == [longest] * 2 + [work.typical_text_tokens] * 3
+
+
+def test_uneven_captions_leave_the_small_work_of_a_check_alone() -> None:
+    even, uneven = workload([900], 4), workload([3, 5, 900], 4)
+    family = family_named(even.model.family)
+    assert small_work(family, uneven) == small_work(family, even)
 
 
 def workload(values: list[int], batch: int) -> Workload:

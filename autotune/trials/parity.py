@@ -117,7 +117,7 @@ def small_work(family: Family, workload: Workload) -> Workload:
         num_items=2,
     )
     tokens = min(workload.max_text_tokens, MOST_TEXT_TOKENS)
-    shape = {"buckets": (bucket,), "max_text_tokens": tokens, "effective_batch_size": 2}
+    shape = {"buckets": (bucket,), "max_text_tokens": tokens, "text_token_quantiles": (), "effective_batch_size": 2}
     return workload.changed(**shape, rank=RANK, lora_alpha=float(RANK), lora_dropout=0.0)
 
 
