@@ -47,7 +47,7 @@ from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
 from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, HardwareProfile, Workload
+from autotune.schema import Bucket, Candidate, Workload
 
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",
@@ -115,6 +115,12 @@ MISSES = {
     "tokens are assumed, its pictures make about 700 (+33%); the rest unknown",
 }
 """What investigations found, by the row's id."""
+WHOLE_PIPELINE = {
+    "residency": "keep",
+    "text_encoder_device": "training",
+    "text_encoder_storage": "none",
+    "text_encoder_streamed": "false",
+}
 FOUND_RESIDENT = ("F39",)
 """Rows that don't say whether the other models stay on the device; the program's code does."""
 
@@ -182,7 +188,7 @@ def frames_of(row: Row) -> int:
     return (int(match[1]) - 1) // 4 * 4 + 1 if match else 1
 
 
-def predicted(row: Row, rules: str) -> tuple[Prediction, HardwareProfile]:
+def predicted(row: Row, rules: str) -> "Reading":
     """Our prediction for a row that breaks no rule of the set `rules`."""
     model = resolve_model(FAMILIES[row["model"]])
     width, height = resolution_of(row) or (0, 0)
@@ -206,8 +212,9 @@ def predicted(row: Row, rules: str) -> tuple[Prediction, HardwareProfile]:
         quantization=STORAGE[row["base_quant"]],
     )
     stay = rules == "today" and (row.get("other_models") == "resident" or row["id"] in FOUND_RESIDENT)
-    pins = {"residency": "keep"} if stay else None
-    return Predictor(hardware, workload, model.family, model.config, caching_pins=pins).predict(candidate), hardware
+    pins = WHOLE_PIPELINE if stay else None
+    cost = Predictor(hardware, workload, model.family, model.config, caching_pins=pins)
+    return Reading(row, cost.predict(candidate), cost.kept_bytes, hardware.device.total_memory_bytes or 0)
 
 
 @dataclass(frozen=True)
@@ -216,6 +223,8 @@ class Reading:
 
     row: Row
     prediction: Prediction
+    kept_bytes: int
+    """Of models that stay on the device beside training."""
     total_bytes: int
     """Of the device."""
 
@@ -224,7 +233,7 @@ class Reading:
         """In the row's unit, of the row's kind."""
         whole = self.row["vram_kind"] in WHOLE
         size = self.prediction.peak_memory_bytes if whole else self.prediction.allocated_memory_bytes
-        return size / (2**30 if self.row["vram_unit"] == "GiB" else 1e9)
+        return (size + self.kept_bytes) / (2**30 if self.row["vram_unit"] == "GiB" else 1e9)
 
     @property
     def memory_error(self) -> float | None:
@@ -239,14 +248,14 @@ class Reading:
     @property
     def left_free(self) -> float:
         """Share of the card."""
-        return 1 - self.prediction.peak_memory_bytes / self.total_bytes
+        return 1 - (self.prediction.peak_memory_bytes + self.kept_bytes) / self.total_bytes
 
     def line(self) -> str:
         row = self.row
         text = f"{row['id']:>4} {row['model'][:21]:21} {row['gpu'].removeprefix('nvidia-')[:9]:9} "
         text += f"{row['base_quant'][:13]:13} {row['grad_ckpt'][:4]:4}"
         if row["status"] == "OOM":
-            sizes = f"{self.prediction.peak_memory_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB"
+            sizes = f"{(1 - self.left_free) * self.total_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB"
             return f"{text}  OOM, predicted {sizes}, {100 * self.left_free:+.0f}% left free"
         if self.memory_error is not None:
             text += f"  memory {row['vram_value']:>6} predicted {self.memory_predicted:6.2f}"
@@ -310,8 +319,7 @@ def report(title: str, rows: Sequence[Row], sets: Sequence[str]) -> None:
     for row in rows:
         for name in sets:
             if row in chosen[name]:
-                prediction, hardware = predicted(row, name)
-                readings[row["id"], name] = Reading(row, prediction, hardware.device.total_memory_bytes or 0)
+                readings[row["id"], name] = predicted(row, name)
         lines: dict[str, list[str]] = defaultdict(list)
         for name in sets:
             if (row["id"], name) in readings:
@@ -346,7 +354,8 @@ def main() -> None:
     parser.add_argument("--fresh", type=Path, default=here / "data" / "fresh_readings.csv")
     arguments = parser.parse_args()
     print(
-        "first: rules fixed before errors were seen; today: some of them changed after. Errors are of our prediction."
+        "first, then: rules fixed before a file's errors were seen; today: some of them changed after. "
+        "Errors are of our prediction."
     )
     report("published_numbers.csv", rows_of(arguments.csv), ("first", "today"))
     if arguments.fresh.exists():
