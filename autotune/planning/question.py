@@ -126,8 +126,7 @@ def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None, ef
         "num_frames": question.wishes.num_frames or defaults.num_frames,
     }
     job = job_from(dict(question.job) if question.job else usual, {**question.said, **resolved})
-    if job.num_train_epochs is not None and items:
-        num_steps = -(-job.num_train_epochs * sum(item.repeats for item in items) // effective_batch_size)
-        job = job.changed(num_steps=num_steps)
+    if dataset:
+        job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
     check_job(job, model.family)
     return job

@@ -83,14 +83,14 @@ class Loop:
             seed=job.seed,
             caption_dropout=job.caption_dropout,
         )
-        self.num_steps = job.num_steps if job.num_train_epochs is None else order.steps_of(job.num_train_epochs)
+        self.num_steps = job.steps_on(order.epoch_size, order.effective_batch_size)
         self.optimizer = AdapterOptimizer(
             model.adapter,
             learning_rate=job.learning_rate,
             weight_decay=job.weight_decay,
             max_grad_norm=job.max_grad_norm,
         )
-        self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.steps_of(1))
+        self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.epoch_steps)
         self.first_step = 0
         if checkpoint and checkpoint.step > self.num_steps:
             raise InvalidInput(

@@ -100,8 +100,6 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) ->
     workload, job = plan.frozen.workload, plan.job
     adapter = add_adapter(model.family, build_on_meta(model.family, model.config), workload, torch.float32)
     one = sum(parameter.numel() for parameter in adapter) * 4
-    num_steps = job.num_steps
-    if job.num_train_epochs is not None:
-        num_steps = job.num_train_epochs * sum(item.repeats for item in dataset.items) // workload.effective_batch_size
+    num_steps = job.steps_on(dataset.epoch_size, workload.effective_batch_size)
     kept = job.checkpoints_keep_every and num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
     return one * (1 + 3 * (job.checkpoints_total_limit + 1 + kept))

@@ -89,6 +89,11 @@ class Dataset:
     """Items whose pixels were not decoded because time ran out."""
 
     @property
+    def epoch_size(self) -> int:
+        """Images per epoch, repeats included."""
+        return sum(item.repeats for item in self.items)
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """What is wrong with the rest, for people: the counts, then the first files by name; empty without any."""
         counts = Counter(problem.kind for problem in self.problems)
