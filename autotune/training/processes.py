@@ -21,7 +21,8 @@ from autotune.errors import AutotuneError
 from autotune.fit import memory_misfits
 from autotune.hardware.probe import probe
 from autotune.schema import HardwareProfile, PlannedHardware, Strategy, TrainingPlan
-from autotune.training.folder import checkpoints_in
+from autotune.training.checkpoint import checkpoints_in
+from autotune.training.folder import CHECKPOINTS
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)
@@ -183,12 +184,12 @@ def launch(num_processes: int, arguments: Sequence[str], output: Path) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
-    before = checkpoints_in(output)
+    before = checkpoints_in(output / CHECKPOINTS)
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "autotune", *arguments)
     except ChildFailedError as failure:
         code = int(failure.get_first_failure()[1].exitcode)
         return code if code >= 0 else 128 - code  # as a shell tells of a signal
     except SignalException as stop:
-        return 75 if checkpoints_in(output) - before else 128 + stop.sigval
+        return 75 if checkpoints_in(output / CHECKPOINTS).keys() - before.keys() else 128 + stop.sigval
     return 0
