@@ -1,6 +1,5 @@
 """`autotune train` runs a plan; `autotune sample` shows what came of it."""
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +37,8 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
     from autotune.terminal import err
+    from autotune.training.launching import forget_other_launchers, launch, started_by_launcher
     from autotune.training.prepare import fetch_weights, prepare
-    from autotune.training.processes import forget_other_launchers, launch, started_by_launcher
     from autotune.trials.lock import held_for_run
 
     forget_other_launchers()
@@ -60,17 +59,17 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
     from autotune.reporting.run import report_lines
     from autotune.terminal import err, out, training_display
     from autotune.training.events import Events
+    from autotune.training.launching import is_first_process
     from autotune.training.run import train as run
 
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
+    if is_first_process():
         err.print(job_line(plan))
     with training_display() as display:
         events = Events(
             on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
         )
         report = run(plan, hardware, _cache_folder(), events, resume=resume, trace=trace)
-    if not is_first:
+    if not is_first_process():
         return
     if as_json:
         typer.echo(report.model_dump_json(indent=1))
@@ -85,7 +84,7 @@ def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile"
         return plan  # a trial has one device, and cannot hold what is shared out
     from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
     from autotune.terminal import err
-    from autotune.training.processes import started_by_launcher
+    from autotune.training.launching import started_by_launcher
 
     known = sealed_beside(path, plan, hardware)
     if known is not None or started_by_launcher():

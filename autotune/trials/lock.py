@@ -22,6 +22,7 @@ from autotune.errors import AutotuneError
 from autotune.hardware.nvidia import DriverSource
 from autotune.hardware.system import Unanswered
 from autotune.schema import Device
+from autotune.training.launching import started_by_launcher
 
 SEARCH, RUN = "search", "training run"
 """What holders call themselves."""
@@ -151,8 +152,6 @@ def held_for_run(device: Device, num_processes: int, on_wait: Callable[[str], No
     Raises:
         AutotuneError: a search does not end, or a lock file cannot be opened.
     """
-    from autotune.training.processes import started_by_launcher
-
     if started_by_launcher():  # which holds them for all its processes
         yield
         return
