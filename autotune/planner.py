@@ -43,7 +43,7 @@ from autotune.sharing.query import Survey
 
 
 @dataclass(frozen=True)
-class Events:
+class PlanEvents:
     """Where progress is told."""
 
     on_machine: Callable[[HardwareProfile], None] = lambda hardware: None
@@ -63,7 +63,7 @@ class Events:
 def make_plan(
     question: Question,
     hardware: HardwareProfile,
-    events: Events | None = None,
+    events: PlanEvents | None = None,
     around: Surroundings | None = None,
 ) -> TrainingPlan:
     """Find the best settings for the question on this machine and freeze them.
@@ -75,7 +75,7 @@ def make_plan(
         NothingFits: no settings run here.
         AutotuneError: the study's storage failed.
     """
-    events, around = events or Events(), around or Surroundings()
+    events, around = events or PlanEvents(), around or Surroundings()
     case = case_of(question, hardware, around)
     events.on_machine(case.hardware)
     events.on_left_out(case.left_out)
@@ -101,7 +101,7 @@ def make_plan(
     return made
 
 
-def _advice(case: Case, around: Surroundings, events: Events) -> Advice:
+def _advice(case: Case, around: Surroundings, events: PlanEvents) -> Advice:
     if not case.question.use_profiles:
         return NO_ADVICE
     found = around.survey(case.trained_on, case.workload)
@@ -111,7 +111,7 @@ def _advice(case: Case, around: Surroundings, events: Events) -> Advice:
 
 
 def _search(
-    case: Case, around: Surroundings, advice: Advice, study: optuna.Study, events: Events
+    case: Case, around: Surroundings, advice: Advice, study: optuna.Study, events: PlanEvents
 ) -> tuple[TrialResult, ...]:
     question = case.question
     search = ResidualSearch(
@@ -147,7 +147,7 @@ def _search(
 
 
 def _confirmed(
-    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], study: optuna.Study, events: Events
+    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], study: optuna.Study, events: PlanEvents
 ) -> tuple[TrialResult, ...]:
     question = case.question
     seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * case.limits.allowed_seconds(best_seconds(trials)))

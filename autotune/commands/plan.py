@@ -23,7 +23,7 @@ from autotune.commands.options import (
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
-    from autotune.planner import Events
+    from autotune.planner import PlanEvents
     from autotune.planning.question import Question
     from autotune.schema import HardwareProfile, Residual, TrainingPlan
     from autotune.sharing.query import Known, Survey
@@ -205,14 +205,14 @@ class _Heard:
         self.known: list[Known] = []
         self.calibration: list[Residual | None] = []
 
-    def events(self, display: "TrialDisplay") -> "Events":
+    def events(self, display: "TrialDisplay") -> "PlanEvents":
         """Progress to stderr, trials to `display`."""
-        from autotune.planner import Events
+        from autotune.planner import PlanEvents
         from autotune.reporting.plan import note_text, prediction_lines, workload_lines
         from autotune.terminal import err
 
         budget = self.proven.device.budget_bytes
-        return Events(
+        return PlanEvents(
             on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow"),
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
             on_machine=lambda machine: setattr(self, "proven", machine),

@@ -58,14 +58,14 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
     from autotune.reporting.plan import job_line
     from autotune.reporting.run import report_lines
     from autotune.terminal import err, out, training_display
-    from autotune.training.events import Events
+    from autotune.training.events import RunEvents
     from autotune.training.launching import is_first_process
     from autotune.training.run import train as run
 
     if is_first_process():
         err.print(job_line(plan))
     with training_display() as display:
-        events = Events(
+        events = RunEvents(
             on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
         )
         report = run(plan, hardware, _cache_folder(), events, resume=resume, trace=trace)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from autotune.plan_file import seal
 from autotune.schema import Candidate
-from autotune.training.events import Events
+from autotune.training.events import RunEvents
 from autotune.training.run import train
 from autotune.training.sample import sample_run
 from autotune.weights.loaders import LOADERS
@@ -71,7 +71,7 @@ def test_a_stopped_run_resumed_ends_where_an_unbroken_one_does(data, hardware, s
             raise Stop
 
     with pytest.raises(Stop):
-        train(plan("broken"), hardware, tmp_path / "cache", Events(on_step=stop))
+        train(plan("broken"), hardware, tmp_path / "cache", RunEvents(on_step=stop))
     train(plan("broken"), hardware, tmp_path / "cache", resume=True)
     one, other = (load_file(tmp_path / name / whole.adapter) for name in ("whole", "broken"))
     for key, value in one.items():  # kernels with atomic additions need not repeat to the bit
@@ -137,7 +137,7 @@ def test_memory_that_another_takes_at_a_random_step_is_survived(data, hardware, 
         torch.cuda.set_per_process_memory_fraction(1.0)
 
     try:
-        report = train(plan("short"), hardware, tmp_path / "cache", Events(on_step=take, on_warning=give_back))
+        report = train(plan("short"), hardware, tmp_path / "cache", RunEvents(on_step=take, on_warning=give_back))
     finally:
         give_back()
     assert any(f"memory ran out at step {step + 1}" in warning for warning in report.warnings)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
-from autotune.planner import Events, make_plan
+from autotune.planner import PlanEvents, make_plan
 from autotune.planning.case import Case, case_of
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
@@ -93,7 +93,7 @@ def planned_on(simulated: Simulated, *stores: Store, asked: Question = QUESTION)
     surveys: list[Survey] = []
     doubts: list[str] = []
     calibration: list[Residual | None] = []
-    events = Events(on_survey=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
+    events = PlanEvents(on_survey=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
     plan = make_plan(asked, simulated.hardware, events, simulated.around(*stores))
     record = record_of(plan, simulated.hardware, tuple(calibration), measured_on=date(2026, 3, 1))
     return Planned(plan, record, surveys[0], tuple(doubts))

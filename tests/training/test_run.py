@@ -29,7 +29,7 @@ from autotune.reporting.run import report_lines, verdict_lines
 from autotune.schema import CachingSettings, RunReport
 from autotune.training.describe import Wishes
 from autotune.training.encoders import Encoders
-from autotune.training.events import Events, StepEvent
+from autotune.training.events import RunEvents, StepEvent
 from autotune.training.metrics import Metrics
 from autotune.training.prepare import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
@@ -59,7 +59,7 @@ def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
         caption_dropout=0.1,
     )
     steps: list[StepEvent] = []
-    report = train(plan, bench.hardware, bench.cache, Events(on_step=steps.append), trace=True)
+    report = train(plan, bench.hardware, bench.cache, RunEvents(on_step=steps.append), trace=True)
     return folder, report, steps
 
 
@@ -225,7 +225,7 @@ def test_where_no_preview_can_be_made_the_run_goes_on_without(
     monkeypatch.setattr(PreviewSampler, "_sample", short)
     told: list[str] = []
     plan = bench.plan(num_steps=4, output=str(tmp_path), preview_every=2, preview_prompts=PROMPTS)
-    report = train(plan, bench.hardware, bench.cache, Events(on_warning=told.append))
+    report = train(plan, bench.hardware, bench.cache, RunEvents(on_warning=told.append))
     assert report.num_steps == 4
     assert [line for line in told if "preview" in line] == list(report.warnings)
     assert report.warnings == (f"{words}; the run goes on without previews",)
@@ -311,7 +311,7 @@ def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later
 
     before = signal.getsignal(number)
     with pytest.raises(Preempted, match="after the last step") as stopped:
-        train(plan, bench.hardware, bench.cache, Events(on_phase=stop))
+        train(plan, bench.hardware, bench.cache, RunEvents(on_phase=stop))
     assert (stopped.value.exit_status, "--resume" in stopped.value.hint) == (75, True)
     assert signal.getsignal(number) is before
     assert not (tmp_path / "samples.png").exists()
