@@ -115,23 +115,16 @@ def sample(
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
     from autotune.terminal import err
-    from autotune.training.sample import sample_run
+    from autotune.training.events import RunEvents
+    from autotune.training.sample import Wanted, sample_run
 
     silence_progress_bars()
+    wanted = Wanted(prompt, count, seed, steps, tuple(control or ()), output)
     with err.status("sampling") as status:
-        written = sample_run(
-            run_folder,
-            read_machine(),
-            prompt,
-            _cache_folder(),
-            count=count,
-            seed=seed,
-            num_steps=steps,
-            control_paths=tuple(control or ()),
-            output=output,
-            on_progress=status.update,
-            on_warning=lambda message: err.print(f"warning: {message}", style="yellow"),
+        events = RunEvents(
+            on_phase=status.update, on_warning=lambda message: err.print(f"warning: {message}", style="yellow")
         )
+        written = sample_run(run_folder, read_machine(), wanted, _cache_folder(), events)
     for path in written:
         typer.echo(path)
 

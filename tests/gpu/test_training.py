@@ -13,7 +13,7 @@ from autotune.plan_file import seal
 from autotune.schema import Candidate
 from autotune.training.events import RunEvents
 from autotune.training.run import train
-from autotune.training.sample import sample_run
+from autotune.training.sample import Wanted, sample_run
 from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_source
 from tests.training.small import make_plan, write_model_and_images
@@ -54,7 +54,7 @@ def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(data, hardware, 
     plan = make_plan(*data, hardware, settings=swapped, output=str(tmp_path / "out"), preview_prompts=("a red square",))
     report = train(plan, hardware, tmp_path / "cache")
     assert report.verdict.num_unmoved == 0
-    (written,) = sample_run(tmp_path / "out", hardware, "a red square", tmp_path / "cache", seed=plan.job.seed)
+    (written,) = sample_run(tmp_path / "out", hardware, Wanted("a red square", seed=plan.job.seed), tmp_path / "cache")
     assert Image.open(written).size == Image.open(tmp_path / "out" / "sample_with_adapter.png").size
 
 
