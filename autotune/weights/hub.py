@@ -13,13 +13,10 @@ from pathlib import Path, PurePosixPath
 
 from autotune.frozen import Frozen
 from autotune.weights.errors import HubError, MissingWeights, PickledWeights
-from autotune.weights.sources import PICKLES, STEMS, read_index, weights_in
+from autotune.weights.sources import PICKLES, PIPELINE_INDEX, STEMS, read_index, weights_in
 
 TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Configurations, vocabularies and chat templates: small, and what belongs to a component is not known beforehand."""
-
-INDEX = "model_index.json"
-"""What makes a repository a pipeline; its snapshot is found by it."""
 
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 """Component folders, by the beginning or end of their names, that hold no weights."""
@@ -78,7 +75,7 @@ def needed_files(files: Iterable[str], components: Iterable[str], *, weights: bo
     Raises MissingWeights for a component that is not there, PickledWeights for one with pickled weights only.
     """
     present = sorted(set(files))
-    chosen = [name for name in present if name == INDEX]
+    chosen = [name for name in present if name == PIPELINE_INDEX]
     for component in components:
         own = [name for name in present if PurePosixPath(name).parent.name == component and name.count("/") == 1]
         if not own:
@@ -125,7 +122,7 @@ def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        index = try_to_load_from_cache(repo, INDEX, revision=revision)
+        index = try_to_load_from_cache(repo, PIPELINE_INDEX, revision=revision)
     except HFValidationError:
         return None
     return Path(index).parent if isinstance(index, str) else None
@@ -135,7 +132,7 @@ def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weight
     hint = "go online and run this again: what is there already is not fetched twice"
     folder = snapshot_in_cache(repo, revision)
     if folder is None:
-        message = f"{INDEX} of {repo} at {revision} is not in the local cache, and the hub is out of reach"
+        message = f"{PIPELINE_INDEX} of {repo} at {revision} is not in the local cache, and the hub is out of reach"
         raise MissingWeights(message, hint=f"if a folder was meant, there is none at {repo}; else go online once")
     missing = missing_files(folder, components, weights=weights)
     if missing:
@@ -146,7 +143,7 @@ def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weight
 
 def missing_files(folder: Path, components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
     """Files that a pipeline's folder should have for `components` but has not. Reads only indices."""
-    missing = [] if (folder / INDEX).is_file() else [INDEX]
+    missing = [] if (folder / PIPELINE_INDEX).is_file() else [PIPELINE_INDEX]
     for component in components:
         place = folder / component
         if _has_no_weights(component):

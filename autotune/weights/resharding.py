@@ -8,7 +8,7 @@ from autotune.atomic import replacing
 from autotune.errors import InvalidInput
 from autotune.weights.loaders import read_tensor
 from autotune.weights.saving import MAX_SHARD_BYTES, save_shards
-from autotune.weights.sources import STEMS, open_source, weights_in
+from autotune.weights.sources import PIPELINE_INDEX, STEMS, open_source, weights_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ def reshard(source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
         BadWeights: as `sources.open_source`.
         InvalidInput: `source` is a whole pipeline or holds an adapter; `folder` is a file, `source` or another model's.
     """
-    if (source / "model_index.json").is_file():
+    if (source / PIPELINE_INDEX).is_file():
         raise InvalidInput(f"{source} is a whole pipeline", hint=f"name one component of it, e.g. {source}/transformer")
     weights = weights_in(source) if source.is_dir() else source
     if folder.is_file() or folder.suffix == ".safetensors":

@@ -12,6 +12,9 @@ from autotune.weights.files import TensorEntry, WeightFile, read_file, refuse_pi
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems in use: diffusers' components, then transformers'."""
 
+PIPELINE_INDEX = "model_index.json"
+"""What makes a folder or a repository a pipeline."""
+
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
