@@ -17,8 +17,8 @@ def group() -> None:
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A safetensors file.", metavar="FILE")],
-    no_values: Annotated[bool, typer.Option("--no-values", help="Read the header only: instant at any size.")] = False,
+    file: Annotated[Path, typer.Argument(help="A safetensors file; or a model: its folder or index.", metavar="FILE")],
+    no_values: Annotated[bool, typer.Option("--no-values", help="Read headers only: instant at any size.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""

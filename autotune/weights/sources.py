@@ -31,6 +31,11 @@ class WeightSource:
         """Every tensor's file and entry, by name, in reading order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of all files."""
+        return {key: value for file in self.files for key, value in file.metadata.items()}
+
     def __iter__(self) -> Iterator[tuple[WeightFile, TensorEntry]]:
         """Entries in reading order: file by file, by offset."""
         return iter(self.places.values())
