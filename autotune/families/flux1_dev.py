@@ -109,9 +109,9 @@ class Flux1Dev(Family):
         return unpack(velocity, noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        return {"prompt": prompt, "guidance_scale": guidance}
+        return {"prompt": prompt, "guidance_scale": self.defaults.sampling_guidance}
 
     def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return False

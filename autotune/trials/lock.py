@@ -62,17 +62,9 @@ _logger = logging.getLogger(__name__)
 class DeviceLock:
     """The right to use one device; taken and given back any number of times."""
 
-    def __init__(
-        self,
-        path: Path,
-        on_wait: Callable[[str], None] = _logger.warning,
-        longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
-        *,
-        trains: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, on_wait: Callable[[str], None] = _logger.warning, *, trains: bool = False) -> None:
         """`on_wait` is told once who is being waited for. `trains`: for a training run, not for trials."""
-        self.path, self.on_wait, self.longest_wait_seconds = path, on_wait, longest_wait_seconds
-        self.trains = trains
+        self.path, self.on_wait, self.trains = path, on_wait, trains
         self._waiting = path.with_suffix(".waiting")
         self._handle: int | None = None
 
@@ -122,9 +114,9 @@ class DeviceLock:
             if not self.trains:
                 locked(turns, fcntl.LOCK_SH)
             while not self._locked(handle):
-                if time.monotonic() - started > self.longest_wait_seconds:
+                if time.monotonic() - started > LONGEST_WAIT_SECONDS:
                     raise AutotuneError(
-                        f"{holder} and has not ended in {self.longest_wait_seconds:.0f} s",
+                        f"{holder} and has not ended in {LONGEST_WAIT_SECONDS:.0f} s",
                         hint="wait for it, or end it; what runs beside trials is measured with them",
                     )
                 time.sleep(RETRY_SECONDS)

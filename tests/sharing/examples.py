@@ -94,7 +94,7 @@ def plan(
 def record(here: HardwareProfile | None = None, work: Workload | None = None, **changes: object) -> Record:
     """The record of such a plan, with whatever is said otherwise."""
     here = here or machine()
-    made = record_of(plan(here, work), here, measured_on=DAY)
+    made = record_of(plan(here, work), here).changed(measured_on=DAY)
     if "trials" in changes:
         changes["trials"] = tuple(one.changed(message="") for one in changes["trials"])  # type: ignore[attr-defined]
     return Record.model_validate({**dict(made), **changes})

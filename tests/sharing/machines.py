@@ -95,7 +95,7 @@ def planned_on(simulated: Simulated, *stores: Store, asked: Question = QUESTION)
     calibration: list[Residual | None] = []
     events = PlanEvents(on_survey=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
     plan = make_plan(asked, simulated.hardware, events, simulated.around(*stores))
-    record = record_of(plan, simulated.hardware, tuple(calibration), measured_on=date(2026, 3, 1))
+    record = record_of(plan, simulated.hardware, tuple(calibration)).changed(measured_on=date(2026, 3, 1))
     return Planned(plan, record, surveys[0], tuple(doubts))
 
 

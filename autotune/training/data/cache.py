@@ -48,9 +48,8 @@ def entry_key(kind: str, **parts: object) -> str:
 class Cache:
     """Encoded tensors under one folder. Several processes may share it."""
 
-    def __init__(self, folder: Path, *, size_limit_bytes: int = SIZE_LIMIT_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.size_limit_bytes = size_limit_bytes
 
     def read(self, key: str) -> Tensors | None:
         """The tensors of an entry, or None where it is missing; a damaged one is removed and counts as missing."""
@@ -96,7 +95,7 @@ class Cache:
                 entries.append((path.stat().st_mtime, path.stat().st_size, path))
         total, removed = sum(size for _, size, _ in entries), 0
         for _, size, path in sorted(entries):
-            if total <= self.size_limit_bytes:
+            if total <= SIZE_LIMIT_BYTES:
                 break
             if path not in kept:
                 path.unlink(missing_ok=True)

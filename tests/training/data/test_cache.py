@@ -90,16 +90,18 @@ def test_pickled_files_are_never_looked_at(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.pt"]
 
 
-def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(tmp_path: Path) -> None:
+def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = Cache(tmp_path)
     sizes = [cache.write(key, TENSORS) for key in ("a", "b", "c", "d")]
     for age, key in enumerate(("d", "c", "b", "a")):
         os.utime(tmp_path / f"{key}.safetensors", (time.time() - 100 * (age + 1),) * 2)
     assert cache.read("a") is not None  # which makes it the one used last
-    cache.size_limit_bytes = 2 * sizes[0]
+    monkeypatch.setattr("autotune.training.data.cache.SIZE_LIMIT_BYTES", 2 * sizes[0])
     assert cache.evict(keep={"b"}) == 2
     assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
-    cache.size_limit_bytes = 0
+    monkeypatch.setattr("autotune.training.data.cache.SIZE_LIMIT_BYTES", 0)
     assert cache.evict(keep={"a", "b"}) == 0
 
 
