@@ -149,10 +149,7 @@ class Datasheet(Frozen):
     bf16_flops_per_second: float | None = None
     reached_bf16_flops_per_second: float | None = None
     """By large products alone, where somebody measured it or a sibling."""
-    fp16_flops_per_second: float | None = None
     tf32_flops_per_second: float | None = None
-    fp8_flops_per_second: float | None = None
-    int8_ops_per_second: float | None = None
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
     """One direction to the host: 16 lanes after encoding, or the faster link that is there in their place (GH200)."""

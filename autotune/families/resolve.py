@@ -93,9 +93,9 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
         return resolve_model(model)
     if family is None:  # what it is made of is said in the repository itself
         index = fetch(repo, revision=revision or "main", components=())
-        family, revision = _family_of(Path(index.folder)), index.revision
-    fetched = fetch(repo, revision=revision or "main", components=family.components, weights=weights)
-    return _from_folder(Path(fetched.folder), repo, fetched.revision)
+        family, revision = _family_of(index), index.name
+    folder = fetch(repo, revision=revision or "main", components=family.components, weights=weights)
+    return _from_folder(folder, repo, folder.name)
 
 
 def is_on_hub(model: str) -> bool:

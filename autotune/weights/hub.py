@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from autotune.frozen import Frozen
 from autotune.weights.errors import HubError, MissingWeights, PickledWeights
 from autotune.weights.sources import PICKLES, PIPELINE_INDEX, STEMS, read_index, weights_in
 
@@ -22,18 +21,10 @@ WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image
 """Component folders, by the beginning or end of their names, that hold no weights."""
 
 
-class FetchedRepo(Frozen):
-    """A repository in the local cache."""
-
-    repo: str
-    revision: str
-    """The commit, 40 hexadecimal digits: what a plan records."""
-    folder: str
-
-
-def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True) -> FetchedRepo:
+def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True) -> Path:
     """Bring `components` (folders such as `transformer`, `vae`, `tokenizer`) of a pipeline into the hub's cache.
 
+    Returns the pipeline's folder there, whose name is the commit, 40 hexadecimal digits: what a plan records.
     Without `weights` only configurations and tokenizers come: some megabytes, enough to plan with.
 
     Out of reach of the hub, or with HF_HUB_OFFLINE=1, what is in the cache is used if it is complete.
@@ -66,7 +57,7 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
         room = "free space, or set HF_HOME to a larger disk, and " if full else ""
         hint = f"{room}run the same command again: files that have come whole are kept"
         raise HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
-    return FetchedRepo(repo=repo, revision=folder.name, folder=str(folder))
+    return folder
 
 
 def needed_files(files: Iterable[str], components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
@@ -128,7 +119,7 @@ def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
     return Path(index).parent if isinstance(index, str) else None
 
 
-def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> FetchedRepo:
+def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> Path:
     hint = "go online and run this again: what is there already is not fetched twice"
     folder = snapshot_in_cache(repo, revision)
     if folder is None:
@@ -138,7 +129,7 @@ def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weight
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MissingWeights(f"offline, and {missing[0]} of {repo} is not in the cache{more}", hint=hint)
-    return FetchedRepo(repo=repo, revision=folder.name, folder=str(folder))
+    return folder
 
 
 def missing_files(folder: Path, components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
