@@ -117,9 +117,8 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
         write_model(folder, family, config)
         workload = workload_of(folder, table)
         candidates = configurations(table, hardware, workload)
-        budget = hardware.device.budget_bytes
         trials: list[TrialResult] = []
-        with ProcessTrialRunner(str(folder), workload, "cpu", budget) as runner:
+        with ProcessTrialRunner(hardware, str(folder), workload) as runner:
             for candidate in candidates:
                 trials.append(runner.run(candidate))
                 print(name, trials[-1].median_step_seconds, candidate.label(), trials[-1].message, flush=True)

@@ -18,13 +18,13 @@ from autotune.trials.runner import ProcessTrialRunner
 @contextmanager
 def child_processes(model: str, cost: Predictor) -> Iterator[Run]:
     """Trials in child processes of this machine."""
-    with ProcessTrialRunner.on(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
+    with ProcessTrialRunner(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
         yield runner.run
 
 
 def rehearsal(model: str, cost: Predictor, candidate: Candidate, most_seconds: float) -> TrialResult | None:
     """A longer trial of `candidate` in a child process of this machine, through every phase of a run."""
-    with ProcessTrialRunner.on(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
+    with ProcessTrialRunner(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
         return runner.confirm(candidate, cost.caching[0], most_seconds)
 
 

@@ -55,7 +55,7 @@ def proven(
     known = _kept(path)
     missing = [name for name in to_prove if name not in known]
     if missing:
-        with ProcessTrialRunner.on(hardware, model.spec.name, setting.workload) as runner:
+        with ProcessTrialRunner(hardware, model.spec.name, setting.workload) as runner:
             for name in missing:
                 request = _request(setting, tiny, runner.device, precision, *to_prove[name])
                 answer = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)

@@ -67,7 +67,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
     if work is WORKS[0]:
         curve(evidence, predictor, workload, about, precision_of(hardware))
     first: TrialResult | None = None
-    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, model, workload) as runner:
         runs = tuple({run[2:]: run for run in work.runs}.values()) if evidence.small else work.runs
         for run in evidence.each(runs, name=lambda run: f"{name} {work.side_px} px {run}"):
             chosen = candidate(workload, *run, precision=precision_of(hardware))

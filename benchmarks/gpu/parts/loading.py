@@ -54,7 +54,7 @@ def load(
     evidence: Evidence, hardware: HardwareProfile, model: str, chosen: Candidate, workload: Workload, **about: Any
 ) -> None:
     """One load in a fresh process, as a row."""
-    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, model, workload) as runner:
         answer = evidence.ask(runner, LoadOnce(model, workload, chosen, runner.device))
     evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **answer)
 

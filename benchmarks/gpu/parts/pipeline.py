@@ -59,7 +59,7 @@ def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Work
         room = shutil.disk_usage(folder).free - SPARE_BYTES
         blocks = max(2, min(FULL_BLOCKS, room // BYTES_PER_BLOCK))
         full = {"num_layers": blocks, "joint_attention_dim": config["joint_attention_dim"]}
-        with ProcessTrialRunner.on(hardware, FAMILY, workload) as runner:
+        with ProcessTrialRunner(hardware, FAMILY, workload) as runner:
             request = WriteTransformer(full, str(folder / "transformer"), workload, runner.device, precision)
             answer = evidence.ask(runner, request)
         if answer["outcome"] != "ok":
