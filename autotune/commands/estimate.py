@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import Batch, Frames, Json, Price, Rank, Resolution, Steps, Targets, takes
+from autotune.commands.options import Batch, Frames, Json, Price, Rank, Resolution, Steps, Targets, takes, tell
 from autotune.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def estimate(asked: EstimateOptions) -> None:
     predictor = Predictor(machine, setting.workload, resolved.family, resolved.config, parts_of(resolved))
     candidate = _candidate(asked, setting)
     answer = predict(predictor, candidate, num_steps=asked.steps, price_per_hour=asked.price)
-    typer.echo(answer.model_dump_json(indent=1) if asked.as_json else render(answer), nl=asked.as_json)
+    tell(answer, asked.as_json, render)
 
 
 def _candidate(asked: EstimateOptions, setting: "Setting") -> "Candidate":

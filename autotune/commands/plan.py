@@ -19,6 +19,7 @@ from autotune.commands.options import (
     Targets,
     one_of,
     takes,
+    tell,
 )
 from autotune.errors import AutotuneError
 
@@ -123,11 +124,8 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
             remember(made, machine, tuple(heard.calibration))
         except AutotuneError as error:  # the plan is made all the same
             err.print(note_text(f"not kept for the next search: {error.message}", "profiles"), style="yellow")
-    if asked.as_json:
-        typer.echo(made.model_dump_json(indent=1))
-        return
-    out.print("\n".join([*plan_lines(made), *origin_lines(made)]))
-    out.print(f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}")
+    written = f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}"
+    tell(made, asked.as_json, lambda _: [*plan_lines(made), *origin_lines(made), written])
 
 
 def _write(path: Path, made: "TrainingPlan") -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import Data, JobOptions, Json, PlanFile, takes
+from autotune.commands.options import Data, JobOptions, Json, PlanFile, takes, tell
 
 if TYPE_CHECKING:
     from autotune.schema import HardwareProfile, TrainingPlan
@@ -57,7 +57,7 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
     """Train in this process; the first of several tells about it."""
     from autotune.reporting.plan import job_line
     from autotune.reporting.run import report_lines
-    from autotune.terminal import err, out, training_display
+    from autotune.terminal import err, training_display
     from autotune.training.events import RunEvents
     from autotune.training.launching import is_first_process
     from autotune.training.run import train as run
@@ -71,11 +71,8 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
         report = run(plan, hardware, _cache_folder(), events, resume=resume, trace=trace)
     if not is_first_process():
         return
-    if as_json:
-        typer.echo(report.model_dump_json(indent=1))
-        return
-    out.print("\n".join(report_lines(report)))
-    out.print(f"adapter: {Path(plan.job.output) / report.adapter}")
+    adapter = f"adapter: {Path(plan.job.output) / report.adapter}"
+    tell(report, as_json, lambda _: [*report_lines(report), adapter])
 
 
 def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":
@@ -114,7 +111,7 @@ def sample(
     """Sample from a trained adapter, through the model's stock pipeline."""
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
-    from autotune.terminal import err
+    from autotune.terminal import err, out
     from autotune.training.events import RunEvents
     from autotune.training.sample import Wanted, sample_run
 
@@ -126,7 +123,7 @@ def sample(
         )
         written = sample_run(run_folder, read_machine(), wanted, _cache_folder(), events)
     for path in written:
-        typer.echo(path)
+        out.print(str(path))
 
 
 def _cache_folder() -> Path:
