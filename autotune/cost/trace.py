@@ -33,8 +33,6 @@ class TracePass:
     between: "Segment"
     """After the last block: output layers, the loss and their backward pass."""
     backward: tuple["Segment", ...]
-    found_bytes: int
-    """Live tensors that are neither parameters, buffers nor inputs."""
     saved_bytes: int
     """Kept for the backward pass when the loss is known, the loss included."""
 
@@ -104,7 +102,6 @@ def trace_pass(
         forward=tuple(by_name[f"forward {i}"] for i in names),
         between=by_name["between"],
         backward=tuple(by_name[f"backward {i}"] for i in names) if train else (),
-        found_bytes=recorder.found_bytes,
         saved_bytes=saved_bytes,
     )
 
