@@ -21,7 +21,6 @@ from autotune.hardware.store import hardware_named
 from autotune.knobs.base import Setting
 from autotune.prediction import Prediction
 from autotune.schema import Bucket, Candidate, Choice, HardwareProfile, TrialResult, Workload
-from autotune.search.residual import CostModel
 from autotune.search.space import SearchSpace, search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
@@ -51,7 +50,7 @@ class Task:
     measured: bool
     prior: Prior | None
     space: SearchSpace
-    cost: CostModel
+    cost: Predictor
     budget_bytes: int
     truth: Mapping[Candidate, TrialResult]
 
