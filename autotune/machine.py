@@ -1,4 +1,4 @@
-"""The frozen objects that describe a machine; `autotune.schema` gives them to everyone else.
+"""The frozen objects that describe a machine.
 
 What is unknown is None, never 0, and `HardwareProfile.provenance` says where each fact came from or why it is absent.
 """

@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from autotune.atomic import write_whole
 from autotune.errors import InvalidPlan
-from autotune.schema import PLAN_SCHEMA_VERSION, FrozenPart, Job, TrainingPlan, digest_of
+from autotune.frozen import digest_of
+from autotune.job import Job
+from autotune.schema import PLAN_SCHEMA_VERSION, FrozenPart, TrainingPlan
 
 MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""

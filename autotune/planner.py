@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import optuna
 
 from autotune.hardware.memory import shares_host_memory
+from autotune.machine import HardwareProfile
 from autotune.plan_file import seal
 from autotune.planning.alternatives import larger_batch_advice
 from autotune.planning.case import Case, case_of
@@ -26,7 +27,7 @@ from autotune.planning.question import Question
 from autotune.planning.resuming import kept_study
 from autotune.planning.surroundings import Surroundings
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
+from autotune.schema import Candidate, FrozenPart, Residual, TrainingPlan, TrialResult, Workload
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
 from autotune.search.study import freeze, frozen_plan, once, run_search, search_cost_seconds

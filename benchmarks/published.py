@@ -46,8 +46,9 @@ silence_libraries()
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
+from autotune.machine import HardwareProfile
 from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, HardwareProfile, Workload
+from autotune.schema import Bucket, Candidate, Workload
 
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",

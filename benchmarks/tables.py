@@ -29,7 +29,8 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.base import Setting
 from autotune.knobs.registry import reload_key
-from autotune.schema import Bucket, Candidate, HardwareProfile, TrialResult, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Bucket, Candidate, TrialResult, Workload
 from autotune.search.space import search_space
 from autotune.trials.runner import ProcessTrialRunner
 

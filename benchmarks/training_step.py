@@ -31,8 +31,8 @@ from peft import LoraConfig
 
 from autotune.families.registry import family_named
 from autotune.hardware.store import cached_profile
-from autotune.planner import Question
 from autotune.planner import make_plan as plan_job
+from autotune.planning.question import Question
 from autotune.schema import Candidate
 from autotune.training.describe import Wishes
 from autotune.training.events import RunEvents, StepEvent

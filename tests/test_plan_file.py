@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidPlan
 from autotune.frozen import digest_of
+from autotune.job import Job
+from autotune.machine import Versions
 from autotune.plan_file import MAX_PLAN_BYTES, plan_text, read_plan, seal, with_job, write_plan
-from autotune.schema import (
-    Expected,
-    FrozenPart,
-    Job,
-    PlannedHardware,
-    Reason,
-    Rejected,
-    TrainingPlan,
-    Versions,
-)
+from autotune.schema import Expected, FrozenPart, PlannedHardware, Reason, Rejected, TrainingPlan
 from tests import builders
 from tests.conftest import autotune_here
 

@@ -24,9 +24,10 @@ from autotune.commands.options import (
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
+    from autotune.machine import HardwareProfile
     from autotune.planner import PlanEvents
     from autotune.planning.question import Question
-    from autotune.schema import HardwareProfile, Residual, TrainingPlan
+    from autotune.schema import Residual, TrainingPlan
     from autotune.sharing.query import Known, Survey
     from autotune.terminal import TrialDisplay
 

@@ -10,7 +10,8 @@ import typer
 from autotune.commands.options import Data, JobOptions, Json, PlanFile, takes, tell
 
 if TYPE_CHECKING:
-    from autotune.schema import HardwareProfile, TrainingPlan
+    from autotune.machine import HardwareProfile
+    from autotune.schema import TrainingPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from importlib.resources import files
 import yaml
 from pydantic import Field
 
+from autotune.frozen import Frozen
 from autotune.hardware.facts import PACKAGES
 from autotune.hardware.gates import gates_of
 from autotune.hardware.memory import budget
-from autotune.machine import MemoryKind
-from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, Versions
+from autotune.machine import Datasheet, Device, HardwareProfile, Host, MemoryKind, Versions
 
 ASSUMED_HOST_BYTES = 64 * 2**30
 ASSUMED_VERSIONS = {

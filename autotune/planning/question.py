@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from autotune.families.resolve import ResolvedModel
+from autotune.job import Job
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import PIN
 from autotune.plan_file import job_from
-from autotune.schema import Job, TrainingPlan
+from autotune.schema import TrainingPlan
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.storage import Place
 from autotune.training.data.dataset import Dataset, Reading, read_dataset

@@ -14,8 +14,8 @@ import optuna
 import platformdirs
 
 from autotune.errors import NothingFits
+from autotune.frozen import digest_of
 from autotune.planning.case import Case
-from autotune.schema import digest_of
 from autotune.search.sampler import release_dead, standing_of
 from autotune.search.storage import Place, opened_study, safe_words
 from autotune.search.study import frozen_plan

@@ -8,7 +8,8 @@ from autotune import __version__
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
-from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Choice, TrialResult, Workload
 from autotune.search.study import Run
 from autotune.sharing.query import Survey, survey
 from autotune.trials.parity import proven

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import AutotuneError
-from autotune.schema import HardwareProfile, TrialResult, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import TrialResult, Workload
 from autotune.sharing.keys import Match, compare_work, match, usable_trials
 from autotune.sharing.record import Record, architecture_folder, class_of, machine_folder, machine_of
 from autotune.sharing.store import Entry, Found, Store, own_store, shipped_store

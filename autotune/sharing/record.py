@@ -16,23 +16,18 @@ from pydantic import Field, ValidationError, model_validator
 
 from autotune import __version__
 from autotune.errors import InvalidInput
+from autotune.frozen import Frozen, NaturalInt, PositiveInt, digest_of
+from autotune.machine import HardwareProfile, Rate, Versions
 from autotune.schema import (
     Bucket,
     Candidate,
     Expected,
-    Frozen,
     FrozenPart,
-    HardwareProfile,
     ModelSpec,
-    NaturalInt,
-    PositiveInt,
-    Rate,
     Residual,
     TrainingPlan,
     TrialResult,
-    Versions,
     Workload,
-    digest_of,
 )
 
 MAX_RECORD_BYTES = 1 << 18

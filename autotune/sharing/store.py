@@ -16,7 +16,8 @@ import platformdirs
 
 import autotune
 from autotune.errors import InvalidInput
-from autotune.schema import HardwareProfile, Residual, TrainingPlan
+from autotune.machine import HardwareProfile
+from autotune.schema import Residual, TrainingPlan
 from autotune.sharing.files import Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, parse_record, record_of

@@ -7,7 +7,8 @@ from autotune.cost.arguments import checked_bucket, positive
 from autotune.errors import InvalidInput, first_line
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
-from autotune.schema import Bucket, Job, Objective, Quality, Workload
+from autotune.job import Job
+from autotune.schema import Bucket, Objective, Quality, Workload
 from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.captions import EMPTY_CAPTION
 from autotune.training.data.dataset import Dataset

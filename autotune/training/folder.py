@@ -10,8 +10,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from autotune.errors import InvalidInput, InvalidPlan
+from autotune.frozen import digest_of
 from autotune.plan_file import read_plan, write_plan
-from autotune.schema import TrainingPlan, digest_of
+from autotune.schema import TrainingPlan
 from autotune.training.checkpoint import checkpoints_in
 from autotune.training.data.encode import EncodedDataset
 from autotune.training.save import ADAPTER_FILE

@@ -19,8 +19,9 @@ from autotune.families.resolve import (
 )
 from autotune.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
 from autotune.knobs.base import Setting
+from autotune.machine import HardwareProfile
 from autotune.plan_file import with_job
-from autotune.schema import HardwareProfile, TrainingPlan, Workload
+from autotune.schema import TrainingPlan, Workload
 from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
 from autotune.training.folder import claim_folder

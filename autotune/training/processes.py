@@ -16,7 +16,8 @@ from torch import nn
 from autotune.errors import AutotuneError
 from autotune.fit import memory_misfits
 from autotune.hardware.probe import probe
-from autotune.schema import HardwareProfile, PlannedHardware, Strategy, TrainingPlan
+from autotune.machine import HardwareProfile
+from autotune.schema import PlannedHardware, Strategy, TrainingPlan
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)

@@ -12,7 +12,8 @@ from autotune.atomic import write_whole
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.job import MAX_PREVIEW_PROMPTS
 from autotune.knobs.allocator import configure_allocator
-from autotune.schema import AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
+from autotune.machine import HardwareProfile
+from autotune.schema import AdapterVerdict, RunReport, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.encode import EncodedDataset, encode_dataset

@@ -10,8 +10,8 @@ from autotune.errors import InvalidInput
 from autotune.families.resolve import fetch_model
 from autotune.knobs.allocator import configure_allocator
 from autotune.knobs.swapping import Swapping
+from autotune.machine import HardwareProfile
 from autotune.plan_file import read_plan
-from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
 from autotune.training.encoders import Encoders
 from autotune.training.events import RunEvents

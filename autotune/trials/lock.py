@@ -21,7 +21,7 @@ import psutil
 from autotune.errors import AutotuneError
 from autotune.hardware.nvidia import DriverSource
 from autotune.hardware.system import Unanswered
-from autotune.schema import Device
+from autotune.machine import Device
 from autotune.training.launching import started_by_launcher
 
 SEARCH, RUN = "search", "training run"

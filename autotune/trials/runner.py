@@ -17,9 +17,10 @@ import psutil
 
 from autotune.hardware.memory import LEAST_MARGIN_BYTES, process_overhead_bytes, shares_host_memory, usual_reserve
 from autotune.knobs.registry import reload_key
+from autotune.machine import HardwareProfile
 from autotune.prediction import Prediction
 from autotune.quiet import stderr_in
-from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, Outcome, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, Choice, Outcome, TrialResult, Workload
 from autotune.trials.lock import DeviceLock, lock_path
 from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
 from autotune.trials.requests import RehearsalRequest, Request, TrialRequest

@@ -12,7 +12,7 @@ from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
 from autotune.cost.recorder import SCRATCH, Recorder
 from autotune.cost.timing import Rates, seconds_by_class
 from autotune.families.registry import FAMILIES
-from autotune.schema import Rate
+from autotune.machine import Rate
 
 
 def with_cudnn(card: str, version: str | None):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from autotune.families.adapter import add_adapter
+from autotune.families.loss import flow_matching_loss
 from autotune.families.resolve import build_on_meta, resolve_model
 from autotune.schema import Bucket
-from autotune.training.step import flow_matching_loss
 from tests.families.small import CAPTIONS, Small
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from autotune.cost.predict import Predictor
 from autotune.errors import AutotuneError
+from autotune.machine import HardwareProfile
 from autotune.plan_file import plan_text
 from autotune.planner import make_plan
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, HardwareProfile, TrialResult
+from autotune.schema import Candidate, TrialResult
 from autotune.search import sampler
 from autotune.search.storage import Place
 from autotune.search.study import Run

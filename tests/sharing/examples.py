@@ -4,19 +4,10 @@ import hashlib
 from datetime import date
 from pathlib import Path
 
+from autotune.job import Job
+from autotune.machine import HardwareProfile, Rate
 from autotune.plan_file import seal
-from autotune.schema import (
-    Candidate,
-    Expected,
-    FrozenPart,
-    HardwareProfile,
-    Job,
-    PlannedHardware,
-    Rate,
-    TrainingPlan,
-    TrialResult,
-    Workload,
-)
+from autotune.schema import Candidate, Expected, FrozenPart, PlannedHardware, TrainingPlan, TrialResult, Workload
 from autotune.sharing.record import Record, record_of
 from tests.builders import GIB, candidate, hardware, trial, workload
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
+from autotune.machine import HardwareProfile
 from autotune.planner import PlanEvents, make_plan
 from autotune.planning.case import Case, case_of
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, HardwareProfile, Residual, TrainingPlan, TrialResult
+from autotune.schema import Candidate, Residual, TrainingPlan, TrialResult
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import Survey, survey
 from autotune.sharing.record import Record, record_of

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.schema import HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Workload
 from autotune.sharing.exchange import verify
 from autotune.sharing.files import LocalFiles, Unreachable
 from autotune.sharing.query import MAX_CONSIDERED, Known, survey

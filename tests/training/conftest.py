@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.schema import CachingSettings, HardwareProfile, TrainingPlan
+from autotune.machine import HardwareProfile
+from autotune.schema import CachingSettings, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import read_dataset

@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
 from autotune.plan_file import seal, write_plan
-from autotune.planner import Question, make_plan
+from autotune.planner import make_plan
 from autotune.planning.case import list_choices
+from autotune.planning.question import Question
 from autotune.reporting.run import report_lines, verdict_lines
 from autotune.schema import CachingSettings, RunReport
 from autotune.training.describe import Wishes

@@ -13,8 +13,9 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.quantization import LAYERWISE
 from autotune.knobs.registry import reload_key
+from autotune.machine import HardwareProfile
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
+from autotune.schema import Candidate, TrialResult, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 

@@ -12,7 +12,8 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
 from autotune.hardware.store import cached_profile
-from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.weights.loaders import LOADERS
 

@@ -13,7 +13,8 @@ from evidence import GIB, Evidence
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.schema import HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Workload
 from autotune.trials.runner import ProcessTrialRunner
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB

@@ -18,7 +18,8 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
