@@ -79,9 +79,6 @@ _PlanLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in (*NUMBERS, "timestamp")]
     for first, resolvers in _PlanLoader.yaml_implicit_resolvers.items()
 }
-for _kind, _pattern in NUMBERS.items():
-    _tag = f"tag:yaml.org,2002:{_kind}"
-    _PlanLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
 
 class _PlanDumper(yaml.SafeDumper):
@@ -93,6 +90,12 @@ class _PlanDumper(yaml.SafeDumper):
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
         flat = all(isinstance(item, int | float) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style=flat)
+
+
+for _kind, _pattern in NUMBERS.items():
+    for _yaml in (_PlanLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
+        _tag = f"tag:yaml.org,2002:{_kind}"
+        _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
 
 def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
