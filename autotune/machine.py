@@ -3,6 +3,7 @@
 What is unknown is None, never 0, and `HardwareProfile.provenance` says where each fact came from or why it is absent.
 """
 
+import re
 from typing import Literal
 
 from pydantic import Field
@@ -56,6 +57,11 @@ class Device(Frozen):
     other_process_bytes: int | None = None
     """Device memory that other processes hold."""
     links: tuple[Link, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        """The name, as far as it can be part of a file's."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:60] or "device"
 
     @property
     def torch_name(self) -> str:

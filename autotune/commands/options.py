@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
@@ -95,7 +95,7 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
     return value
 
 
-def tell(found: Found, as_json: bool, shown: Callable[[Found], Any]) -> None:
+def tell(found: T, as_json: bool, shown: Callable[[T], Any]) -> None:
     """Print what a command found, of frozen objects, dataclasses and containers of them, as JSON or for people.
 
     `shown` makes a text of it, or its lines, or what rich renders.

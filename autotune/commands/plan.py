@@ -156,7 +156,7 @@ def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
     from autotune.cost.arguments import parse_resolution
     from autotune.plan_file import read_plan
     from autotune.planning.question import Question, question_of
-    from autotune.search.storage import Place
+    from autotune.search.storage import StudyPlace
 
     if asked.earlier is None and asked.model is None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
@@ -190,7 +190,7 @@ def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
         use_profiles=asked.profiles,
         price_per_hour=asked.price,
         search_seconds=asked.search_time,
-        study=Place(asked.study or "search", asked.join) if asked.study or asked.join else None,
+        study=StudyPlace(asked.study or "search", asked.join) if asked.study or asked.join else None,
         interrupted="ignored" if asked.replay else ("forgotten" if asked.fresh else "resumed"),
     )
 

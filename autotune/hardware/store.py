@@ -5,7 +5,6 @@ A file carries the digest of its profile, so a damaged one is noticed and measur
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,9 +64,10 @@ def still_holds(saved: HardwareProfile, now: HardwareProfile) -> bool:
 
 def profile_path(profile: HardwareProfile) -> Path:
     """Where the profile of this device is kept."""
-    name = re.sub(r"[^a-z0-9]+", "-", profile.device.name.lower()).strip("-")[:60]
-    folder = platformdirs.user_cache_path("autotune") / "hardware"
-    return folder / f"{profile.device.kind}-{profile.device.index}-{name or 'device'}.json"
+    device = profile.device
+    return (
+        platformdirs.user_cache_path("autotune") / "hardware" / f"{device.kind}-{device.index}-{device.file_name}.json"
+    )
 
 
 def save_profile(profile: HardwareProfile, path: Path) -> None:

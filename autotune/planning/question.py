@@ -12,7 +12,7 @@ from autotune.knobs.caching import PIN
 from autotune.plan_file import job_from
 from autotune.schema import TrainingPlan
 from autotune.search.space import SearchSpace, search_space
-from autotune.search.storage import Place
+from autotune.search.storage import StudyPlace
 from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import Wishes, check_job, wishes_of
 
@@ -40,7 +40,7 @@ class Question:
     """Of the machine, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
-    study: Place | None = None
+    study: StudyPlace | None = None
     """Where trials are kept and shared under a name."""
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""

@@ -32,11 +32,11 @@ PLAN = "plan"
 SHARE_OF_RUN = 0.05
 """Of the planned run's time that a search may take where nothing else is said."""
 LEAST_SECONDS = 60.0
-LEAST_TRIALS = 6
-LEAST_TRIALS_TAUGHT = 4
+MIN_TRIALS = 6
+MIN_TRIALS_TAUGHT = 4
 """The same where a similar machine's lessons hold."""
 MORE_TRIALS = 3
-"""On top of `LEAST_TRIALS` where trials were not what was predicted; 2, 3 and 4 were tried (see the log)."""
+"""On top of `MIN_TRIALS` where trials were not what was predicted; 2, 3 and 4 were tried (see the log)."""
 POLL_SECONDS = 0.5
 """Between looks at what other workers do."""
 
@@ -141,9 +141,9 @@ def _is_over(search: ResidualSearch, limits: Limits, predicted_seconds: float, s
     if standing.abandoned:
         return False
     if search.lessons(results):
-        least = LEAST_TRIALS_TAUGHT
+        least = MIN_TRIALS_TAUGHT
     else:
-        least = LEAST_TRIALS + (MORE_TRIALS if search.is_surprised(results) else 0)
+        least = MIN_TRIALS + (MORE_TRIALS if search.is_surprised(results) else 0)
     if count < least or math.isinf(best):
         return not search.outlooks(results, standing.taken)
     return search.nothing_to_gain(results, standing.taken)

@@ -18,7 +18,7 @@ from autotune.schema import TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.data.batches import Order
 from autotune.training.data.encode import EncodedDataset
-from autotune.training.data.loader import LoadedBatch, Loader
+from autotune.training.data.loader import BatchLoader, LoadedBatch
 from autotune.training.events import RunEvents, StepEvent
 from autotune.training.memory import (
     allocated_bytes,
@@ -159,8 +159,8 @@ class Loop:
                         hint="go on from there: run the same command with --resume",
                     )
 
-    def _loader(self) -> Loader:
-        return Loader(
+    def _loader(self) -> BatchLoader:
+        return BatchLoader(
             self.model.family,
             self.encoded,
             self.order,
@@ -213,7 +213,7 @@ class Loop:
         elif job.preview_every and done % job.preview_every == 0 and context.processes.samples:
             context.preview(done)
 
-    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader) -> StepEvent:
+    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: BatchLoader) -> StepEvent:
         """One step; the second of the settings in use also measures memory."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         if step == self.measured_step:

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -35,11 +34,10 @@ def lock_path(device: Device) -> Path:
 
     Where nobody can write to the cache folder, that of a processor lies in the temporary folder, too.
     """
-    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:60]
     folder = platformdirs.user_cache_path("autotune")
     if device.kind == "cuda" or not _takes_files(folder):
         folder = Path(tempfile.gettempdir())
-    return folder / f"autotune-{device.kind}-{_card(device)}-{name}.lock"
+    return folder / f"autotune-{device.kind}-{_card(device)}-{device.file_name}.lock"
 
 
 def _takes_files(folder: Path) -> bool:

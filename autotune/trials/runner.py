@@ -29,7 +29,7 @@ from autotune.trials.worker import Allowance, Failure, serve
 
 STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
-TIMEOUT_SECONDS = 600.0
+TRIAL_TIMEOUT_SECONDS = 600.0
 """Of one trial, loading included."""
 BESIDE_TENSORS_BYTES = 1 << 30
 """On a processor, for libraries that a trial imports and the profiler's list of a step's allocations (some 300 MiB for
@@ -78,7 +78,7 @@ class ProcessTrialRunner:
         """Whether results say that the user, not the device, decided the cap."""
         self.watchdog = watchdog or usual_watchdog(device.memory_kind)
         self.lock = DeviceLock(lock_path(device))
-        self.timeout_seconds = TIMEOUT_SECONDS
+        self.timeout_seconds = TRIAL_TIMEOUT_SECONDS
         self.num_steps = STEADY_STEPS
         self._child: _Child | None = None
         self._ran: list[tuple[TrialResult, Timed]] = []

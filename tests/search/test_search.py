@@ -156,7 +156,7 @@ def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradie
 
 
 def test_search_ends_when_everything_is_tried(cost: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "LEAST_TRIALS", 50)
+    monkeypatch.setattr(study, "MIN_TRIALS", 50)
     work = builders.workload(quality="exact", effective_batch_size=1)
     narrow = search_space(builders.setting(builders.hardware("attention.native", "precision.bf16"), work))
     sampler = ResidualSearch(narrow, cost, 100 * GIB)
@@ -176,7 +176,7 @@ def test_trials_that_contradict_predictions_are_followed_by_more(cost: Predictor
             truth[candidate] = builders.trial(candidate, seconds, predicted.allocated_memory_bytes)
         return len(search(cost, truth.__getitem__, max_trials=20))
 
-    surprised = study.LEAST_TRIALS + study.MORE_TRIALS
+    surprised = study.MIN_TRIALS + study.MORE_TRIALS
     assert trials(0.005) < surprised <= trials(0.3)
 
 
