@@ -14,7 +14,6 @@ from typing import Any
 
 import platformdirs
 
-import autotune
 from autotune.errors import InvalidInput
 from autotune.machine import HardwareProfile
 from autotune.schema import Residual, TrainingPlan
@@ -205,11 +204,6 @@ def open_store(url: str, **options: Any) -> Store:
 def own_store() -> Store:
     """This user's records: what was planned here and what was pulled."""
     return Store(LocalFiles(platformdirs.user_data_path("autotune") / "profiles"))
-
-
-def shipped_store() -> Store:
-    """The records that come with the package; never written to."""
-    return Store(LocalFiles(Path(autotune.__file__).parent / "profiles" / "records"))
 
 
 def remember(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()) -> str:
