@@ -10,16 +10,13 @@ from autotune.commands.options import Json, tell
 if TYPE_CHECKING:
     from autotune.sharing.store import Merged, Store
 
-app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Share what machines measured: one measurement, everyone's gain.", no_args_is_help=True, rich_markup_mode=None
+)
 
 Url = Annotated[str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")]
 Id = Annotated[str, typer.Argument(help="A record's name, or how it begins.", metavar="ID")]
 Where = Annotated[str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")]
-
-
-@app.callback()
-def group() -> None:
-    """Share what machines measured: one measurement, everyone's gain."""
 
 
 @app.command()

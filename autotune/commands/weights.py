@@ -10,11 +10,6 @@ from autotune.commands.options import Json, one_of, tell
 app = typer.Typer(help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.callback()
-def group() -> None:
-    """Inspect and convert weight files."""
-
-
 @app.command()
 def inspect(
     file: Annotated[Path, typer.Argument(help="A safetensors file; or a model: its folder or index.", metavar="FILE")],

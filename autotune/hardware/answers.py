@@ -19,6 +19,7 @@ import psutil
 
 from autotune.hardware.nvidia import DriverSource, NvmlSource
 from autotune.hardware.system import Unanswered
+from autotune.weights.loaders import has_gds
 
 Answer = Callable[[int], object]
 
@@ -273,7 +274,7 @@ OS_QUESTIONS: Mapping[str, Answer] = {
     "wsl": _wsl,
     "container": _container,
     "compiler": _compiler,
-    "gpu_direct_storage": lambda _: Path("/dev/nvidia-fs0").exists(),
+    "gpu_direct_storage": lambda _: has_gds(),
     "disk_free_bytes": _disk_free_bytes,
     "nvidia_cards": _nvidia_cards,
     "python": lambda _: platform.python_version(),
