@@ -37,7 +37,7 @@ class TracePass:
     """Kept for the backward pass when the loss is known, the loss included."""
 
 
-def shorten(family: Family, transformer: "nn.Module", num_blocks: int = TRACED_BLOCKS) -> None:
+def shorten(family: Family, transformer: "nn.Module", num_blocks: int) -> None:
     """Leave at most `num_blocks` blocks of each kind."""
     for name in family.block_lists:
         setattr(transformer, name, getattr(transformer, name)[:num_blocks])
