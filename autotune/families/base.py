@@ -311,11 +311,11 @@ class Family(ABC):
             )[0]
         return images[0] if isinstance(images[0], list) else [images[0]]
 
-    @abstractmethod
     def sampling_arguments(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         """What else the pipeline is called with to sample: prompt, guidance, control images, frames."""
+        return {"prompt": prompt, "guidance_scale": self.defaults.sampling_guidance}
 
     @abstractmethod
     def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
