@@ -23,6 +23,7 @@ from autotune.commands.train import sample, train
 from autotune.errors import AutotuneError, Preempted, first_line
 from autotune.quiet import silence_libraries
 from autotune.reporting.text import printable
+from autotune.training.launching import is_first_process
 from autotune.training.shortage import OUT_OF_MEMORY
 
 INTERRUPTED = 130
@@ -71,7 +72,7 @@ def main() -> None:
         error.show()
         _exit(error.format_message(), f"{error.ctx.command_path if error.ctx else 'autotune'} --help", error.exit_code)
     except AutotuneError as error:
-        if isinstance(error, Preempted) and not _is_first():
+        if isinstance(error, Preempted) and not is_first_process():
             sys.exit(error.exit_status)  # the first of several processes says it
         _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
@@ -119,7 +120,7 @@ def _fail(message: str, hint: str, status: int) -> NoReturn:
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:
     """End with `status`; a script that reads JSON finds there what people read on stderr."""
-    if "--json" in sys.argv and _is_first():
+    if "--json" in sys.argv and is_first_process():
         try:
             typer.echo(json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1))
         except OSError:  # nobody reads, or its disk is full
@@ -130,8 +131,3 @@ def _exit(message: str, hint: str, status: int) -> NoReturn:
 def _forget_stdout() -> None:
     """What could not be written is not tried again at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _is_first() -> bool:
-    """Whether this is the only process of a run, or the first of several."""
-    return os.environ.get("RANK", "0") == "0"

@@ -6,7 +6,8 @@ from autotune.errors import DoesNotFit
 from autotune.knobs.base import Setting
 from autotune.knobs.quantization import STORAGES
 from autotune.knobs.registry import KNOBS
-from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
+from autotune.machine import HardwareProfile
+from autotune.schema import Bucket, ModelSpec, TrainingPlan
 
 KEY_NAMES: Mapping[str, str] = {
     "device_kind": "kind of device",

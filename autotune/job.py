@@ -93,6 +93,12 @@ class Job(Frozen):
         """The model at its revision, as `resolve_model` takes it."""
         return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
+    def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
+        """Optimizer steps where an epoch has so many images: its epochs' where it names any, else its own."""
+        if self.num_train_epochs is None:
+            return self.num_steps
+        return -(-self.num_train_epochs * images_per_epoch // effective_batch_size)
+
     @property
     def num_previews(self) -> int:
         """Pictures that the job samples."""

@@ -1,8 +1,9 @@
-"""The frozen objects that describe a machine; `autotune.schema` gives them to everyone else.
+"""The frozen objects that describe a machine.
 
 What is unknown is None, never 0, and `HardwareProfile.provenance` says where each fact came from or why it is absent.
 """
 
+import re
 from typing import Literal
 
 from pydantic import Field
@@ -56,6 +57,11 @@ class Device(Frozen):
     other_process_bytes: int | None = None
     """Device memory that other processes hold."""
     links: tuple[Link, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        """The name, as far as it can be part of a file's."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:60] or "device"
 
     @property
     def torch_name(self) -> str:
@@ -149,10 +155,7 @@ class Datasheet(Frozen):
     bf16_flops_per_second: float | None = None
     reached_bf16_flops_per_second: float | None = None
     """By large products alone, where somebody measured it or a sibling."""
-    fp16_flops_per_second: float | None = None
     tf32_flops_per_second: float | None = None
-    fp8_flops_per_second: float | None = None
-    int8_ops_per_second: float | None = None
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
     """One direction to the host: 16 lanes after encoding, or the faster link that is there in their place (GH200)."""

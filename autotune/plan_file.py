@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from autotune.atomic import write_whole
 from autotune.errors import InvalidPlan
-from autotune.schema import PLAN_SCHEMA_VERSION, FrozenPart, Job, TrainingPlan, digest_of
+from autotune.frozen import digest_of
+from autotune.job import Job
+from autotune.schema import PLAN_SCHEMA_VERSION, FrozenPart, TrainingPlan
 
 MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
@@ -77,9 +79,6 @@ _PlanLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in (*NUMBERS, "timestamp")]
     for first, resolvers in _PlanLoader.yaml_implicit_resolvers.items()
 }
-for _kind, _pattern in NUMBERS.items():
-    _tag = f"tag:yaml.org,2002:{_kind}"
-    _PlanLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
 
 class _PlanDumper(yaml.SafeDumper):
@@ -91,6 +90,12 @@ class _PlanDumper(yaml.SafeDumper):
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
         flat = all(isinstance(item, int | float) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style=flat)
+
+
+for _kind, _pattern in NUMBERS.items():
+    for _yaml in (_PlanLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
+        _tag = f"tag:yaml.org,2002:{_kind}"
+        _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
 
 def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import optuna
 
 from autotune.hardware.memory import shares_host_memory
+from autotune.machine import HardwareProfile
 from autotune.plan_file import seal
 from autotune.planning.alternatives import larger_batch_advice
 from autotune.planning.case import Case, case_of
@@ -26,7 +27,7 @@ from autotune.planning.question import Question
 from autotune.planning.resuming import kept_study
 from autotune.planning.surroundings import Surroundings
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, FrozenPart, HardwareProfile, Residual, TrainingPlan, TrialResult, Workload
+from autotune.schema import Candidate, FrozenPart, Residual, TrainingPlan, TrialResult, Workload
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.space import SearchSpace
 from autotune.search.study import freeze, frozen_plan, once, run_search, search_cost_seconds
@@ -43,7 +44,7 @@ from autotune.sharing.query import Survey
 
 
 @dataclass(frozen=True)
-class Events:
+class PlanEvents:
     """Where progress is told."""
 
     on_machine: Callable[[HardwareProfile], None] = lambda hardware: None
@@ -63,7 +64,7 @@ class Events:
 def make_plan(
     question: Question,
     hardware: HardwareProfile,
-    events: Events | None = None,
+    events: PlanEvents | None = None,
     around: Surroundings | None = None,
 ) -> TrainingPlan:
     """Find the best settings for the question on this machine and freeze them.
@@ -75,7 +76,7 @@ def make_plan(
         NothingFits: no settings run here.
         AutotuneError: the study's storage failed.
     """
-    events, around = events or Events(), around or Surroundings()
+    events, around = events or PlanEvents(), around or Surroundings()
     case = case_of(question, hardware, around)
     events.on_machine(case.hardware)
     events.on_left_out(case.left_out)
@@ -101,7 +102,7 @@ def make_plan(
     return made
 
 
-def _advice(case: Case, around: Surroundings, events: Events) -> Advice:
+def _advice(case: Case, around: Surroundings, events: PlanEvents) -> Advice:
     if not case.question.use_profiles:
         return NO_ADVICE
     found = around.survey(case.trained_on, case.workload)
@@ -111,7 +112,7 @@ def _advice(case: Case, around: Surroundings, events: Events) -> Advice:
 
 
 def _search(
-    case: Case, around: Surroundings, advice: Advice, study: optuna.Study, events: Events
+    case: Case, around: Surroundings, advice: Advice, study: optuna.Study, events: PlanEvents
 ) -> tuple[TrialResult, ...]:
     question = case.question
     search = ResidualSearch(
@@ -147,7 +148,7 @@ def _search(
 
 
 def _confirmed(
-    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], study: optuna.Study, events: Events
+    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], study: optuna.Study, events: PlanEvents
 ) -> tuple[TrialResult, ...]:
     question = case.question
     seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * case.limits.allowed_seconds(best_seconds(trials)))

@@ -4,6 +4,8 @@
     Workload ────────┼─> Candidate ─> TrialResult ─> TrainingPlan ─> RunReport
     ModelSpec ───────┘
 
+Those that describe a machine are in `autotune.machine`, the user's job is in `autotune.job`.
+
 Every object is immutable, refuses unknown fields and non-finite numbers, and carries its units in its names.
 Equal questions give equal objects, so objects can be compared, hashed, stored and replayed.
 Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
@@ -16,29 +18,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from autotune.frozen import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
-from autotune.job import Job, Schedule, TimestepSampling, Weighting
-from autotune.machine import (
-    Conditions,
-    Datasheet,
-    Device,
-    DeviceKind,
-    Gate,
-    HardwareProfile,
-    Host,
-    Link,
-    MemoryKind,
-    Provenance,
-    Rate,
-    Versions,
-)
-
-__all__ = [
-    "TRIAL_PROTOCOL_VERSION", "Conditions", "Datasheet", "Device", "DeviceKind", "Frozen", "Gate", "HardwareProfile",
-    "Host", "Job", "Link", "MemoryKind", "NaturalInt", "PositiveInt", "Provenance", "Rate", "Schedule",
-    "TimestepSampling", "Versions", "Weighting", "digest_of",
-]  # fmt: skip
-"""What this module passes on from `autotune.frozen`, `autotune.machine` and `autotune.job`."""
+from autotune.frozen import Frozen, NaturalInt, PositiveInt
+from autotune.job import Job
+from autotune.machine import DeviceKind, Versions
 
 PLAN_SCHEMA_VERSION = 1
 """Version of the plan file; a plan from a newer version is refused, not guessed at."""

@@ -29,18 +29,11 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import build_on_meta
+from autotune.frozen import digest_of
 from autotune.hardware.probe import probe
 from autotune.hardware.rates import KERNELS, Meter
-from autotune.schema import (
-    Bucket,
-    Candidate,
-    HardwareProfile,
-    ModelSpec,
-    Rate,
-    TrialResult,
-    Workload,
-    digest_of,
-)
+from autotune.machine import HardwareProfile, Rate
+from autotune.schema import Bucket, Candidate, ModelSpec, TrialResult, Workload
 
 SIDE_PX = 256
 TEXT_TOKENS = 32

@@ -19,9 +19,9 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import hardware_named
 from autotune.knobs.base import Setting
+from autotune.machine import HardwareProfile
 from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, Choice, HardwareProfile, TrialResult, Workload
-from autotune.search.residual import CostModel
+from autotune.schema import Bucket, Candidate, Choice, TrialResult, Workload
 from autotune.search.space import SearchSpace, search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
@@ -51,7 +51,7 @@ class Task:
     measured: bool
     prior: Prior | None
     space: SearchSpace
-    cost: CostModel
+    cost: Predictor
     budget_bytes: int
     truth: Mapping[Candidate, TrialResult]
 

@@ -28,7 +28,8 @@ from search_tasks import Task, table_tasks
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
-from autotune.schema import Candidate, Expected, HardwareProfile, TrialResult
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Expected, TrialResult
 from autotune.search.residual import ResidualSearch
 from autotune.search.study import Limits, run_search
 from autotune.sharing.advice import NO_ADVICE, Advice, advise

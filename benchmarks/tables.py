@@ -29,7 +29,8 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.base import Setting
 from autotune.knobs.registry import reload_key
-from autotune.schema import Bucket, Candidate, HardwareProfile, TrialResult, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Bucket, Candidate, TrialResult, Workload
 from autotune.search.space import search_space
 from autotune.trials.runner import ProcessTrialRunner
 
@@ -117,9 +118,8 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
         write_model(folder, family, config)
         workload = workload_of(folder, table)
         candidates = configurations(table, hardware, workload)
-        budget = hardware.device.budget_bytes
         trials: list[TrialResult] = []
-        with ProcessTrialRunner(str(folder), workload, "cpu", budget) as runner:
+        with ProcessTrialRunner(hardware, str(folder), workload) as runner:
             for candidate in candidates:
                 trials.append(runner.run(candidate))
                 print(name, trials[-1].median_step_seconds, candidate.label(), trials[-1].message, flush=True)

@@ -31,11 +31,11 @@ from peft import LoraConfig
 
 from autotune.families.registry import family_named
 from autotune.hardware.store import cached_profile
-from autotune.planner import Question
 from autotune.planner import make_plan as plan_job
+from autotune.planning.question import Question
 from autotune.schema import Candidate
 from autotune.training.describe import Wishes
-from autotune.training.events import Events, StepEvent
+from autotune.training.events import RunEvents, StepEvent
 from autotune.training.memory import host_memory_bytes
 from autotune.training.run import train
 from tests.training.small import machine, make_plan, write_model_and_images
@@ -184,7 +184,8 @@ def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dic
                 report_to="tensorboard",
             )
             both = Interleaved(plain)
-            train(plan, hardware, folder / f"cache{number}", Events(on_step=both))  # an empty cache, as the plain loop
+            # An empty cache, as the plain loop has.
+            train(plan, hardware, folder / f"cache{number}", RunEvents(on_step=both))
             ours += both.ours[3:]
             theirs += both.theirs[3:]
             waits += both.waits[3:]
@@ -221,7 +222,7 @@ def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]
         plain = PlainLoop(model, images, resolution_px, micro_batch=1, checkpointing=True)
         plain.step(0)
         both = Interleaved(plain)
-        report = train(plan, hardware, folder / "cache", Events(on_step=both))
+        report = train(plan, hardware, folder / "cache", RunEvents(on_step=both))
     ours, theirs = both.ours[3:], both.theirs[3:]
     return {
         "what": f"planned settings against the README's, {size}, {resolution_px} px, effective batch {BATCH}, fp32",
@@ -242,7 +243,7 @@ def long_run(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         model, images = make_model(Path(name), "demo")
         plan = make_plan(model, images, hardware, num_steps=steps, output=f"{name}/out", checkpointing_steps=100)
-        train(plan, hardware, Path(name) / "cache", Events(on_step=lambda event: held.append(host_memory_bytes())))
+        train(plan, hardware, Path(name) / "cache", RunEvents(on_step=lambda event: held.append(host_memory_bytes())))
     early, late = statistics.median(held[200:250]), statistics.median(held[-50:])
     return {
         "what": f"memory over {steps} steps, demo, checkpoint every 100",

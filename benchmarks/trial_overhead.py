@@ -33,7 +33,7 @@ def main() -> None:
         model = str(Path(folder) / "model")
         machine = cached_profile()
         rows: dict[str, list[tuple[float, float]]] = {"cold": [], "reload": [], "shared": []}
-        with ProcessTrialRunner.on(machine, model, workload(model, options.side_px)) as runner:
+        with ProcessTrialRunner(machine, model, workload(model, options.side_px)) as runner:
             for number in range(options.trials):
                 for kind, candidate in (("reload", settings(0)), ("shared", settings(1))):
                     if kind == "reload":

@@ -8,18 +8,8 @@ import pytest
 from autotune.families.registry import family_named
 from autotune.knobs.base import Setting
 from autotune.knobs.quantization import STORAGES
-from autotune.schema import (
-    Bucket,
-    Candidate,
-    Device,
-    Gate,
-    HardwareProfile,
-    Host,
-    ModelSpec,
-    TrialResult,
-    Versions,
-    Workload,
-)
+from autotune.machine import Device, Gate, HardwareProfile, Host, Versions
+from autotune.schema import Bucket, Candidate, ModelSpec, TrialResult, Workload
 
 GIB = 2**30
 

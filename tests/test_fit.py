@@ -3,8 +3,9 @@
 import pytest
 
 from autotune.fit import data_misfits, hardware_misfits
+from autotune.machine import Gate, HardwareProfile
 from autotune.plan_file import seal
-from autotune.schema import CachingSettings, Gate, HardwareProfile, TrainingPlan
+from autotune.schema import CachingSettings, TrainingPlan
 from tests import builders
 from tests.test_plan_file import make_plan
 

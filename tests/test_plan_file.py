@@ -7,22 +7,15 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidPlan
 from autotune.frozen import digest_of
+from autotune.job import Job
+from autotune.machine import Versions
 from autotune.plan_file import MAX_PLAN_BYTES, plan_text, read_plan, seal, with_job, write_plan
-from autotune.schema import (
-    Expected,
-    FrozenPart,
-    Job,
-    PlannedHardware,
-    Reason,
-    Rejected,
-    TrainingPlan,
-    Versions,
-)
+from autotune.schema import Expected, FrozenPart, PlannedHardware, Reason, Rejected, TrainingPlan
 from tests import builders
 from tests.conftest import autotune_here
 
@@ -89,6 +82,7 @@ job_text = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), m
     rate=st.floats(1e-12, 1, exclude_min=True),
     steps=st.integers(1, 10**9),
 )
+@example(model="1e5", data="0E0", prompts=("12", "1.", "-.inf", "0x1f", "2026-01-01", "1:30"), rate=1e-4, steps=1)
 def test_any_job_reads_back_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory,
     model: str,

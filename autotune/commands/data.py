@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.commands.options import Caption, Control, Frames, Json, Trigger
+from autotune.commands.options import Caption, Control, Frames, Json, Trigger, tell
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -34,14 +34,14 @@ def check(
     from autotune.training.data.dataset import Reading
 
     family = family_named(model)
-    with progress_of("reading") as tell:
+    with progress_of("reading") as progress:
         report = check_dataset(
             folder,
             Reading(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
             resolution_px=resolution or family.defaults.resolution_px,
             multiple_px=family.size_multiple_px,
-            on_progress=tell,
+            on_progress=progress,
         )
-    typer.echo(report.model_dump_json(indent=1) if as_json else "\n".join(data_report_lines(report)))
+    tell(report, as_json, data_report_lines)
     if not report.can_train:
         raise typer.Exit(2)

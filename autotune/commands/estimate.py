@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import Batch, Frames, Json, Price, Rank, Resolution, Steps, Targets, takes
+from autotune.commands.options import Batch, Frames, Json, Price, Rank, Resolution, Steps, Targets, takes, tell
 from autotune.errors import InvalidInput
 
 if TYPE_CHECKING:
     from autotune.knobs.base import Setting
     from autotune.schema import Candidate
-
-HINT = "what goes with what: autotune plan --list-knobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +67,15 @@ def estimate(asked: EstimateOptions) -> None:
     predictor = Predictor(machine, setting.workload, resolved.family, resolved.config, parts_of(resolved))
     candidate = _candidate(asked, setting)
     answer = predict(predictor, candidate, num_steps=asked.steps, price_per_hour=asked.price)
-    typer.echo(answer.model_dump_json(indent=1) if asked.as_json else render(answer), nl=asked.as_json)
+    tell(answer, asked.as_json, render)
 
 
 def _candidate(asked: EstimateOptions, setting: "Setting") -> "Candidate":
-    """The settings that were asked for, if they go together."""
+    """The settings that were asked for."""
     from autotune.knobs.allocator import Allocator
-    from autotune.knobs.registry import KNOBS
     from autotune.schema import Candidate
 
-    candidate = Candidate(
+    return Candidate(
         micro_batch_size=asked.micro_batch_size,
         checkpointed_blocks=_checkpointed(asked.checkpointing, setting.workload.model.num_blocks),
         quantization=asked.quantization,
@@ -88,10 +85,6 @@ def _candidate(asked: EstimateOptions, setting: "Setting") -> "Candidate":
         compile=asked.compile,
         allocator=asked.allocator or str(Allocator().choices(setting).admitted[0]),
     )
-    for knob in KNOBS:
-        if conflict := knob.conflict(candidate, setting):
-            raise InvalidInput(f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}", hint=HINT)
-    return candidate
 
 
 def _checkpointed(text: str, num_blocks: int) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from autotune.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from autotune.schema import HardwareProfile
+    from autotune.machine import HardwareProfile
 
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 

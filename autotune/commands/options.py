@@ -13,9 +13,11 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
@@ -93,11 +95,20 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
     return value
 
 
-def echo_json(found: object) -> None:
-    """Print what a command found, of frozen objects, dataclasses and containers of them."""
-    from pydantic_core import to_json
+def tell(found: T, as_json: bool, shown: Callable[[T], Any]) -> None:
+    """Print what a command found, of frozen objects, dataclasses and containers of them, as JSON or for people.
 
-    typer.echo(to_json(found, indent=1).decode())
+    `shown` makes a text of it, or its lines, or what rich renders.
+    """
+    if as_json:
+        from pydantic_core import to_json
+
+        typer.echo(to_json(found, indent=1).decode())
+        return
+    from autotune.terminal import out
+
+    view = shown(found)
+    out.print("\n".join(view) if isinstance(view, list) else view)
 
 
 def option_of(name: str) -> str:

@@ -19,13 +19,15 @@ from autotune.commands.options import (
     Targets,
     one_of,
     takes,
+    tell,
 )
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
-    from autotune.planner import Events
+    from autotune.machine import HardwareProfile
+    from autotune.planner import PlanEvents
     from autotune.planning.question import Question
-    from autotune.schema import HardwareProfile, Residual, TrainingPlan
+    from autotune.schema import Residual, TrainingPlan
     from autotune.sharing.query import Known, Survey
     from autotune.terminal import TrialDisplay
 
@@ -123,11 +125,8 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
             remember(made, machine, tuple(heard.calibration))
         except AutotuneError as error:  # the plan is made all the same
             err.print(note_text(f"not kept for the next search: {error.message}", "profiles"), style="yellow")
-    if asked.as_json:
-        typer.echo(made.model_dump_json(indent=1))
-        return
-    out.print("\n".join([*plan_lines(made), *origin_lines(made)]))
-    out.print(f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}")
+    written = f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}"
+    tell(made, asked.as_json, lambda _: [*plan_lines(made), *origin_lines(made), written])
 
 
 def _write(path: Path, made: "TrainingPlan") -> None:
@@ -157,7 +156,7 @@ def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
     from autotune.cost.arguments import parse_resolution
     from autotune.plan_file import read_plan
     from autotune.planning.question import Question, question_of
-    from autotune.search.storage import Place
+    from autotune.search.storage import StudyPlace
 
     if asked.earlier is None and asked.model is None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
@@ -191,7 +190,7 @@ def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
         use_profiles=asked.profiles,
         price_per_hour=asked.price,
         search_seconds=asked.search_time,
-        study=Place(asked.study or "search", asked.join) if asked.study or asked.join else None,
+        study=StudyPlace(asked.study or "search", asked.join) if asked.study or asked.join else None,
         interrupted="ignored" if asked.replay else ("forgotten" if asked.fresh else "resumed"),
     )
 
@@ -205,14 +204,14 @@ class _Heard:
         self.known: list[Known] = []
         self.calibration: list[Residual | None] = []
 
-    def events(self, display: "TrialDisplay") -> "Events":
+    def events(self, display: "TrialDisplay") -> "PlanEvents":
         """Progress to stderr, trials to `display`."""
-        from autotune.planner import Events
+        from autotune.planner import PlanEvents
         from autotune.reporting.plan import note_text, prediction_lines, workload_lines
         from autotune.terminal import err
 
         budget = self.proven.device.budget_bytes
-        return Events(
+        return PlanEvents(
             on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow"),
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
             on_machine=lambda machine: setattr(self, "proven", machine),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.commands.options import Json, PlanFile, echo_json
+from autotune.commands.options import Json, PlanFile, tell
 
 
 def check(plan_file: PlanFile, as_json: Json = False) -> None:
@@ -15,18 +15,14 @@ def check(plan_file: PlanFile, as_json: Json = False) -> None:
     from autotune.hardware.probe import probe as read_machine
     from autotune.plan_file import read_plan
     from autotune.reporting.text import wrapped
-    from autotune.terminal import err, out
+    from autotune.terminal import err
     from autotune.training.processes import card_misfits
 
     chosen, machine = read_plan(plan_file), read_machine()
     misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
-    if as_json:
-        echo_json({"fits": not misfits, "misfits": misfits})
-    else:
-        for misfit in misfits:
-            out.print("\n".join(wrapped(f"does not fit: {misfit}")))
-        if not misfits:
-            out.print(f"{plan_file} is valid and fits this machine")
+    told = [line for misfit in misfits for line in wrapped(f"does not fit: {misfit}")]
+    fine = f"{plan_file} is valid and fits this machine"
+    tell({"fits": not misfits, "misfits": misfits}, as_json, lambda _: told or fine)
     if misfits:
         err.print(f"hint: make one for this machine: autotune plan --from {shlex.quote(str(plan_file))}")
         raise typer.Exit(4)
@@ -37,13 +33,9 @@ def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     from autotune.plan_file import read_plan
     from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import explain_lines
-    from autotune.terminal import out
 
     chosen = read_plan(plan_file)
-    if as_json:
-        echo_json(chosen.frozen.reasons)
-    else:
-        out.print("\n".join([*explain_lines(chosen), "", *origin_lines(chosen)]))
+    tell(chosen.frozen.reasons, as_json, lambda _: [*explain_lines(chosen), "", *origin_lines(chosen)])
 
 
 def diff(
@@ -55,10 +47,6 @@ def diff(
     """Compare two plans: settings, memory, time and cost."""
     from autotune.plan_file import read_plan
     from autotune.reporting.difference import difference_lines, differences
-    from autotune.terminal import out
 
     found = differences(read_plan(first), read_plan(second), price_per_hour=price)
-    if as_json:
-        echo_json(found)
-    else:
-        out.print("\n".join(difference_lines(found)))
+    tell(found, as_json, difference_lines)

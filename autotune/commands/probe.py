@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.commands.options import Json, echo_json
+from autotune.commands.options import Json, tell
 
 
 def probe(
@@ -15,30 +15,19 @@ def probe(
 ) -> None:
     """Find out what this machine can really do, and keep the answer."""
     if listed:
-        _list_catalogue(as_json)
+        from autotune.hardware.catalogue import catalogue
+        from autotune.reporting.hardware import catalogue_view
+
+        tell(catalogue(), as_json, catalogue_view)
         return
     from autotune.hardware.probe import probe as read_machine
     from autotune.hardware.store import cached_profile
     from autotune.reporting.hardware import profile_view
-    from autotune.terminal import err, out
+    from autotune.terminal import err
 
     with err.status("probing") as status:
         if quick:
             profile = read_machine(index=device, on_progress=status.update)
         else:
             profile = cached_profile(fresh=True, index=device, on_progress=status.update)
-    if as_json:
-        echo_json(profile)
-    else:
-        out.print(profile_view(profile))
-
-
-def _list_catalogue(as_json: bool) -> None:
-    from autotune.hardware.catalogue import catalogue
-    from autotune.reporting.hardware import catalogue_view
-    from autotune.terminal import out
-
-    if as_json:
-        echo_json(catalogue())
-    else:
-        out.print(catalogue_view(catalogue()))
+    tell(profile, as_json, profile_view)

@@ -5,21 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import Json, echo_json
+from autotune.commands.options import Json, tell
 
 if TYPE_CHECKING:
     from autotune.sharing.store import Merged, Store
 
-app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Share what machines measured: one measurement, everyone's gain.", no_args_is_help=True, rich_markup_mode=None
+)
 
 Url = Annotated[str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")]
 Id = Annotated[str, typer.Argument(help="A record's name, or how it begins.", metavar="ID")]
 Where = Annotated[str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")]
-
-
-@app.callback()
-def group() -> None:
-    """Share what machines measured: one measurement, everyone's gain."""
 
 
 @app.command()
@@ -53,17 +50,15 @@ def list_records(
     """List records; with --why, whether each counts here."""
     from autotune.reporting.profiles import list_lines
     from autotune.sharing.summary import summaries
+    from autotune.terminal import err
 
     chosen = _store(store)
     found = summaries(chosen)
     if bad := len(chosen.sizes()) - len(found):
-        typer.echo(f"left out, no sound records: {bad}; `autotune profiles verify` names them", err=True)
+        err.print(f"left out, no sound records: {bad}; `autotune profiles verify` names them")
     verdicts = _verdicts(chosen) if why else {}
-    if as_json:
-        rows = [row.model_dump(mode="json") | verdicts.get(row.name, {}) for row in found]
-        echo_json(rows)
-        return
-    typer.echo("\n".join(list_lines(found, verdicts)))
+    rows = [row.model_dump(mode="json") | verdicts.get(row.name, {}) for row in found]
+    tell(rows, as_json, lambda _: list_lines(found, verdicts))
 
 
 @app.command()
@@ -76,16 +71,17 @@ def show(
     from autotune.reporting.profiles import record_lines
 
     found, record = _store(store).find(name)
-    typer.echo(record.model_dump_json(indent=1) if raw else "\n".join(record_lines(found, record)))
+    tell(record, raw, lambda _: record_lines(found, record))
 
 
 @app.command()
 def diff(first: Id, second: Id, store: Where = None) -> None:
     """Show what differs between two records."""
     from autotune.reporting.profiles import difference_lines
+    from autotune.terminal import out
 
     chosen = _store(store)
-    typer.echo("\n".join(difference_lines(chosen.find(first)[1], chosen.find(second)[1])))
+    out.print("\n".join(difference_lines(chosen.find(first)[1], chosen.find(second)[1])))
 
 
 @app.command("export")
@@ -94,8 +90,9 @@ def export_records(
 ) -> None:
     """Write all records into one file, to send where there is no store."""
     from autotune.sharing.exchange import export_to
+    from autotune.terminal import out
 
-    typer.echo(f"records: {export_to(_store(store), file)}; written to {file}")
+    out.print(f"records: {export_to(_store(store), file)}; written to {file}")
 
 
 @app.command("import")
@@ -115,18 +112,20 @@ def prune(
 ) -> None:
     """Delete the named records, or those that are superseded, damaged, impossible, or of an older trial protocol."""
     from autotune.sharing.exchange import prune as delete_useless
+    from autotune.terminal import out
 
     reasons = delete_useless(_store(store), names or (), older_than_days=older_than, dry_run=dry_run)
-    typer.echo("\n".join((*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}")))
+    out.print("\n".join((*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}")))
 
 
 @app.command()
 def verify(store: Where = None) -> None:
     """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
     from autotune.sharing.exchange import verify as check
+    from autotune.terminal import out
 
     count, bad = check(_store(store))
-    typer.echo("\n".join((*bad, f"records: {count}, bad: {len(bad)}")))
+    out.print("\n".join((*bad, f"records: {count}, bad: {len(bad)}")))
     if bad:
         raise typer.Exit(1)
 
@@ -138,9 +137,11 @@ def _store(url: str | None) -> "Store":
 
 
 def _tell(merged: "Merged", where: str) -> None:
+    from autotune.terminal import err, out
+
     for refused in merged.refused:
-        typer.echo(f"refused: {refused}", err=True)
-    typer.echo(f"new: {merged.new}, already there: {merged.present}, refused: {len(merged.refused)}; in {where}")
+        err.print(f"refused: {refused}")
+    out.print(f"new: {merged.new}, already there: {merged.present}, refused: {len(merged.refused)}; in {where}")
     if merged.refused and not merged.new + merged.present:
         raise typer.Exit(1)
 

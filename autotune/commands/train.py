@@ -1,6 +1,5 @@
 """`autotune train` runs a plan; `autotune sample` shows what came of it."""
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.commands.options import Data, JobOptions, Json, PlanFile, takes
+from autotune.commands.options import Data, JobOptions, Json, PlanFile, takes, tell
 
 if TYPE_CHECKING:
-    from autotune.schema import HardwareProfile, TrainingPlan
+    from autotune.machine import HardwareProfile
+    from autotune.schema import TrainingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
     from autotune.terminal import err
+    from autotune.training.launching import forget_other_launchers, launch, started_by_launcher
     from autotune.training.prepare import fetch_weights, prepare
-    from autotune.training.processes import forget_other_launchers, launch, started_by_launcher
     from autotune.trials.lock import held_for_run
 
     forget_other_launchers()
@@ -58,25 +58,22 @@ def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, tra
     """Train in this process; the first of several tells about it."""
     from autotune.reporting.plan import job_line
     from autotune.reporting.run import report_lines
-    from autotune.terminal import err, out, training_display
-    from autotune.training.events import Events
+    from autotune.terminal import err, training_display
+    from autotune.training.events import RunEvents
+    from autotune.training.launching import is_first_process
     from autotune.training.run import train as run
 
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
+    if is_first_process():
         err.print(job_line(plan))
     with training_display() as display:
-        events = Events(
+        events = RunEvents(
             on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
         )
         report = run(plan, hardware, _cache_folder(), events, resume=resume, trace=trace)
-    if not is_first:
+    if not is_first_process():
         return
-    if as_json:
-        typer.echo(report.model_dump_json(indent=1))
-        return
-    out.print("\n".join(report_lines(report)))
-    out.print(f"adapter: {Path(plan.job.output) / report.adapter}")
+    adapter = f"adapter: {Path(plan.job.output) / report.adapter}"
+    tell(report, as_json, lambda _: [*report_lines(report), adapter])
 
 
 def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":
@@ -85,7 +82,7 @@ def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile"
         return plan  # a trial has one device, and cannot hold what is shared out
     from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
     from autotune.terminal import err
-    from autotune.training.processes import started_by_launcher
+    from autotune.training.launching import started_by_launcher
 
     known = sealed_beside(path, plan, hardware)
     if known is not None or started_by_launcher():
@@ -115,26 +112,19 @@ def sample(
     """Sample from a trained adapter, through the model's stock pipeline."""
     from autotune.hardware.probe import probe as read_machine
     from autotune.quiet import silence_progress_bars
-    from autotune.terminal import err
-    from autotune.training.sample import sample_run
+    from autotune.terminal import err, out
+    from autotune.training.events import RunEvents
+    from autotune.training.sample import Wanted, sample_run
 
     silence_progress_bars()
+    wanted = Wanted(prompt, count, seed, steps, tuple(control or ()), output)
     with err.status("sampling") as status:
-        written = sample_run(
-            run_folder,
-            read_machine(),
-            prompt,
-            _cache_folder(),
-            count=count,
-            seed=seed,
-            num_steps=steps,
-            control_paths=tuple(control or ()),
-            output=output,
-            on_progress=status.update,
-            on_warning=lambda message: err.print(f"warning: {message}", style="yellow"),
+        events = RunEvents(
+            on_phase=status.update, on_warning=lambda message: err.print(f"warning: {message}", style="yellow")
         )
+        written = sample_run(run_folder, read_machine(), wanted, _cache_folder(), events)
     for path in written:
-        typer.echo(path)
+        out.print(str(path))
 
 
 def _cache_folder() -> Path:

@@ -5,20 +5,15 @@ from typing import Annotated, get_args
 
 import typer
 
-from autotune.commands.options import Json, one_of
+from autotune.commands.options import Json, one_of, tell
 
 app = typer.Typer(help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.callback()
-def group() -> None:
-    """Inspect and convert weight files."""
-
-
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A safetensors file.", metavar="FILE")],
-    no_values: Annotated[bool, typer.Option("--no-values", help="Read the header only: instant at any size.")] = False,
+    file: Annotated[Path, typer.Argument(help="A safetensors file; or a model: its folder or index.", metavar="FILE")],
+    no_values: Annotated[bool, typer.Option("--no-values", help="Read headers only: instant at any size.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
@@ -29,11 +24,11 @@ def inspect(
 
     with err.status("counting NaN and infinite values") as status:
 
-        def tell(done: int, total: int) -> None:
+        def progress(done: int, total: int) -> None:
             status.update(f"counting NaN and infinite values: {memory_text(done)} of {memory_text(total)}")
 
-        summary = inspect_file(file, values=not no_values, on_progress=tell)
-    typer.echo(summary.model_dump_json(indent=1) if as_json else render_file(summary))
+        summary = inspect_file(file, values=not no_values, on_progress=progress)
+    tell(summary, as_json, render_file)
 
 
 @app.command()
@@ -53,6 +48,7 @@ def convert(
     from autotune.commands.machine import parse_bytes
     from autotune.errors import InvalidInput
     from autotune.families.resolve import build_on_meta, resolve_model
+    from autotune.terminal import out
     from autotune.weights.adapters import AdapterFormat, read_adapter, write_adapter
     from autotune.weights.resharding import is_whole_model, reshard
 
@@ -61,10 +57,10 @@ def convert(
         if to != "diffusers":
             raise InvalidInput(f"only adapters are written for {to}", hint="leave --format out, or name an adapter")
         written = reshard(source, target, max_shard_bytes=parse_bytes(max_shard_size))
-        typer.echo(f"{len(written)} file{'s' if len(written) > 1 else ''} written to {target}")
+        out.print(f"{len(written)} file{'s' if len(written) > 1 else ''} written to {target}")
         return
     named = resolve_model(model) if model else None
     modules = build_on_meta(named.family, named.config).named_modules() if named else ()
     adapter = read_adapter(source, [name for name, _ in modules])
     write_adapter(target, adapter, to, named.family.transformer_class if named else None)  # type: ignore[arg-type]
-    typer.echo(f"written to {target}")
+    out.print(f"written to {target}")

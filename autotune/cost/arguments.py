@@ -2,8 +2,9 @@
 
 from autotune.errors import InvalidInput, nearest_of
 from autotune.families.base import Family
+from autotune.knobs.base import Setting
 from autotune.knobs.registry import KNOBS
-from autotune.schema import Bucket, Candidate, Workload
+from autotune.schema import Bucket, Candidate
 
 MAX_SIDE_PX = 8192
 
@@ -22,7 +23,7 @@ def parse_resolution(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: int = 1, num_items: int = 1) -> Bucket:
+def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: int = 1) -> Bucket:
     """The bucket of this shape, if the family can take it.
 
     Raises:
@@ -39,7 +40,7 @@ def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: in
             )
     positive("frames", num_frames)
     family.require_frames(num_frames)
-    return Bucket(width_px=width_px, height_px=height_px, num_frames=num_frames, num_items=num_items)
+    return Bucket(width_px=width_px, height_px=height_px, num_frames=num_frames, num_items=1)
 
 
 def positive(name: str, value: int) -> int:
@@ -53,13 +54,9 @@ def positive(name: str, value: int) -> int:
     return value
 
 
-def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
-    """`candidate`, if its values are known and go with the workload.
-
-    Raises:
-        InvalidInput: an unknown choice, more checkpointed blocks than there are, or a micro-batch that does not divide
-            the effective batch.
-    """
+def require_sound(candidate: Candidate, setting: Setting) -> None:
+    """Raise InvalidInput where a candidate's values are unknown, or do not go with the work or with each other."""
+    workload = setting.workload
     for knob in KNOBS:
         value = getattr(candidate, knob.name)
         if knob.names and value not in knob.names:
@@ -71,12 +68,6 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
             f"{candidate.checkpointed_blocks} checkpointed blocks are more than the model's {blocks}",
             hint=f"the nearest valid value is {blocks}, or `all`",
         )
-    if candidate.swapped_blocks > candidate.checkpointed_blocks:
-        raise InvalidInput(
-            f"{candidate.swapped_blocks} swapped blocks are more than the {candidate.checkpointed_blocks} that"
-            " recompute, and autograd would keep the weights of the others on the device",
-            hint=f"the nearest valid value is {candidate.checkpointed_blocks}",
-        )
     effective, size = workload.effective_batch_size, candidate.micro_batch_size
     if effective % size:
         divisors = [d for d in range(1, effective + 1) if effective % d == 0]
@@ -85,4 +76,7 @@ def checked_candidate(candidate: Candidate, workload: Workload) -> Candidate:
             f"a micro-batch of {size} does not divide the effective batch size {effective}",
             hint=f"the nearest valid micro-batch size is {nearest}",
         )
-    return candidate
+    for knob in KNOBS:
+        if conflict := knob.conflict(candidate, setting):
+            what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}"
+            raise InvalidInput(what, hint="what goes with what: autotune plan --list-knobs")

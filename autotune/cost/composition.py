@@ -33,13 +33,12 @@ class PassTable:
     between: "NDArray[np.float64]"
     backward: "NDArray[np.float64]"
     """(blocks, columns), in the order that blocks run forward."""
-    found_bytes: float
 
     def stretched(self, counts: Sequence[int], traced: Sequence[int]) -> "PassTable":
         """To `counts` blocks of each kind, from the `traced` ones: the one in the middle is repeated."""
         index = stretched_index(counts, traced)
         backward = self.backward[index] if len(self.backward) else self.backward
-        return PassTable(self.before, self.forward[index], self.between, backward, self.found_bytes)
+        return PassTable(self.before, self.forward[index], self.between, backward)
 
     @property
     def seconds(self) -> "NDArray[np.float64]":
@@ -55,7 +54,6 @@ class PassTable:
             self.forward + share * (other.forward - self.forward),
             self.between + share * (other.between - self.between),
             self.backward + share * (other.backward - self.backward),
-            self.found_bytes,
         )
 
 
@@ -83,7 +81,6 @@ def table_of(traced: "TracePass", rates: Rates, rank: int) -> PassTable:
         forward=np.array([vector(segment) for segment in traced.forward]),
         between=np.array(vector(traced.between)),
         backward=np.array([vector(segment) for segment in traced.backward]),
-        found_bytes=float(traced.found_bytes),
     )
 
 

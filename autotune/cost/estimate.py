@@ -1,10 +1,10 @@
 """Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours and money."""
 
-from autotune.cost.arguments import checked_bucket, checked_candidate
+from autotune.cost.arguments import require_sound
 from autotune.cost.predict import Predictor
 from autotune.cost.timing import Rates, host_flops_per_second
-from autotune.errors import InvalidInput
 from autotune.job import num_previews
+from autotune.knobs.base import Setting
 from autotune.knobs.compile import startup_seconds
 from autotune.prediction import Estimate, JobTime, Prediction
 from autotune.schema import Candidate
@@ -31,14 +31,10 @@ def estimate(
         price_per_hour: of the machine, in whatever currency the answer shall have.
 
     Raises:
-        InvalidInput: the candidate or a bucket cannot be.
+        InvalidInput: the candidate cannot be.
     """
     workload, hardware = predictor.workload, predictor.hardware
-    for bucket in workload.buckets:
-        checked_bucket(predictor.family, bucket.width_px, bucket.height_px, bucket.num_frames, bucket.num_items)
-    checked_candidate(candidate, workload)
-    if price_per_hour is not None and price_per_hour < 0:
-        raise InvalidInput(f"a price of {price_per_hour} per hour is negative", hint="give what one hour costs")
+    require_sound(candidate, Setting(hardware, predictor.family, workload))
     prediction = predictor.predict(candidate)
     images = max(1, sum(bucket.num_items for bucket in workload.buckets))
     steps = num_steps if num_steps is not None else predictor.family.defaults.num_steps(images)

@@ -23,7 +23,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.knobs.attention import prefers_cudnn
-from autotune.schema import HardwareProfile
+from autotune.machine import HardwareProfile
 
 if TYPE_CHECKING:
     import torch

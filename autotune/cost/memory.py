@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from autotune.cost.composition import ComposedPass
 from autotune.hardware.memory import process_overhead_bytes, shares_host_memory
 from autotune.knobs.quantization import CPU_SLICE_BYTES, LAYERWISE, SLICE_BYTES
+from autotune.machine import HardwareProfile
 from autotune.prediction import MemoryBreakdown, PhaseMemory
-from autotune.schema import Candidate, HardwareProfile
+from autotune.schema import Candidate
 
 if TYPE_CHECKING:
     from autotune.cost.model import Storage, TracedModel

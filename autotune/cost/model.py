@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -71,43 +72,33 @@ class VaeCost:
     """Read and written by the operations that encode one item: convolutions of this kind wait for memory."""
 
 
-@dataclass
 class TracedModel:
-    """One family's transformer under one workload. Traces are made when first asked for, and kept."""
+    """One family's transformer under one workload. What is asked again is not traced again.
 
-    family: Family
-    config: Mapping[str, Any]
-    workload: Workload
-    rules: DeviceRules
-    parts: Parts
-    """The models around the transformer."""
-    num_traced_blocks: int = TRACED_BLOCKS
-    counts: tuple[int, ...] = ()
-    """Blocks of each kind in the full model."""
-    traced_counts: tuple[int, ...] = ()
-    _template: Any = None
-    _models: dict[tuple[str, str], "nn.Module"] = field(default_factory=dict)
-    _passes: dict[tuple[Any, ...], TracePass] = field(default_factory=dict)
-    _vaes: dict[str, VaeCost] = field(default_factory=dict)
-    _storages: dict[tuple[str, str], Storage] = field(default_factory=dict)
-    _shapes: dict[tuple[Bucket, int], "TracedModel"] = field(default_factory=dict)
+    Args:
+        rules: whose kernels.
+        parts: the models around the transformer.
+    """
 
-    def __post_init__(self) -> None:
-        transformer = build_on_meta(self.family, self.config)
-        self.counts = self._counts(transformer)
-        shorten(self.family, transformer, self.num_traced_blocks)
-        self.traced_counts = self._counts(transformer)
-        self._template = transformer
+    def __init__(
+        self, family: Family, config: Mapping[str, Any], workload: Workload, rules: DeviceRules, parts: Parts
+    ) -> None:
+        self.family, self.config, self.workload, self.rules, self.parts = family, config, workload, rules, parts
+        self._template = build_on_meta(family, config)
+        self.counts = self._counts(self._template)
+        """Blocks of each kind in the full model."""
+        shorten(family, self._template, TRACED_BLOCKS)
+        self.traced_counts = self._counts(self._template)
+        self.model, self.traced = cache(self._model), cache(self._traced)
+        self.storage, self.vae_cost = cache(self._storage), cache(self._vae_cost)
+        self.in_shape = cache(self._in_shape)
 
-    def in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
+    def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
         """The same model under images of one size and captions of one length."""
-        key = (bucket, text_tokens)
-        if key not in self._shapes:
-            other = self._shapes[key] = copy(self)
-            changes = {"buckets": (bucket,), "max_text_tokens": text_tokens, "text_token_quantiles": ()}
-            other.workload = self.workload.changed(**changes)
-            other._models, other._passes, other._shapes = {}, {}, {}
-        return self._shapes[key]
+        other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
+        other.workload = self.workload.changed(buckets=(bucket,), **changes)
+        other.model, other.traced = cache(other._model), cache(other._traced)
+        return other
 
     def _counts(self, transformer: Any) -> tuple[int, ...]:
         return tuple(len(getattr(transformer, name)) for name in self.family.block_lists)
@@ -116,18 +107,15 @@ class TracedModel:
         """Whether attention gets a mask."""
         return self.family.masks(micro_batch_size, self.workload.text_padding)
 
-    def model(self, precision: str, quantization: str) -> "nn.Module":
+    def _model(self, precision: str, quantization: str) -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
-        key = (precision, quantization)
-        if key not in self._models:
-            transformer = deepcopy(self._template)
-            dtype = torch_dtype(precision)
-            cast_as_loaded(transformer, dtype)
-            quantize_for_tracing(self.family, transformer, quantization, self.rules)
-            add_adapter(self.family, transformer, self.workload, dtype)
-            self._fill_caches(transformer, dtype)
-            self._models[key] = transformer.train()
-        return self._models[key]
+        transformer, dtype = deepcopy(self._template), torch_dtype(precision)
+        cast_as_loaded(transformer, dtype)
+        quantize_for_tracing(self.family, transformer, quantization, self.rules)
+        add_adapter(self.family, transformer, self.workload, dtype)
+        self._fill_caches(transformer, dtype)
+        trained: nn.Module = transformer.train()
+        return trained
 
     def _fill_caches(self, transformer: "nn.Module", dtype: Any) -> None:
         """Let modules make the rotary tables that they keep, or the first trace would count them as its own."""
@@ -144,26 +132,14 @@ class TracedModel:
         for name, kept in blocks.items():
             setattr(transformer, name, kept)
 
-    def traced(
+    def _traced(
         self, precision: str, quantization: str, kernel: str, size: int, checkpointed: int, *, train: bool = True
     ) -> TracePass:
         """A pass at micro-batch `size` whose first `checkpointed` blocks of the shortened model recompute."""
-        key = (precision, quantization, kernel, size, checkpointed, train)
-        if key not in self._passes:
-            transformer = self.model(precision, quantization)
-            Checkpointing().apply(transformer, self.family, checkpointed)
-            batch = meta_batch(
-                self.family,
-                self.config,
-                self.workload,
-                size=size,
-                masked=self.masked(size),
-                dtype=torch_dtype(precision),
-            )
-            self._passes[key] = trace_pass(
-                self.family, transformer, batch, kernel=kernel, rules=self.rules, train=train
-            )
-        return self._passes[key]
+        transformer, dtype, masked = self.model(precision, quantization), torch_dtype(precision), self.masked(size)
+        Checkpointing().apply(transformer, self.family, checkpointed)
+        batch = meta_batch(self.family, self.config, self.workload, size=size, masked=masked, dtype=dtype)
+        return trace_pass(self.family, transformer, batch, kernel=kernel, rules=self.rules, train=train)
 
     def forward_bytes(self, precision: str, quantization: str) -> int:
         """Most that one item's forward pass takes without gradients: segments leave almost nothing behind."""
@@ -175,13 +151,8 @@ class TracedModel:
             level += segment.growth_bytes
         return peak
 
-    def vae_cost(self, precision: str) -> VaeCost:
+    def _vae_cost(self, precision: str) -> VaeCost:
         """The family's autoencoder for the largest bucket, traced; nothing for a model whose parts are unknown."""
-        if precision not in self._vaes:
-            self._vaes[precision] = self._trace_vae(precision)
-        return self._vaes[precision]
-
-    def _trace_vae(self, precision: str) -> VaeCost:
         import diffusers
         import torch
 
@@ -208,14 +179,8 @@ class TracedModel:
         """Latents as the autoencoder takes them: those of images have no frames."""
         return latents[:, :, 0] if type(vae).__name__ == "AutoencoderKL" else latents
 
-    def storage(self, precision: str, quantization: str) -> Storage:
+    def _storage(self, precision: str, quantization: str) -> Storage:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""
-        key = (precision, quantization)
-        if key not in self._storages:
-            self._storages[key] = self._measure(precision, quantization)
-        return self._storages[key]
-
-    def _measure(self, precision: str, quantization: str) -> Storage:
         from autotune.cost.composition import stretched_index
 
         model = self.model(precision, quantization)

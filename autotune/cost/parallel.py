@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.cost.memory import Resident
-from autotune.schema import HardwareProfile, Strategy
+from autotune.machine import HardwareProfile
+from autotune.schema import Strategy
 
 if TYPE_CHECKING:
     from autotune.cost.model import Storage

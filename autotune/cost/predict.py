@@ -21,8 +21,9 @@ from autotune.knobs.base import Setting
 from autotune.knobs.caching import EncoderSize, choose_caching, size_of
 from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE
 from autotune.knobs.precision import Precision
+from autotune.machine import HardwareProfile
 from autotune.prediction import Prediction, StepTime
-from autotune.schema import CachingSettings, Candidate, HardwareProfile, Reason, Residual, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, Reason, Residual, TrialResult, Workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

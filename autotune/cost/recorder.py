@@ -71,8 +71,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.granularity = CUDA_BLOCK_BYTES if rules == "cuda" else 1
         self.counts_host = rules == "cpu"
         self.segments: list[Segment] = []
-        self.found_bytes = 0
-        """Tensors that were live before the pass and that nobody seeded: plain attributes and caches of modules."""
         self._live: dict[int, weakref.ref[Any]] = {}
         self._numbers = 0
 
@@ -88,7 +86,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a quantised weight: let it say which plain operations it is made of
         inputs = _tensors(args)
-        self.found_bytes += self.seed(inputs)
+        self.seed(inputs)  # what nobody did before: plain attributes and caches of modules
         out = called(func, args, kwargs or {})
         segment = self.segments[-1]
         outputs = _tensors((out,))

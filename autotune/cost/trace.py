@@ -33,13 +33,11 @@ class TracePass:
     between: "Segment"
     """After the last block: output layers, the loss and their backward pass."""
     backward: tuple["Segment", ...]
-    found_bytes: int
-    """Live tensors that are neither parameters, buffers nor inputs."""
     saved_bytes: int
     """Kept for the backward pass when the loss is known, the loss included."""
 
 
-def shorten(family: Family, transformer: "nn.Module", num_blocks: int = TRACED_BLOCKS) -> None:
+def shorten(family: Family, transformer: "nn.Module", num_blocks: int) -> None:
     """Leave at most `num_blocks` blocks of each kind."""
     for name in family.block_lists:
         setattr(transformer, name, getattr(transformer, name)[:num_blocks])
@@ -104,7 +102,6 @@ def trace_pass(
         forward=tuple(by_name[f"forward {i}"] for i in names),
         between=by_name["between"],
         backward=tuple(by_name[f"backward {i}"] for i in names) if train else (),
-        found_bytes=recorder.found_bytes,
         saved_bytes=saved_bytes,
     )
 

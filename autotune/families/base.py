@@ -286,7 +286,6 @@ class Family(ABC):
         *,
         num_steps: int,
         seed: int,
-        guidance: float | None = None,
         controls: Sequence["Image.Image"] = (),
     ) -> list["Image.Image"]:
         """The frames of an image or a clip in the shape of `bucket`, by the pipeline's own loop.
@@ -297,13 +296,10 @@ class Family(ABC):
             bucket: width, height and frames; each must suit the family.
             num_steps: denoising steps; at least 2, since with one the schedule of Qwen-Image divides by zero.
             seed: of the noise, drawn on the CPU: the same picture on every device.
-            guidance: None for the family's `sampling_guidance`; 1 for none, which halves the time where
-                guidance takes a second call of the transformer.
             controls: control images, where the family takes them.
         """
         import torch
 
-        scale = self.defaults.sampling_guidance if guidance is None else guidance
         with torch.no_grad():
             images = pipeline(
                 width=bucket.width_px,
@@ -311,15 +307,15 @@ class Family(ABC):
                 num_inference_steps=num_steps,
                 generator=torch.Generator().manual_seed(seed),
                 return_dict=False,
-                **self.sampling_arguments(pipeline, prompt, bucket, scale, controls),
+                **self.sampling_arguments(pipeline, prompt, bucket, controls),
             )[0]
         return images[0] if isinstance(images[0], list) else [images[0]]
 
-    @abstractmethod
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         """What else the pipeline is called with to sample: prompt, guidance, control images, frames."""
+        return {"prompt": prompt, "guidance_scale": self.defaults.sampling_guidance}
 
     @abstractmethod
     def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:

@@ -9,7 +9,6 @@ from autotune.families.packing import PATCH, pack, unpack
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor, nn
 
 VAE_FACTOR = 8
@@ -107,11 +106,6 @@ class Flux1Dev(Family):
             return_dict=False,
         )[0]
         return unpack(velocity, noisy.shape)
-
-    def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
-    ) -> dict[str, Any]:
-        return {"prompt": prompt, "guidance_scale": guidance}
 
     def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return False

@@ -190,11 +190,11 @@ class Kandinsky5Image(Kandinsky5):
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         # The pipeline would replace any other size by one of its seven.
         pipeline.resolutions = [(bucket.width_px, bucket.height_px)]
-        return {"prompt": prompt, "guidance_scale": guidance}
+        return super().sampling_arguments(pipeline, prompt, bucket, controls)
 
 
 class Kandinsky5Video(Kandinsky5):
@@ -240,9 +240,10 @@ class Kandinsky5Video(Kandinsky5):
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        return {"prompt": prompt, "guidance_scale": guidance, "num_frames": _whole_frames(bucket.num_frames)}
+        usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
+        return {**usual, "num_frames": _whole_frames(bucket.num_frames)}
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         # As `Kandinsky5T2VPipeline._get_scale_factor`.

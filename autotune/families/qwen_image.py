@@ -103,10 +103,10 @@ class QwenImage(Family):
         return unpack(velocity[:, : tokens[0].shape[1]], noisy.shape)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one.
-        return {"prompt": prompt, "true_cfg_scale": guidance, "negative_prompt": " " if guidance > 1 else None}
+        return {"prompt": prompt, "true_cfg_scale": self.defaults.sampling_guidance, "negative_prompt": " "}
 
     def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return micro_batch_size > 1 and text_padding == "masked"

@@ -72,15 +72,14 @@ class QwenImageEdit(QwenImage):
             return super().sample(pipeline, prompt, bucket, **options)
 
     def sampling_arguments(
-        self, pipeline: Any, prompt: str, bucket: Bucket, guidance: float, controls: Sequence["Image.Image"]
+        self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         self.require_controls(len(controls), "the prompt")
-        usual = super().sampling_arguments(pipeline, prompt, bucket, guidance, controls)
-        negative = usual["negative_prompt"]
+        usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
         return {
             "true_cfg_scale": usual["true_cfg_scale"],
             "prompt_embeds": self._encode(pipeline, prompt, controls),
-            "negative_prompt_embeds": None if negative is None else self._encode(pipeline, negative, controls),
+            "negative_prompt_embeds": self._encode(pipeline, usual["negative_prompt"], controls),
             "image": controls[0] if self.max_controls == 1 else list(controls),
         }
 

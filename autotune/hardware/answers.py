@@ -19,6 +19,7 @@ import psutil
 
 from autotune.hardware.nvidia import DriverSource, NvmlSource
 from autotune.hardware.system import Unanswered
+from autotune.weights.loaders import has_gds
 
 Answer = Callable[[int], object]
 
@@ -196,7 +197,7 @@ def _logical_cores(_: int) -> int:
     return max(1, min((allowed, *quotas)))
 
 
-def _memory_limits() -> list[tuple[int, int]]:
+def memory_limits() -> list[tuple[int, int]]:
     """(most, what is left of it) of each group that limits memory; page cache inside it can be given back."""
     limits = []
     for file, taken, idle in (
@@ -211,14 +212,14 @@ def _memory_limits() -> list[tuple[int, int]]:
     return limits
 
 
-def _memory_bytes(_: int) -> int:
+def memory_bytes() -> int:
     """Of the machine, or of the container or job within it."""
-    return min((psutil.virtual_memory().total, *(most for most, _ in _memory_limits())))
+    return min((psutil.virtual_memory().total, *(most for most, _ in memory_limits())))
 
 
 def _container_free_bytes(_: int) -> int:
     """What the memory limits of a container or a job leave."""
-    limits = _memory_limits()
+    limits = memory_limits()
     if not limits:
         raise Unanswered("no limit")
     return min(left for _, left in limits)
@@ -265,7 +266,7 @@ OS_QUESTIONS: Mapping[str, Answer] = {
     "cpu": _cpu,
     "physical_cores": lambda _: psutil.cpu_count(logical=False),
     "logical_cores": _logical_cores,
-    "memory_bytes": _memory_bytes,
+    "memory_bytes": lambda _: memory_bytes(),
     "available_bytes": lambda _: psutil.virtual_memory().available,
     "container_free_bytes": _container_free_bytes,
     "swap_bytes": lambda _: psutil.swap_memory().total,
@@ -273,7 +274,7 @@ OS_QUESTIONS: Mapping[str, Answer] = {
     "wsl": _wsl,
     "container": _container,
     "compiler": _compiler,
-    "gpu_direct_storage": lambda _: Path("/dev/nvidia-fs0").exists(),
+    "gpu_direct_storage": lambda _: has_gds(),
     "disk_free_bytes": _disk_free_bytes,
     "nvidia_cards": _nvidia_cards,
     "python": lambda _: platform.python_version(),

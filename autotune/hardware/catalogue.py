@@ -13,11 +13,11 @@ from importlib.resources import files
 import yaml
 from pydantic import Field
 
+from autotune.frozen import Frozen
 from autotune.hardware.facts import PACKAGES
 from autotune.hardware.gates import gates_of
 from autotune.hardware.memory import budget
-from autotune.machine import MemoryKind
-from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, Versions
+from autotune.machine import Datasheet, Device, HardwareProfile, Host, MemoryKind, Versions
 
 ASSUMED_HOST_BYTES = 64 * 2**30
 ASSUMED_VERSIONS = {
@@ -51,7 +51,6 @@ class CatalogueGpu(Frozen):
     """What CUDA reports, where somebody saw it."""
     memory_gb_per_second: float
     sm_count: int
-    boost_mhz: int | None = None
     l2_mib: float | None = None
     power_watts: float
     pcie_generation: int | None = None
@@ -90,10 +89,7 @@ class CatalogueGpu(Frozen):
             id=self.id,
             bf16_flops_per_second=peaks.get("bf16"),
             reached_bf16_flops_per_second=self._reached_bf16,
-            fp16_flops_per_second=peaks.get("fp16"),
             tf32_flops_per_second=peaks.get("tf32"),
-            fp8_flops_per_second=peaks.get("fp8"),
-            int8_ops_per_second=peaks.get("int8"),
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,
             pcie_bytes_per_second=link or (None if lane is None else 16 * lane),
             power_watts=self.power_watts,

@@ -7,11 +7,11 @@ this driver needs before one is installed. A check is pure: a patient in, findin
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+from autotune.frozen import Frozen
 from autotune.hardware.answers import RealSystem
 from autotune.hardware.catalogue import matching
 from autotune.hardware.gates import older
 from autotune.hardware.patient import Gpu, Patient, examine
-from autotune.schema import Frozen
 
 GIB = 2**30
 LITTLE_HOST_BYTES = 32 * GIB

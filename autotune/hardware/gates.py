@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from autotune.schema import Device, Gate, Host, Versions
+from autotune.machine import Device, Gate, Host, Versions
 
 
 @dataclass(frozen=True)

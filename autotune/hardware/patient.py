@@ -1,9 +1,10 @@
 """The patient of the doctor: what can be known of a machine without torch and without a CUDA context."""
 
+from autotune.frozen import Frozen
 from autotune.hardware.facts import CUDA, MEMORY_SIGNALS, read_host, read_versions
 from autotune.hardware.reader import FREE, TEXT, Facts, Reader, whole
 from autotune.hardware.system import System
-from autotune.schema import Frozen, Host, Versions
+from autotune.machine import Host, Versions
 
 
 class Gpu(Frozen):

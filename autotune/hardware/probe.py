@@ -14,8 +14,8 @@ from autotune.hardware.gates import gates_of
 from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
 from autotune.hardware.system import System
+from autotune.machine import Device, HardwareProfile, Rate, Versions
 from autotune.quiet import silence_libraries
-from autotune.schema import Device, HardwareProfile, Rate, Versions
 
 Progress = Callable[[str], None]
 ABOUT_RATES = ("not measured", "measuring ended", "noisy")

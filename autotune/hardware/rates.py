@@ -15,7 +15,7 @@ from typing import Any
 from autotune.hardware.disk import disk_timings
 from autotune.hardware.system import Unanswered
 from autotune.hardware.timing import Timings, disagreement, timed
-from autotune.schema import Conditions, DeviceKind, HardwareProfile, Rate
+from autotune.machine import Conditions, DeviceKind, HardwareProfile, Rate
 from autotune.weights.loaders import LOADERS
 
 NOISY_ABOVE = 0.10

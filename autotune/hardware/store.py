@@ -5,7 +5,6 @@ A file carries the digest of its profile, so a damaged one is noticed and measur
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +13,10 @@ from pydantic import ValidationError
 
 from autotune.atomic import write_whole
 from autotune.errors import InvalidInput, nearest_of
+from autotune.frozen import digest_of
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
 from autotune.hardware.probe import ABOUT_RATES, measured, probe, with_rates
-from autotune.schema import HardwareProfile, digest_of
+from autotune.machine import HardwareProfile
 
 POWER_TOLERANCE = 0.1
 """Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""
@@ -64,9 +64,10 @@ def still_holds(saved: HardwareProfile, now: HardwareProfile) -> bool:
 
 def profile_path(profile: HardwareProfile) -> Path:
     """Where the profile of this device is kept."""
-    name = re.sub(r"[^a-z0-9]+", "-", profile.device.name.lower()).strip("-")[:60]
-    folder = platformdirs.user_cache_path("autotune") / "hardware"
-    return folder / f"{profile.device.kind}-{profile.device.index}-{name or 'device'}.json"
+    device = profile.device
+    return (
+        platformdirs.user_cache_path("autotune") / "hardware" / f"{device.kind}-{device.index}-{device.file_name}.json"
+    )
 
 
 def save_profile(profile: HardwareProfile, path: Path) -> None:

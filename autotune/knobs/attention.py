@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from autotune.families.base import Family
 from autotune.hardware.gates import older
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.schema import Candidate, Choice, HardwareProfile
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Choice
 
 if TYPE_CHECKING:
     from torch import nn

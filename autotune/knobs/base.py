@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from autotune.families.base import Family
-from autotune.schema import Candidate, Choice, HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from autotune.families.base import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting, closed_because
-from autotune.schema import Candidate, Choice, HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
     from torch import nn

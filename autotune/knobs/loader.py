@@ -1,7 +1,7 @@
 """How weights are read. The machine's own measurements settle it: the fastest loader that fits, no search."""
 
 from autotune.knobs.base import Choices, Knob, Setting
-from autotune.schema import HardwareProfile
+from autotune.machine import HardwareProfile
 from autotune.weights.loaders import LOADERS
 
 DEFAULT = "safetensors"

@@ -4,7 +4,7 @@ from autotune.knobs.base import Choices, Knob, Setting
 from autotune.schema import Choice, Workload
 
 
-class MicroBatch(Knob):
+class MicroBatchSize(Knob):
     """Every divisor of the effective batch size."""
 
     name = "micro_batch_size"

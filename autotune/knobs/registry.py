@@ -7,7 +7,7 @@ from autotune.knobs.checkpointing import Checkpointing
 from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.loader import WeightLoader
-from autotune.knobs.micro_batch import MicroBatch
+from autotune.knobs.micro_batch import MicroBatchSize
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
@@ -15,7 +15,7 @@ from autotune.knobs.swapping import Swapping
 from autotune.schema import Candidate, Choice
 
 KNOBS: tuple[Knob, ...] = (
-    MicroBatch(),
+    MicroBatchSize(),
     Checkpointing(),
     Quantization(),
     Swapping(),

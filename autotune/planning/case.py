@@ -15,12 +15,15 @@ from autotune.families.resolve import (
     resolve_model,
 )
 from autotune.fit import KEY_NAMES
+from autotune.frozen import digest_of
 from autotune.hardware.probe import with_budget
+from autotune.job import Job
 from autotune.knobs.base import Setting
+from autotune.machine import HardwareProfile
 from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation, shareable, within_host
 from autotune.planning.question import Question, data_of, job_of
 from autotune.planning.surroundings import Surroundings
-from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
+from autotune.schema import Choice, Workload
 from autotune.search.space import SearchSpace, without
 from autotune.search.study import Limits
 from autotune.training.describe import describe_workload, require_even_shares

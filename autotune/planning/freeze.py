@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from autotune.cost.estimate import job_time
 from autotune.cost.parallel import Parallel
 from autotune.cost.predict import Predictor
-from autotune.schema import Expected, HardwareProfile, Job, PlannedHardware, TrialResult, Workload
+from autotune.job import Job
+from autotune.machine import HardwareProfile
+from autotune.schema import Expected, PlannedHardware, TrialResult, Workload
 from autotune.search.winner import Score
 
 

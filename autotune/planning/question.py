@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from autotune.families.resolve import ResolvedModel
+from autotune.job import Job
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import PIN
 from autotune.plan_file import job_from
-from autotune.schema import Job, TrainingPlan
+from autotune.schema import TrainingPlan
 from autotune.search.space import SearchSpace, search_space
-from autotune.search.storage import Place
+from autotune.search.storage import StudyPlace
 from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import Wishes, check_job, wishes_of
 
@@ -39,7 +40,7 @@ class Question:
     """Of the machine, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
-    study: Place | None = None
+    study: StudyPlace | None = None
     """Where trials are kept and shared under a name."""
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
@@ -126,8 +127,7 @@ def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None, ef
         "num_frames": question.wishes.num_frames or defaults.num_frames,
     }
     job = job_from(dict(question.job) if question.job else usual, {**question.said, **resolved})
-    if job.num_train_epochs is not None and items:
-        num_steps = -(-job.num_train_epochs * sum(item.repeats for item in items) // effective_batch_size)
-        job = job.changed(num_steps=num_steps)
+    if dataset:
+        job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
     check_job(job, model.family)
     return job

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from autotune.atomic import write_whole
 from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput
+from autotune.machine import HardwareProfile
 from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload
+from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
 from autotune.search.study import Run
 from autotune.sharing.keys import match, usable_trials
 from autotune.sharing.query import Known, Survey

@@ -14,10 +14,10 @@ import optuna
 import platformdirs
 
 from autotune.errors import NothingFits
+from autotune.frozen import digest_of
 from autotune.planning.case import Case
-from autotune.schema import digest_of
 from autotune.search.sampler import release_dead, standing_of
-from autotune.search.storage import Place, opened_study, safe_words
+from autotune.search.storage import StudyPlace, opened_study, safe_words
 from autotune.search.study import frozen_plan
 from autotune.trials.lock import locked
 
@@ -62,9 +62,9 @@ def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None
     return users
 
 
-def _file_of_its_own(path: Path, users: int, case: Case, on_note: Callable[[str], None]) -> Place | None:
+def _file_of_its_own(path: Path, users: int, case: Case, on_note: Callable[[str], None]) -> StudyPlace | None:
     """Where the search is kept while the lock on `users` is held; None beside one that is not to be joined."""
-    place, fresh = Place("search", f"sqlite:///{path}"), case.question.interrupted == "forgotten"
+    place, fresh = StudyPlace("search", f"sqlite:///{path}"), case.question.interrupted == "forgotten"
     alone = locked(users, fcntl.LOCK_EX)
     if fresh and not alone:
         on_note("another search of the same runs: this one keeps its trials in memory alone")
@@ -75,7 +75,7 @@ def _file_of_its_own(path: Path, users: int, case: Case, on_note: Callable[[str]
     return place
 
 
-def _goes_on(place: Place, case: Case, on_note: Callable[[str], None]) -> bool:
+def _goes_on(place: StudyPlace, case: Case, on_note: Callable[[str], None]) -> bool:
     """Whether a search was interrupted there, or is running: not where it has its plan, or nobody can read it."""
     try:
         study = opened_study(place, case.identity)

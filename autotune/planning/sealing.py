@@ -16,19 +16,12 @@ from autotune.fit import key_misfits, model_misfits, require_fit
 from autotune.knobs.base import Setting, closed_because, parity_gate
 from autotune.knobs.caching import shown
 from autotune.knobs.registry import KNOBS
+from autotune.machine import HardwareProfile
 from autotune.plan_file import read_plan, seal, write_plan
 from autotune.planning.case import beside_kept
 from autotune.planning.freeze import expected, planned_hardware
 from autotune.planning.surroundings import Surroundings
-from autotune.schema import (
-    Candidate,
-    FrozenPart,
-    HardwareProfile,
-    PlannedHardware,
-    Reason,
-    TrainingPlan,
-    TrialResult,
-)
+from autotune.schema import Candidate, FrozenPart, PlannedHardware, Reason, TrainingPlan, TrialResult
 from autotune.search.study import Run, search_cost_seconds
 from autotune.search.winner import measured_scores, winner_of
 

@@ -8,7 +8,8 @@ from autotune import __version__
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
-from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Choice, TrialResult, Workload
 from autotune.search.study import Run
 from autotune.sharing.query import Survey, survey
 from autotune.trials.parity import proven
@@ -18,13 +19,13 @@ from autotune.trials.runner import ProcessTrialRunner
 @contextmanager
 def child_processes(model: str, cost: Predictor) -> Iterator[Run]:
     """Trials in child processes of this machine."""
-    with ProcessTrialRunner.on(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
+    with ProcessTrialRunner(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
         yield runner.run
 
 
 def rehearsal(model: str, cost: Predictor, candidate: Candidate, most_seconds: float) -> TrialResult | None:
     """A longer trial of `candidate` in a child process of this machine, through every phase of a run."""
-    with ProcessTrialRunner.on(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
+    with ProcessTrialRunner(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
         return runner.confirm(candidate, cost.caching[0], most_seconds)
 
 

@@ -59,7 +59,7 @@ def render(estimate: Estimate) -> str:
         "",
         *_job(estimate),
     ]
-    return "\n".join(line[:WIDTH].rstrip() for line in lines) + "\n"
+    return "\n".join(line[:WIDTH].rstrip() for line in lines)
 
 
 def _settings(estimate: Estimate) -> list[str]:

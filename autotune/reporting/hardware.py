@@ -8,8 +8,8 @@ from rich.text import Text
 
 from autotune.hardware.catalogue import CatalogueGpu
 from autotune.hardware.doctor import Finding
+from autotune.machine import Gate, HardwareProfile, Rate
 from autotune.reporting.text import memory_text
-from autotune.schema import Gate, HardwareProfile, Rate
 
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 

@@ -20,7 +20,7 @@ def render_file(summary: FileSummary) -> str:
     rows = [(tensor.name, _facts(tensor)) for tensor in sorted(summary.tensors, key=lambda tensor: tensor.name)]
     room = max(WIDTH - max((len(facts) for _, facts in rows), default=0) - 1, 12)
     lines += ["", *(f"{_cut_left(name, room):<{room}} {facts}" for name, facts in rows)]
-    return "\n".join(map(cut, lines)).rstrip() + "\n"
+    return "\n".join(map(cut, lines)).rstrip()
 
 
 def _facts(tensor: TensorSummary) -> str:

@@ -9,9 +9,9 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from autotune.cost.calibration import NOISE, Lesson, residual_of
+from autotune.cost.predict import Predictor
 from autotune.prediction import Prediction
 from autotune.schema import Candidate, Objective, TrialResult
 from autotune.search.space import SearchSpace
@@ -33,18 +33,6 @@ SAFE_SHARE = 0.5
 
 BROKEN = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
-
-
-class CostModel(Protocol):
-    """What the search asks of predictions; `autotune.cost.predict.Predictor` answers it."""
-
-    def predict(self, candidate: Candidate) -> Prediction:
-        """Memory and step time, after whatever has been learned."""
-        ...
-
-    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
-        """Learn from all `trials` at once, and from what others learned."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +80,7 @@ class ResidualSearch:
     def __init__(
         self,
         space: SearchSpace,
-        cost: CostModel,
+        cost: Predictor,
         budget_bytes: int,
         *,
         lessons: Callable[[Sequence[TrialResult]], Sequence[Lesson]] = lambda results: (),

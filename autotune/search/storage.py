@@ -29,7 +29,7 @@ ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class Place:
+class StudyPlace:
     """The name of a search and the storage that it is in."""
 
     name: str
@@ -39,7 +39,7 @@ class Place:
     grace_seconds: int = GRACE_SECONDS
 
 
-def opened_study(place: Place | None, question: Mapping[str, str | None]) -> optuna.Study:
+def opened_study(place: StudyPlace | None, question: Mapping[str, str | None]) -> optuna.Study:
     """The study at `place`, new or as others left it; in memory where there is no place.
 
     Args:
@@ -67,7 +67,7 @@ def opened_study(place: Place | None, question: Mapping[str, str | None]) -> opt
 
 
 @contextmanager
-def safe_words(place: Place | None) -> Iterator[None]:
+def safe_words(place: StudyPlace | None) -> Iterator[None]:
     """Turn a storage's errors into ours, without the password.
 
     Raises:
@@ -101,7 +101,7 @@ def _storage_failure(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _storage(place: Place) -> optuna.storages.RDBStorage:
+def _storage(place: StudyPlace) -> optuna.storages.RDBStorage:
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
     for attempt in range(1, ATTEMPTS + 1):
@@ -124,7 +124,7 @@ def _storage(place: Place) -> optuna.storages.RDBStorage:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _open(place: Place) -> optuna.storages.RDBStorage:
+def _open(place: StudyPlace) -> optuna.storages.RDBStorage:
     url = place.url
     if url is None:
         folder = platformdirs.user_data_path("autotune") / "studies"
@@ -141,7 +141,7 @@ def _open(place: Place) -> optuna.storages.RDBStorage:
         )
 
 
-def _require_same(study: optuna.Study, place: Place, question: Mapping[str, str | None]) -> None:
+def _require_same(study: optuna.Study, place: StudyPlace, question: Mapping[str, str | None]) -> None:
     deadline = time.monotonic() + CREATION_SECONDS
     while (asked := study.user_attrs.get(QUESTION)) is None:
         if time.monotonic() > deadline:  # its creator died in between
@@ -156,7 +156,7 @@ def _require_same(study: optuna.Study, place: Place, question: Mapping[str, str 
         )
 
 
-def _without_password(text: str, place: Place | None) -> str:
+def _without_password(text: str, place: StudyPlace | None) -> str:
     netloc = urlsplit(place.url).netloc if place and place.url else ""
     password = netloc.rpartition("@")[0].partition(":")[2]
     for secret in {password, unquote(password)} - {""}:

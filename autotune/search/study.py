@@ -9,7 +9,8 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState, create_trial
 
-from autotune.schema import Candidate, TrialResult, digest_of
+from autotune.frozen import digest_of
+from autotune.schema import Candidate, TrialResult
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.sampler import (
     CANDIDATE,
@@ -31,24 +32,24 @@ PLAN = "plan"
 SHARE_OF_RUN = 0.05
 """Of the planned run's time that a search may take where nothing else is said."""
 LEAST_SECONDS = 60.0
+MIN_TRIALS = 6
+MIN_TRIALS_TAUGHT = 4
+"""The same where a similar machine's lessons hold."""
+MORE_TRIALS = 3
+"""On top of `MIN_TRIALS` where trials were not what was predicted; 2, 3 and 4 were tried (see the log)."""
 POLL_SECONDS = 0.5
 """Between looks at what other workers do."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a search ends at the latest, and how many trials it makes at least."""
+    """When a search ends at the latest."""
 
     max_trials: int
     max_seconds: float | None = None
     """Of trials, all workers' together; None for a share of the run, at least a minute."""
     num_steps: int = 1
     """Of the run."""
-    min_trials: int = 6
-    min_trials_taught: int = 4
-    """The same where a similar machine's lessons hold."""
-    more_trials: int = 3
-    """On top of `min_trials` where trials were not what was predicted; 2, 3 and 4 were tried (see the log)."""
 
     def allowed_seconds(self, step_seconds: float) -> float:
         """Where a step of the run takes `step_seconds`."""
@@ -140,9 +141,9 @@ def _is_over(search: ResidualSearch, limits: Limits, predicted_seconds: float, s
     if standing.abandoned:
         return False
     if search.lessons(results):
-        least = limits.min_trials_taught
+        least = MIN_TRIALS_TAUGHT
     else:
-        least = limits.min_trials + (limits.more_trials if search.is_surprised(results) else 0)
+        least = MIN_TRIALS + (MORE_TRIALS if search.is_surprised(results) else 0)
     if count < least or math.isinf(best):
         return not search.outlooks(results, standing.taken)
     return search.nothing_to_gain(results, standing.taken)

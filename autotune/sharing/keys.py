@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from autotune.fit import KEY_NAMES
 from autotune.knobs.attention import prefers_cudnn
-from autotune.schema import HardwareProfile, TrialResult, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import TrialResult, Workload
 from autotune.sharing.record import LIBRARIES, Machine, Record, class_of, machine_of
 
 Value = str | float | None

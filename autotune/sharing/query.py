@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import AutotuneError
-from autotune.schema import HardwareProfile, TrialResult, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import TrialResult, Workload
 from autotune.sharing.keys import Match, compare_work, match, usable_trials
 from autotune.sharing.record import Record, architecture_folder, class_of, machine_folder, machine_of
-from autotune.sharing.store import Entry, Found, Store, own_store, shipped_store
+from autotune.sharing.store import Entry, Found, Store, own_store
 
 MAX_CONSIDERED = 500
 """Records opened for one question: those of machines with these hard keys first, and of the same class of work."""
@@ -53,7 +54,7 @@ class Survey:
 
 
 def survey(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store] | None = None) -> Survey:
-    """Ask the user's own store and the package's, or `stores`.
+    """Ask the user's own store, or `stores`.
 
     Args:
         hardware: this machine; with measured rates the distance is better.
@@ -63,7 +64,7 @@ def survey(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store
     found: dict[str, Known] = {}
     stale: dict[str, str] = {}
     refused: dict[str, str] = {}
-    for store in (own_store(), shipped_store()) if stores is None else stores:
+    for store in (own_store(),) if stores is None else stores:
         for entry in _asked(store, hardware, workload, refused):
             record, name = entry.record, entry.name
             matched = match(record, hardware, workload) if record else None

@@ -16,23 +16,18 @@ from pydantic import Field, ValidationError, model_validator
 
 from autotune import __version__
 from autotune.errors import InvalidInput
+from autotune.frozen import Frozen, NaturalInt, PositiveInt, digest_of
+from autotune.machine import HardwareProfile, Rate, Versions
 from autotune.schema import (
     Bucket,
     Candidate,
     Expected,
-    Frozen,
     FrozenPart,
-    HardwareProfile,
     ModelSpec,
-    NaturalInt,
-    PositiveInt,
-    Rate,
     Residual,
     TrainingPlan,
     TrialResult,
-    Versions,
     Workload,
-    digest_of,
 )
 
 MAX_RECORD_BYTES = 1 << 18
@@ -213,13 +208,7 @@ def _harm_in(text: str) -> str | None:
     return None
 
 
-def record_of(
-    plan: TrainingPlan,
-    hardware: HardwareProfile,
-    calibration: tuple[Residual | None, ...] = (),
-    *,
-    measured_on: date | None = None,
-) -> Record:
+def record_of(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()) -> Record:
     """What may leave this machine of a plan that was just measured on it, with what it taught the cost model.
 
     `plan.frozen.trials` must be trials of this machine alone: what a record taught is not measured again by citing it.
@@ -238,7 +227,7 @@ def record_of(
     record = Record(
         schema_version=1,
         autotune_version=frozen.autotune_version,
-        measured_on=measured_on or datetime.now(UTC).date(),
+        measured_on=datetime.now(UTC).date(),
         machine=machine_of(hardware),
         workload=_without_names(work),
         settings=frozen.settings,

@@ -14,9 +14,9 @@ from typing import Any
 
 import platformdirs
 
-import autotune
 from autotune.errors import InvalidInput
-from autotune.schema import HardwareProfile, Residual, TrainingPlan
+from autotune.machine import HardwareProfile
+from autotune.schema import Residual, TrainingPlan
 from autotune.sharing.files import Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, parse_record, record_of
@@ -204,11 +204,6 @@ def open_store(url: str, **options: Any) -> Store:
 def own_store() -> Store:
     """This user's records: what was planned here and what was pulled."""
     return Store(LocalFiles(platformdirs.user_data_path("autotune") / "profiles"))
-
-
-def shipped_store() -> Store:
-    """The records that come with the package; never written to."""
-    return Store(LocalFiles(Path(autotune.__file__).parent / "profiles" / "records"))
 
 
 def remember(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()) -> str:

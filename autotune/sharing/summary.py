@@ -10,7 +10,7 @@ import platformdirs
 from pydantic import TypeAdapter, ValidationError
 
 from autotune.atomic import write_whole
-from autotune.schema import Frozen
+from autotune.frozen import Frozen
 from autotune.sharing.record import Record, class_of
 from autotune.sharing.store import Store
 

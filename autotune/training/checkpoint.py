@@ -35,6 +35,12 @@ class Checkpoint:
     state: Mapping[str, Any]
 
 
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """The checkpoints that lie in `folder`, of whatever run, by their steps, oldest first."""
+    found = ((STEP.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
 class Checkpoints:
     """The checkpoints of one run in `folder`; use as a context manager, so that none is left half-written.
 
@@ -90,14 +96,9 @@ class Checkpoints:
         self._rotate()
 
     def _rotate(self) -> None:
-        for step in self.steps()[: -self.keep_last]:
+        for step, path in list(checkpoints_in(self.folder).items())[: -self.keep_last]:
             if not (self.keep_every and step % self.keep_every == 0):
-                (self.folder / NAME.format(step)).unlink(missing_ok=True)
-
-    def steps(self) -> list[int]:
-        """Steps of all checkpoints, oldest first."""
-        found = (STEP.fullmatch(path.name) for path in self.folder.glob("checkpoint-*"))
-        return sorted(int(match[1]) for match in found if match)
+                path.unlink(missing_ok=True)
 
     def newest(self, on_damaged: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
         """The newest checkpoint that is whole, or None where there is no checkpoint at all.
@@ -107,13 +108,13 @@ class Checkpoints:
         """
         for part in self.folder.glob(".checkpoint-*.part"):
             part.unlink(missing_ok=True)  # a writer died here
-        for step in reversed(self.steps()):
-            path = self.folder / NAME.format(step)
+        found = checkpoints_in(self.folder)
+        for step, path in reversed(found.items()):
             try:
                 return self._read(path, step)
             except (BadWeights, OSError, ValueError, KeyError) as error:
                 on_damaged(f"{path} is damaged and left out: {str(error).splitlines()[0]}")
-        if self.steps():  # beginning anew would in time replace what may yet be saved
+        if found:  # beginning anew would in time replace what may yet be saved
             raise InvalidInput(
                 f"none of the checkpoints in {self.folder} is whole",
                 hint=f"to begin anew, delete {self.folder} or choose another --output",

@@ -8,7 +8,8 @@ from autotune.cost.arguments import checked_bucket, positive
 from autotune.errors import InvalidInput, first_line
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
-from autotune.schema import TYPICALLY_SMALLER, Bucket, Job, Objective, Quality, Workload, spread_of
+from autotune.job import Job
+from autotune.schema import TYPICALLY_SMALLER, Bucket, Objective, Quality, Workload, spread_of
 from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.captions import EMPTY_CAPTION
 from autotune.training.data.dataset import Dataset

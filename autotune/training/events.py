@@ -28,7 +28,7 @@ class StepEvent:
 
 
 @dataclass(frozen=True)
-class Events:
+class RunEvents:
     """Where progress is told."""
 
     on_phase: Callable[[str], None] = lambda phase: None

@@ -10,8 +10,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from autotune.errors import InvalidInput, InvalidPlan
+from autotune.frozen import digest_of
 from autotune.plan_file import read_plan, write_plan
-from autotune.schema import TrainingPlan, digest_of
+from autotune.schema import TrainingPlan
+from autotune.training.checkpoint import checkpoints_in
 from autotune.training.data.encode import EncodedDataset
 from autotune.training.save import ADAPTER_FILE
 from autotune.training.shortage import require_free
@@ -70,7 +72,7 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
         folder.mkdir(parents=True, exist_ok=True)
         if lock:
             claim.acquire(timeout=0)
-        (_require_same if resume and checkpoints_in(folder) else _require_unused)(folder, plan)
+        (_require_same if resume and checkpoints_in(folder / CHECKPOINTS) else _require_unused)(folder, plan)
         write_plan(folder / PLAN_FILE, plan)
     except Timeout as error:
         raise InvalidInput(
@@ -81,13 +83,13 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
             f"cannot write to the output folder {folder}: {error.strerror}", hint="choose another with --output"
         ) from error
     hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
-    written_bytes = sum(path.stat().st_size for path in checkpoints_in(folder))
+    written_bytes = sum(path.stat().st_size for path in checkpoints_in(folder / CHECKPOINTS).values())
     require_free(folder, needed_bytes - written_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
     return claim
 
 
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:
-    begun = checkpoints_in(folder)
+    begun = checkpoints_in(folder / CHECKPOINTS)
     if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not begun):
         raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")
     if begun:
@@ -109,8 +111,3 @@ def _require_same(folder: Path, plan: TrainingPlan) -> None:
             f"{folder} was begun with another {', '.join(changed)}",
             hint="resume with the plan and options it was begun with, or choose another folder with --output",
         )
-
-
-def checkpoints_in(folder: Path) -> set[Path]:
-    """Those that lie in an output folder, of whatever run."""
-    return set((folder / CHECKPOINTS).glob("checkpoint-*.safetensors"))

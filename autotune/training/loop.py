@@ -18,8 +18,8 @@ from autotune.schema import TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.data.batches import Order
 from autotune.training.data.encode import EncodedDataset
-from autotune.training.data.loader import LoadedBatch, Loader
-from autotune.training.events import Events, StepEvent
+from autotune.training.data.loader import BatchLoader, LoadedBatch
+from autotune.training.events import RunEvents, StepEvent
 from autotune.training.memory import (
     allocated_bytes,
     device_peak_bytes,
@@ -47,14 +47,14 @@ TRACED = range(3, 6)
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """What the loop works with besides the model."""
 
     processes: Processes
     checkpoints: Checkpoints
     metrics: Metrics | None
     """None on all processes but the first."""
-    events: Events
+    events: RunEvents
     preview: Callable[[int], None]
     """Called on processes that sample, with the number of steps taken."""
     budget_bytes: int
@@ -70,9 +70,9 @@ class Loop:
         model: TrainingModel,
         encoded: EncodedDataset,
         checkpoint: Checkpoint | None,
-        around: Surroundings,
+        context: RunContext,
     ) -> None:
-        self.plan, self.model, self.encoded, self.around = plan, model, encoded, around
+        self.plan, self.model, self.encoded, self.context = plan, model, encoded, context
         self.settings = plan.frozen.settings
         """The plan's, or the fallback that memory has made necessary."""
         job = self.job = plan.job
@@ -83,14 +83,14 @@ class Loop:
             seed=job.seed,
             caption_dropout=job.caption_dropout,
         )
-        self.num_steps = job.num_steps if job.num_train_epochs is None else order.steps_of(job.num_train_epochs)
+        self.num_steps = job.steps_on(order.epoch_size, order.effective_batch_size)
         self.optimizer = AdapterOptimizer(
             model.adapter,
             learning_rate=job.learning_rate,
             weight_decay=job.weight_decay,
             max_grad_norm=job.max_grad_norm,
         )
-        self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.steps_of(1))
+        self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.epoch_steps)
         self.first_step = 0
         if checkpoint and checkpoint.step > self.num_steps:
             raise InvalidInput(
@@ -101,13 +101,15 @@ class Loop:
             self.first_step = checkpoint.step
             self.optimizer.load_state(checkpoint.tensors)
             self.rate.load_state(checkpoint.state["rate"])
+        self.done = self.first_step
+        """Steps that this run has taken."""
         self.network = model.transformer
         shift = job.timestep_shift
         by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
         self.noising = Noising(job.seed, by_tokens, job.timestep_sampling, job.weighting_scheme)
         expected = plan.frozen.expected  # on a CPU the whole process is looked at
         promised = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
-        self.watch = MemoryWatch(around.budget_bytes, promised)
+        self.watch = MemoryWatch(context.budget_bytes, promised)
         self.measured_step = self.first_step + 1
         self.peak_bytes = 0
         self.seconds: list[float] = []
@@ -124,95 +126,94 @@ class Loop:
             AutotuneError: the loss is no longer finite, memory runs out and the plan names nothing safer that needs no
                 reload, or a checkpoint cannot be written.
         """
-        processes = self.around.processes
+        processes = self.context.processes
         self.network = processes.replicate(self.model.transformer)
-        done, single = self.first_step, processes.world_size == 1
-        with stop_requests(second_ends=single) as signal_name, _tracing(self.around.trace) as trace:
-            while done < self.num_steps:
+        single = processes.world_size == 1
+        with stop_requests(second_ends=single) as signal_name, _tracing(self.context.trace) as trace:
+            while self.done < self.num_steps:
                 try:
-                    with contextlib.closing(self._steps(done)) as events:
-                        for event in events:
-                            done = event.step
-                            self._tell(event)
-                            if trace:
-                                trace.step()
-                            stopping = processes.any(signal_name() is not None)
-                            self._after(done, stopping=stopping)
-                            if stopping:
-                                raise Preempted(
-                                    f"stopped by {signal_name() or 'a signal'} after step {done} of "
-                                    f"{self.num_steps}; a checkpoint is written",
-                                    hint="go on from there: run the same command with --resume",
-                                )
+                    self._take_steps(signal_name, trace)
                     return
                 except Exception as error:
                     if not single or not is_out_of_memory(error):
                         raise
-                self._step_down(done)  # outside of the handler: the error holds what the step had saved
+                self._step_down()  # outside of the handler: the error holds what the step had saved
 
-    def _steps(self, first_step: int) -> Generator[StepEvent]:
-        """Every step from `first_step` on, as it is taken."""
-        loader = self._loader(first_step)
+    def _take_steps(self, signal_name: Callable[[], str | None], trace: torch.profiler.profile | None) -> None:
+        """Every step that is left, with the settings in use."""
+        loader = self._loader()
         batches = cast("Generator[LoadedBatch]", iter(loader))
         with contextlib.closing(batches):
-            for step in range(first_step, self.num_steps):
-                yield self._timed_step(step, batches, loader)
+            for step in range(self.done, self.num_steps):
+                event = self._timed_step(step, batches, loader)
+                self.done = event.step
+                self._tell(event)
+                if trace:
+                    trace.step()
+                stopping = self.context.processes.any(signal_name() is not None)
+                self._after(stopping=stopping)
+                if stopping:
+                    raise Preempted(
+                        f"stopped by {signal_name() or 'a signal'} after step {self.done} of {self.num_steps}; "
+                        "a checkpoint is written",
+                        hint="go on from there: run the same command with --resume",
+                    )
 
-    def _loader(self, first_step: int) -> Loader:
-        return Loader(
+    def _loader(self) -> BatchLoader:
+        return BatchLoader(
             self.model.family,
             self.encoded,
             self.order,
             self.settings.micro_batch_size,
             self.num_steps,
-            first_step=first_step,
-            rank=self.around.processes.rank,
-            world_size=self.around.processes.world_size,
+            first_step=self.done,
+            rank=self.context.processes.rank,
+            world_size=self.context.processes.world_size,
             num_workers=self.settings.data_workers,
             pin_memory=self.settings.batch_memory == "pinned",
         )
 
     def _tell(self, event: StepEvent) -> None:
-        if self.around.metrics:
-            self.around.metrics.add(event)
-        self.around.events.on_step(event)
+        if self.context.metrics:
+            self.context.metrics.add(event)
+        self.context.events.on_step(event)
         peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
         if warning := self.watch.look(event.memory_bytes, peak):
             self._warn(warning)
 
     def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
-        self.around.events.on_warning(warning)
+        self.context.events.on_warning(warning)
 
-    def _step_down(self, done: int) -> None:
+    def _step_down(self) -> None:
         """Turn to the next fallback; the step that ran out is taken again, with the same images and noise."""
         rungs = self.plan.frozen.fallbacks
         later = rungs[rungs.index(self.settings) + 1 :] if self.settings in rungs else rungs
         safer = next((rung for rung in later if reload_key(rung) == reload_key(self.settings)), None)
         if safer is None:
             raise AutotuneError(
-                f"memory ran out at step {done + 1}, and the plan names no safer settings that need no reload",
+                f"memory ran out at step {self.done + 1}, and the plan names no safer settings that need no reload",
                 hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
             )
         self.optimizer.forget()
         give_back_memory()
-        self.settings, self.measured_step, self.peak_bytes = safer, done + 1, 0
+        self.settings, self.measured_step, self.peak_bytes = safer, self.done + 1, 0
         apply_settings(self.model, safer)
-        self._warn(f"memory ran out at step {done + 1}; from there on with {safer.label()}")
+        self._warn(f"memory ran out at step {self.done + 1}; from there on with {safer.label()}")
 
-    def _after(self, done: int, *, stopping: bool) -> None:
-        job, around, last = self.job, self.around, done == self.num_steps
+    def _after(self, *, stopping: bool) -> None:
+        job, context, done, last = self.job, self.context, self.done, self.done == self.num_steps
         due = last or stopping or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
-        if due and around.processes.is_first:
+        if due and context.processes.is_first:
             state = {"rate": self.rate.state()}
-            around.checkpoints.save(done, self.optimizer.state(), state)
+            context.checkpoints.save(done, self.optimizer.state(), state)
         if stopping or last:
-            around.checkpoints.finish()
-            around.processes.wait()
-        elif job.preview_every and done % job.preview_every == 0 and around.processes.samples:
-            around.preview(done)
+            context.checkpoints.finish()
+            context.processes.wait()
+        elif job.preview_every and done % job.preview_every == 0 and context.processes.samples:
+            context.preview(done)
 
-    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: Loader) -> StepEvent:
+    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: BatchLoader) -> StepEvent:
         """One step; the second of the settings in use also measures memory."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         if step == self.measured_step:
@@ -255,7 +256,7 @@ class Loop:
         return (now - started) / (done - first) * (self.num_steps - done)
 
     def _step(self, step: int, batches: Iterator[LoadedBatch]) -> StepOutcome:
-        processes = self.around.processes
+        processes = self.context.processes
         share = self.order.effective_batch_size // processes.world_size
         return optimizer_step(
             self.model.family,

@@ -1,6 +1,5 @@
 """All that is checked before a run's long work: plan, machine, model, data, output folder, disk."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,15 @@ from autotune.families.resolve import (
 )
 from autotune.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
 from autotune.knobs.base import Setting
+from autotune.machine import HardwareProfile
 from autotune.plan_file import with_job
-from autotune.schema import HardwareProfile, TrainingPlan, Workload
+from autotune.schema import TrainingPlan, Workload
 from autotune.training.data.dataset import Dataset, Reading, read_dataset
 from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
 from autotune.training.folder import claim_folder
+from autotune.training.launching import is_first_process, started_by_launcher
 from autotune.training.metrics import require_tracker
-from autotune.training.processes import card_misfits, started_by_launcher
+from autotune.training.processes import card_misfits
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
     workload = describe_workload(model, dataset, wishes_of(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
-    first = os.environ.get("RANK", "0") == "0"  # of several processes one holds the folder for all
-    claim = claim_folder(plan, resume=resume, needed_bytes=_output_bytes(plan, model, dataset), lock=first)
+    needed_bytes = _output_bytes(plan, model, dataset)
+    claim = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first_process())  # for all
     return Prepared(model, dataset, workload, Path(job.output), claim)
 
 
@@ -100,8 +101,6 @@ def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) ->
     workload, job = plan.frozen.workload, plan.job
     adapter = add_adapter(model.family, build_on_meta(model.family, model.config), workload, torch.float32)
     one = sum(parameter.numel() for parameter in adapter) * 4
-    num_steps = job.num_steps
-    if job.num_train_epochs is not None:
-        num_steps = job.num_train_epochs * sum(item.repeats for item in dataset.items) // workload.effective_batch_size
+    num_steps = job.steps_on(dataset.epoch_size, workload.effective_batch_size)
     kept = job.checkpoints_keep_every and num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
     return one * (1 + 3 * (job.checkpoints_total_limit + 1 + kept))

@@ -1,4 +1,4 @@
-"""Several processes that train together, one per device: started by torch.distributed.run's engine, kept in step here.
+"""Several processes that train together, one per device: kept in step here, started in `launching`.
 
 accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own, for accelerate wraps
 no model with sharded weights on GPUs. It sees the adapter alone: frozen weights, quantised or sharded ones too, are
@@ -7,12 +7,8 @@ stream) are looked for in every step, since a static graph does not go with accu
 2.13 fails in the second step).
 """
 
-import os
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,19 +16,12 @@ from torch import nn
 from autotune.errors import AutotuneError
 from autotune.fit import memory_misfits
 from autotune.hardware.probe import probe
-from autotune.schema import HardwareProfile, PlannedHardware, Strategy, TrainingPlan
-from autotune.training.folder import checkpoints_in
+from autotune.machine import HardwareProfile
+from autotune.schema import PlannedHardware, Strategy, TrainingPlan
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)
 """The others wait while the first encodes a data set or samples previews; if it dies, the launcher ends them."""
-
-OTHER_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE",
-               "MV2_COMM_WORLD_SIZE")  # fmt: skip
-"""What torch and accelerate (`state.py`) take for their own, whoever set it."""
-
-SHUTDOWN_SECONDS = 900
-"""How long processes may take to finish their step and write a checkpoint after a signal; older torch gives 30."""
 
 
 @dataclass(frozen=True)
@@ -145,50 +134,3 @@ def card_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ..
         return few
     others = range(1, number if hardware.device.kind == "cuda" else 1)
     return tuple(misfit for index in others for misfit in memory_misfits(plan, probe(index=index)))
-
-
-def started_by_launcher() -> bool:
-    """Whether this is one of the processes that `launch` starts."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def forget_other_launchers() -> None:
-    """A cluster's job may name ranks of its own, for which accelerate would wait; they are not those of this run."""
-    for name in () if started_by_launcher() else OTHER_RANKS:
-        os.environ.pop(name, None)
-
-
-def launch(num_processes: int, arguments: Sequence[str], output: Path) -> int:
-    """Run `autotune ARGUMENTS` in that many processes; returns the exit status, as one process would give it.
-
-    On a signal all get SIGTERM, finish their step and write a checkpoint to the folder `output`; those that take too
-    long are killed.
-    """
-    import logging
-
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(SHUTDOWN_SECONDS)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns where every layer got a gradient
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=f"autotune-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    before = checkpoints_in(output)
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", "autotune", *arguments)
-    except ChildFailedError as failure:
-        code = int(failure.get_first_failure()[1].exitcode)
-        return code if code >= 0 else 128 - code  # as a shell tells of a signal
-    except SignalException as stop:
-        return 75 if checkpoints_in(output) - before else 128 + stop.sigval
-    return 0

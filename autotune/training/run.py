@@ -12,14 +12,15 @@ from autotune.atomic import write_whole
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.job import MAX_PREVIEW_PROMPTS
 from autotune.knobs.allocator import configure_allocator
-from autotune.schema import AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
+from autotune.machine import HardwareProfile
+from autotune.schema import AdapterVerdict, RunReport, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.encode import EncodedDataset, encode_dataset
 from autotune.training.encoders import Encoders
-from autotune.training.events import Events
+from autotune.training.events import RunEvents
 from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
-from autotune.training.loop import Loop, Surroundings
+from autotune.training.loop import Loop, RunContext
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
@@ -38,7 +39,7 @@ def train(
     plan: TrainingPlan,
     hardware: HardwareProfile,
     cache_folder: Path,
-    events: Events | None = None,
+    events: RunEvents | None = None,
     *,
     resume: bool = False,
     trace: bool = False,
@@ -60,7 +61,7 @@ def train(
     go_on = "free some space, then go on from the last checkpoint: --resume"
     try:
         with telling_of_full_disk(prepared.output, hint=go_on), telling_of_short_memory():
-            run = _Run(plan, prepared, hardware, Cache(cache_folder), events or Events())
+            run = _Run(plan, prepared, hardware, Cache(cache_folder), events or RunEvents())
             return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.claim.release()
@@ -70,12 +71,12 @@ class _Run:
     """The phases of one run around its loop."""
 
     def __init__(
-        self, plan: TrainingPlan, prepared: Prepared, hardware: HardwareProfile, cache: Cache, events: Events
+        self, plan: TrainingPlan, prepared: Prepared, hardware: HardwareProfile, cache: Cache, events: RunEvents
     ) -> None:
         self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
         self.budget_bytes = hardware.device.budget_bytes
         self.processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
-        self.events = events if self.processes.is_first else Events()
+        self.events = events if self.processes.is_first else RunEvents()
         self.watch = PhaseWatch(self.processes.device)
         self.warnings: list[str] = []
         frozen = plan.frozen
@@ -107,7 +108,7 @@ class _Run:
             metrics = None
             if processes.is_first:
                 metrics = Metrics(self.output, resumed_at=first_step, report_to=job.report_to)
-            around = Surroundings(
+            context = RunContext(
                 processes=processes,
                 checkpoints=checkpoints,
                 metrics=metrics,
@@ -117,7 +118,7 @@ class _Run:
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
             with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):
-                loop = Loop(plan, trained, encoded, checkpoint, around)
+                loop = Loop(plan, trained, encoded, checkpoint, context)
                 loop.run()
         with as_written(trained.transformer), stopped_at_once(second_ends=processes.world_size == 1):
             report = self._finish(loop, started)
@@ -216,7 +217,7 @@ class _Run:
         save_image(grid(pairs), self.output / "samples.png")
 
     def _report(self, loop: Loop, verdict: AdapterVerdict | None, total_seconds: float) -> RunReport:
-        metrics = loop.around.metrics
+        metrics = loop.context.metrics
         losses, recorded = (metrics.losses, metrics.seconds) if metrics else ([], [])
         steady = sorted(loop.seconds[2:] or loop.seconds or recorded) or [0.0]
         step_seconds = steady[len(steady) // 2]

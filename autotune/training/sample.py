@@ -1,6 +1,6 @@
 """`autotune sample`: pictures from a trained adapter, loaded as the plan says, so it fits where training fitted."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,10 +10,11 @@ from autotune.errors import InvalidInput
 from autotune.families.resolve import fetch_model
 from autotune.knobs.allocator import configure_allocator
 from autotune.knobs.swapping import Swapping
+from autotune.machine import HardwareProfile
 from autotune.plan_file import read_plan
-from autotune.schema import HardwareProfile
 from autotune.training.data.cache import Cache
 from autotune.training.encoders import Encoders
+from autotune.training.events import RunEvents
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
 from autotune.training.preview import Preview, PreviewSampler, save_image
@@ -21,37 +22,44 @@ from autotune.training.save import ADAPTER_FILE
 from autotune.training.shortage import telling_of_short_memory
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Pictures of one prompt."""
+
+    prompt: str
+    count: int = 1
+    """Each from another seed."""
+    seed: int = 0
+    """Of the first."""
+    num_steps: int | None = None
+    """Of denoising; None for the job's."""
+    control_paths: tuple[Path, ...] = ()
+    """Control images, for edit models."""
+    output: Path | None = None
+    """File to write, with a number added where there are several; None for one in the run's folder."""
+
+
 @telling_of_short_memory()
 def sample_run(
-    folder: Path,
-    hardware: HardwareProfile,
-    prompt: str,
-    cache_folder: Path,
-    *,
-    count: int = 1,
-    seed: int = 0,
-    num_steps: int | None = None,
-    control_paths: tuple[Path, ...] = (),
-    output: Path | None = None,
-    on_progress: Callable[[str], None] = lambda message: None,
-    on_warning: Callable[[str], None] = lambda message: None,
+    folder: Path, hardware: HardwareProfile, wanted: Wanted, cache_folder: Path, events: RunEvents | None = None
 ) -> list[Path]:
-    """Sample `count` pictures from the adapter in a run's folder and return the files written.
+    """Sample pictures from the adapter in a run's folder and return the files written.
 
     Raises:
         OSError: the picture could not be written.
         InvalidInput: the folder holds no trained adapter, or a control image is missing or too many.
         AutotuneError: memory ran out.
     """
+    events = events or RunEvents()
     if not (folder / ADAPTER_FILE).is_file() or not (folder / PLAN_FILE).is_file():
         raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
-    missing = [path for path in control_paths if not path.is_file()]
+    missing = [path for path in wanted.control_paths if not path.is_file()]
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
     model = fetch_model(plan.job.pinned_model)
-    model.family.require_controls(len(control_paths), "the prompt")
-    file = output or folder / f"sample-{seed}.png"
+    model.family.require_controls(len(wanted.control_paths), "the prompt")
+    file = wanted.output or folder / f"sample-{wanted.seed}.png"
     require_writable(file)
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     settings = frozen.settings
@@ -59,10 +67,11 @@ def sample_run(
         settings = settings.changed(swapped_blocks=frozen.workload.model.num_blocks - 1)
     configure_allocator(settings.allocator)  # before anything is allocated
     encoders = Encoders(model, frozen.caching, settings, device)
-    sampler = PreviewSampler(encoders, on_warning)
-    steps = num_steps or plan.job.preview_steps
+    sampler = PreviewSampler(encoders, events.on_warning)
+    steps, bucket = wanted.num_steps or plan.job.preview_steps, frozen.workload.largest_bucket
     previews = [
-        Preview(prompt, frozen.workload.largest_bucket, steps, seed + number, control_paths) for number in range(count)
+        Preview(wanted.prompt, bucket, steps, wanted.seed + number, wanted.control_paths)
+        for number in range(wanted.count)
     ]
     sampler.encode_prompts(previews[:1], Cache(cache_folder))
     encoders.release()
@@ -72,8 +81,8 @@ def sample_run(
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     written = []
     for number, preview in enumerate(previews, start=1):
-        on_progress(f"sampling {number} of {count}")
-        path = file if count == 1 else file.with_stem(f"{file.stem}-{number}")
+        events.on_phase(f"sampling {number} of {wanted.count}")
+        path = file if wanted.count == 1 else file.with_stem(f"{file.stem}-{number}")
         save_image(sampler.sample(preview)[0], path)
         written.append(path)
     return written

@@ -12,7 +12,7 @@ from torch import nn
 from autotune.families.base import Batch, Family
 from autotune.families.loss import flow_matching_loss
 from autotune.families.packing import PATCH
-from autotune.schema import TimestepSampling, Weighting
+from autotune.job import TimestepSampling, Weighting
 
 if TYPE_CHECKING:
     from torch import Tensor

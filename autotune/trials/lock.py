@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,8 @@ import psutil
 from autotune.errors import AutotuneError
 from autotune.hardware.nvidia import DriverSource
 from autotune.hardware.system import Unanswered
-from autotune.schema import Device
+from autotune.machine import Device
+from autotune.training.launching import started_by_launcher
 
 SEARCH, RUN = "search", "training run"
 """What holders call themselves."""
@@ -34,11 +34,10 @@ def lock_path(device: Device) -> Path:
 
     Where nobody can write to the cache folder, that of a processor lies in the temporary folder, too.
     """
-    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:60]
     folder = platformdirs.user_cache_path("autotune")
     if device.kind == "cuda" or not _takes_files(folder):
         folder = Path(tempfile.gettempdir())
-    return folder / f"autotune-{device.kind}-{_card(device)}-{name}.lock"
+    return folder / f"autotune-{device.kind}-{_card(device)}-{device.file_name}.lock"
 
 
 def _takes_files(folder: Path) -> bool:
@@ -61,17 +60,9 @@ _logger = logging.getLogger(__name__)
 class DeviceLock:
     """The right to use one device; taken and given back any number of times."""
 
-    def __init__(
-        self,
-        path: Path,
-        on_wait: Callable[[str], None] = _logger.warning,
-        longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
-        *,
-        trains: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, on_wait: Callable[[str], None] = _logger.warning, *, trains: bool = False) -> None:
         """`on_wait` is told once who is being waited for. `trains`: for a training run, not for trials."""
-        self.path, self.on_wait, self.longest_wait_seconds = path, on_wait, longest_wait_seconds
-        self.trains = trains
+        self.path, self.on_wait, self.trains = path, on_wait, trains
         self._waiting = path.with_suffix(".waiting")
         self._handle: int | None = None
 
@@ -121,9 +112,9 @@ class DeviceLock:
             if not self.trains:
                 locked(turns, fcntl.LOCK_SH)
             while not self._locked(handle):
-                if time.monotonic() - started > self.longest_wait_seconds:
+                if time.monotonic() - started > LONGEST_WAIT_SECONDS:
                     raise AutotuneError(
-                        f"{holder} and has not ended in {self.longest_wait_seconds:.0f} s",
+                        f"{holder} and has not ended in {LONGEST_WAIT_SECONDS:.0f} s",
                         hint="wait for it, or end it; what runs beside trials is measured with them",
                     )
                 time.sleep(RETRY_SECONDS)
@@ -151,8 +142,6 @@ def held_for_run(device: Device, num_processes: int, on_wait: Callable[[str], No
     Raises:
         AutotuneError: a search does not end, or a lock file cannot be opened.
     """
-    from autotune.training.processes import started_by_launcher
-
     if started_by_launcher():  # which holds them for all its processes
         yield
         return

@@ -19,10 +19,12 @@ from autotune import __version__
 from autotune.atomic import write_whole
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
+from autotune.frozen import digest_of
 from autotune.knobs.base import Parity, Setting, parity_gate
 from autotune.knobs.precision import Precision
 from autotune.knobs.registry import KNOBS
-from autotune.schema import Bucket, Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
+from autotune.machine import Gate, HardwareProfile
+from autotune.schema import Bucket, Candidate, Choice, Workload
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
@@ -55,7 +57,7 @@ def proven(
     known = _kept(path)
     missing = [name for name in to_prove if name not in known]
     if missing:
-        with ProcessTrialRunner.on(hardware, model.spec.name, setting.workload) as runner:
+        with ProcessTrialRunner(hardware, model.spec.name, setting.workload) as runner:
             for name in missing:
                 request = _request(setting, tiny, runner.device, precision, *to_prove[name])
                 answer = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)

@@ -1,14 +1,13 @@
 """The parent's side of trials: starts warm children, hands them requests, and survives whatever they do."""
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -18,19 +17,20 @@ import psutil
 
 from autotune.hardware.memory import LEAST_MARGIN_BYTES, process_overhead_bytes, shares_host_memory, usual_reserve
 from autotune.knobs.registry import reload_key
+from autotune.machine import HardwareProfile
 from autotune.prediction import Prediction
 from autotune.quiet import stderr_in
-from autotune.schema import CachingSettings, Candidate, Choice, HardwareProfile, Outcome, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, Choice, Outcome, TrialResult, Workload
 from autotune.trials.lock import DeviceLock, lock_path
 from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
 from autotune.trials.requests import RehearsalRequest, Request, TrialRequest
-from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_floor_bytes
+from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_watchdog
 from autotune.trials.worker import Allowance, Failure, serve
 
 STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
-
-
+TRIAL_TIMEOUT_SECONDS = 600.0
+"""Of one trial, loading included."""
 BESIDE_TENSORS_BYTES = 1 << 30
 """On a processor, for libraries that a trial imports and the profiler's list of a step's allocations (some 300 MiB for
 eight micro-batches of six blocks): what a run may take there is counted in tensors, when the answer has come."""
@@ -45,69 +45,46 @@ class _Child:
     """What the host had when the child started."""
 
 
-@dataclass
 class ProcessTrialRunner:
-    """Runs trials in child processes; candidates that need no reload share one child.
+    """Runs trials in child processes of this machine; candidates that need no reload share one child.
+
+    The device's lock is held from the first trial to the end, or until another search wants a turn between two trials.
 
     Args:
+        hardware: this machine. A trial may take its budget; on a processor with its tensors alone.
         model: what the user calls the model: a folder or a known name.
-        device: torch's name of the device.
-        memory_cap_bytes: what a trial may take; on a processor its tensors alone.
-        timeout_seconds: limit of one trial, loading included.
+        workload: of one process.
         predict: what is expected of a candidate; without it no spill is told by its step time.
-        watchdog: ends a child before the host runs out. Its default and that of `shares_memory` suit trials on the CPU.
-        lock: held from the first trial to the end, or until another search wants a turn between two trials.
-        reserve_bytes: left of what a card has free when a child starts.
-        mark_cap: whether results say that the user, not the device, decided the cap.
-        shares_memory: whether what the device takes is the host's.
+        watchdog: ends a child before the host runs out; by default as suits the device.
     """
 
-    model: str
-    workload: Workload
-    device: str
-    memory_cap_bytes: int
-    timeout_seconds: float = 600.0
-    num_steps: int = STEADY_STEPS
-    predict: Callable[[Candidate], Prediction] | None = None
-    watchdog: Watchdog = field(default_factory=lambda: Watchdog(usual_floor_bytes("cpu")))
-    lock: DeviceLock | None = None
-    reserve_bytes: int = LEAST_MARGIN_BYTES
-    mark_cap: bool = False
-    shares_memory: bool = True
-    _child: _Child | None = field(default=None, init=False)
-    _ran: list[tuple[TrialResult, Timed]] = field(default_factory=list, init=False)
-    _log: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        handle, name = tempfile.mkstemp(prefix="autotune-trial-", suffix=".log")
-        os.close(handle)
-        self._log = Path(name)
-
-    @classmethod
-    def on(
-        cls,
+    def __init__(
+        self,
         hardware: HardwareProfile,
         model: str,
         workload: Workload,
         *,
         predict: Callable[[Candidate], Prediction] | None = None,
-    ) -> "ProcessTrialRunner":
-        """For trials on this machine's device: within its budget, under its lock."""
+        watchdog: Watchdog | None = None,
+    ) -> None:
         device = hardware.device
-        overhead = 0 if shares_host_memory(device.memory_kind) else process_overhead_bytes(hardware)
-        return cls(
-            model=model,
-            workload=workload,
-            device=device.torch_name,
-            memory_cap_bytes=device.budget_bytes - overhead,
-            predict=predict,
-            watchdog=Watchdog(usual_floor_bytes(device.kind)),
-            lock=DeviceLock(lock_path(device)),
-            reserve_bytes=LEAST_MARGIN_BYTES
-            + usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display),
-            mark_cap=device.budget_set_by_user,
-            shares_memory=shares_host_memory(device.memory_kind),
-        )
+        self.model, self.workload, self.device, self.predict = model, workload, device.torch_name, predict
+        self.shares_memory = shares_host_memory(device.memory_kind)
+        self.memory_cap_bytes = device.budget_bytes - (0 if self.shares_memory else process_overhead_bytes(hardware))
+        usual = usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
+        self.reserve_bytes = LEAST_MARGIN_BYTES + usual
+        """Left of what a card has free when a child starts."""
+        self.mark_cap = device.budget_set_by_user
+        """Whether results say that the user, not the device, decided the cap."""
+        self.watchdog = watchdog or usual_watchdog(device.memory_kind)
+        self.lock = DeviceLock(lock_path(device))
+        self.timeout_seconds = TRIAL_TIMEOUT_SECONDS
+        self.num_steps = STEADY_STEPS
+        self._child: _Child | None = None
+        self._ran: list[tuple[TrialResult, Timed]] = []
+        handle, name = tempfile.mkstemp(prefix="autotune-trial-", suffix=".log")
+        os.close(handle)
+        self._log = Path(name)
 
     def run(self, candidate: Candidate) -> TrialResult:
         """Run the candidate in a child that has, or loads, what it needs; the result says what that cost.
@@ -124,8 +101,7 @@ class ProcessTrialRunner:
 
     def _turn(self) -> float:
         """Wait for the device; returns when that ended, in monotonic seconds: waiting is no trial's cost."""
-        if self.lock:
-            self.lock.take()
+        self.lock.take()
         return time.monotonic()
 
     def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
@@ -202,8 +178,8 @@ class ProcessTrialRunner:
             answer = self._death(child, log_start)
         if isinstance(answer, Failure):
             self.close_child()
-            answer = dataclasses.replace(answer, so_far=so_far)
-        if self.lock and self.lock.is_wanted():
+            answer = replace(answer, so_far=so_far)
+        if self.lock.is_wanted():
             self.close_child()  # the other must find the device empty
             self.lock.give_back()
         return answer
@@ -249,8 +225,7 @@ class ProcessTrialRunner:
         if self._child and (self._child.key != key or not self._child.process.is_alive()):
             self.close_child()
         if self._child is None:
-            if self.lock:
-                self.lock.take()
+            self.lock.take()
             available = self.watchdog.available()
             allowance = Allowance(self.device, self._cap_bytes(), self.reserve_bytes)
             context = multiprocessing.get_context("forkserver")
@@ -286,8 +261,7 @@ class ProcessTrialRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close_child()
-        if self.lock:
-            self.lock.give_back()
+        self.lock.give_back()
         self._log.unlink(missing_ok=True)
 
 

@@ -7,11 +7,13 @@ also runs out on its own while weights are loaded. Nothing inside the child can 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import psutil
 
+from autotune.hardware.answers import memory_bytes, memory_limits
 from autotune.hardware.memory import host_floor_bytes
-from autotune.schema import MemoryKind
+from autotune.machine import MemoryKind
 
 WATCH_SECONDS = 0.02
 """Between two looks. Filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor."""
@@ -23,14 +25,20 @@ NOTICEABLE_BYTES = 64 * 2**20
 
 
 def available_bytes() -> int:
-    """What the host can give without swapping (MemAvailable)."""
+    """What the host can give without swapping or, where that is less, the container or the job that this runs in."""
+    limits = memory_limits() if _is_limited() else ()
+    return min((host_available_bytes(), *(left for _, left in limits)))
+
+
+@cache
+def _is_limited() -> bool:
+    """Whether such a limit holds here: reading them all takes 0.3 ms, too long for every look."""
+    return bool(memory_limits())
+
+
+def host_available_bytes() -> int:
+    """What the whole host can give without swapping (MemAvailable)."""
     return int(psutil.virtual_memory().available)
-
-
-def usual_floor_bytes(device_kind: str) -> int:
-    """What must stay of the host's memory as it is now."""
-    kind: MemoryKind = "host" if device_kind == "cpu" else "integrated"
-    return host_floor_bytes(kind, int(psutil.virtual_memory().total), available_bytes())
 
 
 @dataclass
@@ -61,3 +69,11 @@ class Watchdog:
                 most, rising = left, now
             if now - rising > STALLED_SECONDS or now - started > RETURN_SECONDS:
                 return
+
+
+def usual_watchdog(kind: MemoryKind) -> Watchdog:
+    """For trials on a device with that kind of memory. What CUDA takes of shared memory no container's limit holds."""
+    total, available = memory_bytes(), available_bytes
+    if kind == "integrated":
+        total, available = int(psutil.virtual_memory().total), host_available_bytes
+    return Watchdog(host_floor_bytes("host" if kind == "host" else "integrated", total, available()), available)

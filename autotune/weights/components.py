@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import InvalidInput, first_line
 from autotune.weights.building import build_empty, dtype_of_from_pretrained, names_in_transformers
 from autotune.weights.errors import BadWeights, MissingWeights
-from autotune.weights.sources import open_source
+from autotune.weights.sources import PIPELINE_INDEX, open_source
 from autotune.weights.streaming import Transform, load_into
 
 if TYPE_CHECKING:
@@ -57,23 +57,33 @@ def _entries(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _entries(value)
 
 
-def component_class(folder: Path, name: str) -> tuple[str, str]:
-    """(library, class) of a component, as the folder's `model_index.json` says.
+def read_pipeline(folder: Path) -> dict[str, Any]:
+    """What `model_index.json` says of a pipeline: its class as `_class_name`, (library, class) of each component.
 
     Raises:
-        InvalidInput: the file cannot be read.
-        MissingWeights: it says nothing, or names a library that is not imported for weights.
+        InvalidInput: it cannot be read, or a component comes from a library that is not imported for strangers.
     """
-    try:
-        library, class_name = read_config(folder / "model_index.json")[name]
-    except (ValueError, KeyError, TypeError) as error:
-        raise MissingWeights(
-            f"{folder / 'model_index.json'} does not say what {name} is ({type(error).__name__})", hint=DOWNLOAD_AGAIN
-        ) from error
-    if library not in LIBRARIES or not isinstance(class_name, str):
-        message = f"{name} in {folder} is {library}.{class_name}, which is not a class of diffusers or transformers"
-        raise MissingWeights(message, hint="use the published pipeline: code from elsewhere is never run")
-    return library, class_name
+    index = read_config(folder / PIPELINE_INDEX)
+    for name, entry in index.items():
+        if isinstance(entry, list) and entry[:1] not in ([None], *([library] for library in LIBRARIES)):
+            raise InvalidInput(
+                f"{name} in {folder} comes from {entry[0] if entry else 'nowhere'}, not from diffusers or transformers",
+                hint="use the published pipeline: code from elsewhere is never run",
+            )
+    return index
+
+
+def component_class(folder: Path, name: str) -> tuple[str, str]:
+    """(library, class) of a component, as `read_pipeline` has it.
+
+    Raises:
+        InvalidInput: as `read_pipeline`.
+        MissingWeights: the pipeline has no such component.
+    """
+    match read_pipeline(folder).get(name):
+        case [str(library), str(class_name)]:
+            return library, class_name
+    raise MissingWeights(f"{folder / PIPELINE_INDEX} does not say what {name} is", hint=DOWNLOAD_AGAIN)
 
 
 def empty_component(folder: Path, name: str, *, dtype: "torch.dtype") -> "nn.Module":

@@ -11,32 +11,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from autotune.frozen import Frozen
 from autotune.weights.errors import HubError, MissingWeights, PickledWeights
-from autotune.weights.sources import PICKLES, STEMS, read_index, weights_in
+from autotune.weights.sources import PICKLES, PIPELINE_INDEX, STEMS, read_index, weights_in
 
 TEXT_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Configurations, vocabularies and chat templates: small, and what belongs to a component is not known beforehand."""
-
-INDEX = "model_index.json"
-"""What makes a repository a pipeline; its snapshot is found by it."""
 
 WEIGHTLESS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 """Component folders, by the beginning or end of their names, that hold no weights."""
 
 
-class FetchedRepo(Frozen):
-    """A repository in the local cache."""
-
-    repo: str
-    revision: str
-    """The commit, 40 hexadecimal digits: what a plan records."""
-    folder: str
-
-
-def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True) -> FetchedRepo:
+def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weights: bool = True) -> Path:
     """Bring `components` (folders such as `transformer`, `vae`, `tokenizer`) of a pipeline into the hub's cache.
 
+    Returns the pipeline's folder there, whose name is the commit, 40 hexadecimal digits: what a plan records.
     Without `weights` only configurations and tokenizers come: some megabytes, enough to plan with.
 
     Out of reach of the hub, or with HF_HUB_OFFLINE=1, what is in the cache is used if it is complete.
@@ -69,7 +57,7 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
         room = "free space, or set HF_HOME to a larger disk, and " if full else ""
         hint = f"{room}run the same command again: files that have come whole are kept"
         raise HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
-    return FetchedRepo(repo=repo, revision=folder.name, folder=str(folder))
+    return folder
 
 
 def needed_files(files: Iterable[str], components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
@@ -78,7 +66,7 @@ def needed_files(files: Iterable[str], components: Iterable[str], *, weights: bo
     Raises MissingWeights for a component that is not there, PickledWeights for one with pickled weights only.
     """
     present = sorted(set(files))
-    chosen = [name for name in present if name == INDEX]
+    chosen = [name for name in present if name == PIPELINE_INDEX]
     for component in components:
         own = [name for name in present if PurePosixPath(name).parent.name == component and name.count("/") == 1]
         if not own:
@@ -125,28 +113,28 @@ def snapshot_in_cache(repo: str, revision: str = "main") -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        index = try_to_load_from_cache(repo, INDEX, revision=revision)
+        index = try_to_load_from_cache(repo, PIPELINE_INDEX, revision=revision)
     except HFValidationError:
         return None
     return Path(index).parent if isinstance(index, str) else None
 
 
-def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> FetchedRepo:
+def _from_cache(repo: str, revision: str, components: tuple[str, ...], *, weights: bool) -> Path:
     hint = "go online and run this again: what is there already is not fetched twice"
     folder = snapshot_in_cache(repo, revision)
     if folder is None:
-        message = f"{INDEX} of {repo} at {revision} is not in the local cache, and the hub is out of reach"
+        message = f"{PIPELINE_INDEX} of {repo} at {revision} is not in the local cache, and the hub is out of reach"
         raise MissingWeights(message, hint=f"if a folder was meant, there is none at {repo}; else go online once")
     missing = missing_files(folder, components, weights=weights)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise MissingWeights(f"offline, and {missing[0]} of {repo} is not in the cache{more}", hint=hint)
-    return FetchedRepo(repo=repo, revision=folder.name, folder=str(folder))
+    return folder
 
 
 def missing_files(folder: Path, components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:
     """Files that a pipeline's folder should have for `components` but has not. Reads only indices."""
-    missing = [] if (folder / INDEX).is_file() else [INDEX]
+    missing = [] if (folder / PIPELINE_INDEX).is_file() else [PIPELINE_INDEX]
     for component in components:
         place = folder / component
         if _has_no_weights(component):

@@ -1,11 +1,12 @@
-"""What is in a safetensors file: tensors, metadata, and how many values are not finite. Reads a tensor at a time."""
+"""What is in safetensors files: tensors, metadata, and how many values are not finite. Reads a tensor at a time."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from autotune.frozen import Frozen, NaturalInt
-from autotune.weights.files import TensorEntry, WeightFile, read_file
+from autotune.weights.files import TensorEntry, WeightFile
 from autotune.weights.loaders import read_tensor
+from autotune.weights.sources import open_source
 
 PIECE_ELEMENTS = 1 << 22
 """Values that are checked at a time, so that widening fp8 to check it takes little memory."""
@@ -25,10 +26,10 @@ class TensorSummary(Frozen):
 
 
 class FileSummary(Frozen):
-    """A safetensors file."""
+    """A safetensors file, or the shards of a model."""
 
     name: str
-    """File name without its folder."""
+    """Of the file, the index or the folder, without where it lies."""
     size_bytes: int = NaturalInt
     metadata: dict[str, str]
     tensors: tuple[TensorSummary, ...]
@@ -45,13 +46,13 @@ class FileSummary(Frozen):
 def inspect_file(
     path: Path, *, values: bool = True, on_progress: Callable[[int, int], None] | None = None
 ) -> FileSummary:
-    """Describe one file; without `values` only its header is read, which takes no time at any size.
+    """Describe a file, or the model whose folder or index it is; without `values` only headers are read, at once.
 
-    Memory: one tensor. Raises what `files.read_file` raises.
+    Memory: one tensor. Raises what `sources.open_source` raises.
     """
-    file = read_file(path)
-    total, done, summaries = sum(entry.size_bytes for entry in file.entries), 0, []
-    for entry in file.entries:
+    source = open_source(path)
+    total, done, summaries = sum(entry.size_bytes for _, entry in source), 0, []
+    for file, entry in source:
         num_nan, num_inf = _count(file, entry) if values else (None, None)
         summaries.append(
             TensorSummary(
@@ -67,7 +68,10 @@ def inspect_file(
         if on_progress:
             on_progress(done, total)
     return FileSummary(
-        name=path.name, size_bytes=file.size_bytes, metadata=dict(file.metadata), tensors=tuple(summaries)
+        name=path.absolute().name,
+        size_bytes=sum(file.size_bytes for file in source.files),
+        metadata=source.metadata,
+        tensors=tuple(summaries),
     )
 
 

@@ -260,13 +260,7 @@ def read_whole(path: Path) -> tuple[dict[str, "Tensor"], Mapping[str, str]]:
 
     Raises what `files.read_file` raises for a file that is absent, pickled or damaged.
     """
-    file = read_file(path)
-    return read_all(WeightSource(path, (file,))), file.metadata
-
-
-def read_all(source: WeightSource, *, loader: str = "pread", device: str = "cpu") -> dict[str, "Tensor"]:
-    """All tensors of a small source at once."""
     import torch
 
-    target = torch.device(device)
-    return dict(loader_called(loader, target).stream(source, target))
+    file = read_file(path)
+    return dict(PreadLoader().stream(WeightSource(path, (file,)), torch.device("cpu"))), file.metadata

@@ -8,7 +8,7 @@ from autotune.atomic import replacing
 from autotune.errors import InvalidInput
 from autotune.weights.loaders import read_tensor
 from autotune.weights.saving import MAX_SHARD_BYTES, save_shards
-from autotune.weights.sources import STEMS, open_source, weights_in
+from autotune.weights.sources import PIPELINE_INDEX, STEMS, open_source, weights_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ def reshard(source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
         BadWeights: as `sources.open_source`.
         InvalidInput: `source` is a whole pipeline or holds an adapter; `folder` is a file, `source` or another model's.
     """
-    if (source / "model_index.json").is_file():
+    if (source / PIPELINE_INDEX).is_file():
         raise InvalidInput(f"{source} is a whole pipeline", hint=f"name one component of it, e.g. {source}/transformer")
     weights = weights_in(source) if source.is_dir() else source
     if folder.is_file() or folder.suffix == ".safetensors":
@@ -42,7 +42,8 @@ def reshard(source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
         own, there = weights.parent / name, folder / name
         if there.is_file() and not (own.is_file() and own.read_bytes() == there.read_bytes()):
             raise InvalidInput(f"{folder} holds another model", hint="name another folder to write")
-    places = open_source(weights).places
+    model = open_source(weights)
+    places = model.places
     if any(".lora_" in name for name in places):
         raise InvalidInput(f"{source} holds an adapter, not a model", hint=f"name the file itself: {weights}")
 
@@ -54,7 +55,6 @@ def reshard(source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
             with replacing(folder / name) as part:
                 shutil.copyfile(weights.parent / name, part)
     sizes = {name: entry.size_bytes for name, (_, entry) in places.items()}
-    metadata = {key: value for file, _ in places.values() for key, value in file.metadata.items()}
     # Shards are named as the source names them, e.g. `model` in a text encoder, for readers look for that.
     stem = next((stem for stem in STEMS if weights.name.startswith(stem)), STEMS[0])
-    return save_shards(folder, sizes, read, stem=stem, max_shard_bytes=max_shard_bytes, metadata=metadata)
+    return save_shards(folder, sizes, read, stem=stem, max_shard_bytes=max_shard_bytes, metadata=model.metadata)

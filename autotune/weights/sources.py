@@ -12,6 +12,9 @@ from autotune.weights.files import TensorEntry, WeightFile, read_file, refuse_pi
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems in use: diffusers' components, then transformers'."""
 
+PIPELINE_INDEX = "model_index.json"
+"""What makes a folder or a repository a pipeline."""
+
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -27,6 +30,11 @@ class WeightSource:
     def places(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
         """Every tensor's file and entry, by name, in reading order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of all files."""
+        return {key: value for file in self.files for key, value in file.metadata.items()}
 
     def __iter__(self) -> Iterator[tuple[WeightFile, TensorEntry]]:
         """Entries in reading order: file by file, by offset."""

@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import workload_of
 
-from autotune.cost.arguments import checked_bucket, checked_candidate, parse_resolution, positive
+from autotune.cost.arguments import checked_bucket, parse_resolution, positive, require_sound
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
+from autotune.knobs.base import Setting
 from autotune.schema import Candidate
+from tests import builders
 
 QWEN = FAMILIES["qwen-image"]
 
@@ -58,12 +60,14 @@ def test_negative_counts_are_refused():
         ({"precision": "fp8"}, "bf16"),
         ({"checkpointed_blocks": 99}, "5"),
         ({"micro_batch_size": 3}, "2"),
+        ({"checkpointed_blocks": 4, "swapped_blocks": 2, "quantization": "int3"}, "bnb-nf4"),
+        ({"swapped_blocks": 2}, "--list-knobs"),
     ],
 )
 def test_candidates_that_cannot_be_are_refused(changes, hint):
     good = {"micro_batch_size": 1, "checkpointed_blocks": 0}
-    workload = workload_of("qwen-image")
-    checked_candidate(Candidate(**good), workload)
+    setting = Setting(builders.hardware(), QWEN, workload_of("qwen-image"))
+    require_sound(Candidate(**good), setting)
     with pytest.raises(InvalidInput) as error:
-        checked_candidate(Candidate(**{**good, **changes}), workload)
+        require_sound(Candidate(**{**good, **changes}), setting)
     assert hint in error.value.hint

@@ -22,13 +22,13 @@ DEPTHS = {
 @pytest.mark.parametrize(
     ("name", "rules"), [("qwen-image", "cpu"), ("flux1-dev", "cuda"), ("kandinsky5-image-lite", "cpu")]
 )
-def test_short_traces_predict_deep_models_to_the_byte(name, rules):
+def test_short_traces_predict_deep_models_to_the_byte(name, rules, monkeypatch):
     config = {**TINY[name], **DEPTHS[name]}
     workload = workload_of(name, config=config)
     rates = Rates(cpu() if rules == "cpu" else gpu("nvidia-l4"), "fp32", "native", "cpu")
-    short, full = (
-        TracedModel(FAMILIES[name], config, workload, rules, Parts(), num_traced_blocks=depth) for depth in (3, 99)
-    )
+    short = TracedModel(FAMILIES[name], config, workload, rules, Parts())
+    monkeypatch.setattr("autotune.cost.model.TRACED_BLOCKS", 99)
+    full = TracedModel(FAMILIES[name], config, workload, rules, Parts())
     kernel = "cpu" if rules == "cpu" else "flash"
 
     def peak(model, k, modes):
@@ -40,7 +40,7 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules):
     total = sum(full.counts)
     for model in (short, full):
         model.traced("fp32", "none", kernel, 2, 0)
-        model._passes.clear()  # the first pass fills the modules' caches of positions
+        model.traced.cache_clear()  # the first pass fills the modules' caches of positions
     for k in (1, total - 2):
         direct = peak(full, k, (k, k))
         assert peak(short, k, (0, sum(short.traced_counts) - 1)) == pytest.approx(direct, rel=2e-3), k

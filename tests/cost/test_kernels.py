@@ -12,7 +12,7 @@ from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
 from autotune.cost.recorder import SCRATCH, Recorder
 from autotune.cost.timing import Rates, seconds_by_class
 from autotune.families.registry import FAMILIES
-from autotune.schema import Rate
+from autotune.machine import Rate
 
 
 def with_cudnn(card: str, version: str | None):
@@ -123,7 +123,7 @@ def test_what_is_joined_is_read_and_known(join):
     with recorder:
         join([kept, kept])
     assert {moved for _, _, _, moved in recorder.segments[0].work} == {4 * 4096}  # reads two, writes two
-    assert recorder.found_bytes == 4096
+    assert recorder.seed([kept]) == 0  # it is known
 
 
 def test_a_frozen_layer_with_few_rows_is_no_adapter():

@@ -13,8 +13,9 @@ from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import KERNELS
 from autotune.knobs.quantization import STORAGES
+from autotune.machine import Rate
 from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, Rate, TrialResult
+from autotune.schema import Bucket, Candidate, TrialResult
 
 STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution", "optimizer", "overhead")
 

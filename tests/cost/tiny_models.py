@@ -7,7 +7,8 @@ import torch
 from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.schema import Bucket, Device, HardwareProfile, Host, ModelSpec, Versions, Workload
+from autotune.machine import Device, HardwareProfile, Host, Versions
+from autotune.schema import Bucket, ModelSpec, Workload
 
 QWEN = {
     "num_layers": 5,

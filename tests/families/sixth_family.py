@@ -70,9 +70,6 @@ class StableDiffusion3(Family):
             return_dict=False,
         )[0][:, :, None]
 
-    def sampling_arguments(self, pipeline, prompt, bucket, guidance, controls):
-        return {"prompt": prompt, "guidance_scale": guidance}
-
     def masks(self, micro_batch_size, text_padding):
         return False
 

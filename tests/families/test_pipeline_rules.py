@@ -77,9 +77,7 @@ def test_preview_sees_controls_at_the_trained_size_and_leaves_the_pipeline_as_it
     )
     before = edit.calculate_dimensions, plus.VAE_IMAGE_SIZE
     bucket = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
-    small.family.sample(
-        small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, guidance=2.0, controls=[Image.new("RGB", (64, 64))]
-    )
+    small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=2, seed=0, controls=[Image.new("RGB", (64, 64))])
     assert all(list(shapes[0]) == [(1, 4, 4), (1, 4, 4)] for shapes in seen)
     assert len(seen) == 4  # guidance calls the transformer twice a step
     assert (edit.calculate_dimensions, plus.VAE_IMAGE_SIZE) == before

@@ -110,4 +110,4 @@ def test_missing_or_surplus_controls_are_refused(name):
         with pytest.raises(InvalidInput, match="control"):
             family.encode_caption(None, "make it blue", controls)
         with pytest.raises(InvalidInput, match="control"):
-            family.sampling_arguments(None, "make it blue", None, 4.0, controls)
+            family.sampling_arguments(None, "make it blue", None, controls)

@@ -1,5 +1,6 @@
 """A training step is what the pipelines' definition says, and training does what it is for."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 from peft import get_peft_model_state_dict
 from PIL import Image
 
+from autotune.families.loss import flow_matching_loss
 from autotune.schema import Bucket
-from autotune.training.step import AdapterOptimizer, Noising, flow_matching_loss, optimizer_step
+from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
 from tests.families import reference
 from tests.families.small import CAPTIONS
 
@@ -72,7 +74,9 @@ def _final_latents(small, bucket, transformer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(small.pipeline.vae, "decode", functools.partial(_catch, caught, decode, small.pipeline.vae))
         patch.setattr(small.pipeline, "transformer", transformer)
-        small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=8, seed=0, guidance=1.0, controls=controls)
+        alone = dataclasses.replace(small.family.defaults, sampling_guidance=1.0)  # one call of the transformer a step
+        patch.setattr(small.family, "defaults", alone)
+        small.family.sample(small.pipeline, CAPTIONS[0], bucket, num_steps=8, seed=0, controls=controls)
     return caught[0]
 
 

@@ -12,7 +12,8 @@ import torch
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
-from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Workload
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.runner import ProcessTrialRunner
 
@@ -62,7 +63,7 @@ def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact"
 
 @pytest.fixture
 def runner(model: Path, hardware: HardwareProfile) -> Iterator[ProcessTrialRunner]:
-    with ProcessTrialRunner.on(hardware, str(model), work(model)) as runner:
+    with ProcessTrialRunner(hardware, str(model), work(model)) as runner:
         yield runner
 
 

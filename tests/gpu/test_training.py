@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from autotune.plan_file import seal
 from autotune.schema import Candidate
-from autotune.training.events import Events
+from autotune.training.events import RunEvents
 from autotune.training.run import train
-from autotune.training.sample import sample_run
+from autotune.training.sample import Wanted, sample_run
 from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_source
 from tests.training.small import make_plan, write_model_and_images
@@ -54,7 +54,7 @@ def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(data, hardware, 
     plan = make_plan(*data, hardware, settings=swapped, output=str(tmp_path / "out"), preview_prompts=("a red square",))
     report = train(plan, hardware, tmp_path / "cache")
     assert report.verdict.num_unmoved == 0
-    (written,) = sample_run(tmp_path / "out", hardware, "a red square", tmp_path / "cache", seed=plan.job.seed)
+    (written,) = sample_run(tmp_path / "out", hardware, Wanted("a red square", seed=plan.job.seed), tmp_path / "cache")
     assert Image.open(written).size == Image.open(tmp_path / "out" / "sample_with_adapter.png").size
 
 
@@ -71,7 +71,7 @@ def test_a_stopped_run_resumed_ends_where_an_unbroken_one_does(data, hardware, s
             raise Stop
 
     with pytest.raises(Stop):
-        train(plan("broken"), hardware, tmp_path / "cache", Events(on_step=stop))
+        train(plan("broken"), hardware, tmp_path / "cache", RunEvents(on_step=stop))
     train(plan("broken"), hardware, tmp_path / "cache", resume=True)
     one, other = (load_file(tmp_path / name / whole.adapter) for name in ("whole", "broken"))
     for key, value in one.items():  # kernels with atomic additions need not repeat to the bit
@@ -137,7 +137,7 @@ def test_memory_that_another_takes_at_a_random_step_is_survived(data, hardware, 
         torch.cuda.set_per_process_memory_fraction(1.0)
 
     try:
-        report = train(plan("short"), hardware, tmp_path / "cache", Events(on_step=take, on_warning=give_back))
+        report = train(plan("short"), hardware, tmp_path / "cache", RunEvents(on_step=take, on_warning=give_back))
     finally:
         give_back()
     assert any(f"memory ran out at step {step + 1}" in warning for warning in report.warnings)

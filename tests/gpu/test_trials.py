@@ -73,7 +73,7 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
 
 
 def test_beyond_the_cap_is_out_of_memory_and_the_next_trial_runs(model, hardware, precision):
-    with ProcessTrialRunner.on(hardware, str(model), work(model, side_px=1024, batch=8)) as runner:
+    with ProcessTrialRunner(hardware, str(model), work(model, side_px=1024, batch=8)) as runner:
         runner.memory_cap_bytes = GIB // 8
         large = runner.run(candidate(precision, micro_batch_size=8, checkpointed_blocks=0))
         assert large.outcome == "oom", large.message

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from autotune.hardware.system import Unanswered
-from autotune.schema import HardwareProfile
+from autotune.machine import HardwareProfile
 
 HERE = Path(__file__).parent
 ANSWERS: dict[str, Any] = {

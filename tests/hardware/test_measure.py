@@ -12,7 +12,7 @@ from autotune.hardware import measure as measuring
 from autotune.hardware import rates
 from autotune.hardware.catalogue import catalogue
 from autotune.hardware.probe import measured, profile_of
-from autotune.schema import Rate
+from autotune.machine import Rate
 from tests.builders import BITSANDBYTES
 from tests.hardware.fleet import machine
 

@@ -10,7 +10,7 @@ from autotune.hardware.doctor import findings
 from autotune.hardware.patient import examine
 from autotune.hardware.probe import profile_of
 from autotune.hardware.reader import SIZE, Reader
-from autotune.schema import HardwareProfile
+from autotune.machine import HardwareProfile
 from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem
 
 NONSENSE = st.one_of(

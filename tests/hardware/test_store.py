@@ -18,7 +18,7 @@ from autotune.hardware.store import (
     save_profile,
     still_holds,
 )
-from autotune.schema import Conditions, Rate
+from autotune.machine import Conditions, Rate
 from tests.hardware.fleet import MACHINES, machine
 
 RATES = (

@@ -10,7 +10,8 @@ from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import EncoderSize, choose_caching, pinned, shown, size_of
-from autotune.schema import CachingSettings, HardwareProfile
+from autotune.machine import HardwareProfile
+from autotune.schema import CachingSettings
 from tests import builders
 
 GIB = 2**30

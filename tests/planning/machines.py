@@ -15,13 +15,14 @@ from pathlib import Path
 
 from autotune.cost.predict import Predictor
 from autotune.errors import AutotuneError
+from autotune.machine import HardwareProfile
 from autotune.plan_file import plan_text
 from autotune.planner import make_plan
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, HardwareProfile, TrialResult
+from autotune.schema import Candidate, TrialResult
 from autotune.search import sampler
-from autotune.search.storage import Place
+from autotune.search.storage import StudyPlace
 from autotune.search.study import Run
 from autotune.sharing.query import Survey
 from autotune.training.describe import Wishes
@@ -31,7 +32,7 @@ GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
 HARDWARE = builders.hardware(*GATES, compute_capability=(9, 0))
 
 
-def question(study: Place | None = None, **changes: object) -> Question:
+def question(study: StudyPlace | None = None, **changes: object) -> Question:
     """A small image model without data."""
     wishes = Wishes(size_px=(256, 256), effective_batch_size=2)
     values = {"model": "kandinsky5-image-lite", "wishes": wishes, "max_trials": 8, "study": study, **changes}

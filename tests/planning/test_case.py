@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from autotune.knobs.quantization import STORAGES
+from autotune.machine import HardwareProfile
 from autotune.planning.alternatives import least_bytes
 from autotune.planning.case import case_of
-from autotune.schema import Candidate, HardwareProfile
+from autotune.schema import Candidate
 from tests import builders
 from tests.planning.formula import GIB, FormulaPredictor
 from tests.planning.machines import GATES, question, surroundings

@@ -13,13 +13,13 @@ from optuna.exceptions import StorageInternalError
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.hardware.probe import with_budget
 from autotune.plan_file import plan_text, read_plan
-from autotune.planner import Events, make_plan
+from autotune.planner import PlanEvents, make_plan
 from autotune.planning.case import case_of
 from autotune.planning.question import Question
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.resuming import kept_study
 from autotune.schema import Candidate, TrialResult
-from autotune.search.storage import Place, safe_words
+from autotune.search.storage import StudyPlace, safe_words
 from autotune.training.describe import Wishes
 from tests import builders
 from tests.planning.machines import (
@@ -55,7 +55,7 @@ def database() -> Iterator[str]:
 
 @pytest.mark.parametrize("ended_trials", [0, 1, 5])
 def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ended_trials: int) -> None:
-    asked = question(Place(f"killed-{ended_trials}"))
+    asked = question(StudyPlace(f"killed-{ended_trials}"))
     worker = start_worker(tmp_path, "first", asked, hangs_at=ended_trials + 1)
     wait_until(lambda: len(logged(worker.log, "begins")) == ended_trials + 1)
     os.kill(worker.process.pid or 0, signal.SIGKILL)
@@ -99,13 +99,13 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
     other = dataclasses.replace(
         asked, said={"learning_rate": 3e-4, "output": "elsewhere"}
     )  # another job, the same settings
-    plan = make_plan(other, HARDWARE, Events(on_note=notes.append), interrupted_after(99, tried))
+    plan = make_plan(other, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
     assert len(tried) == len(set(tried))
     assert [trial.candidate for trial in plan.frozen.trials] == tried
     assert (plan.job.learning_rate, plan.job.output) == (3e-4, "elsewhere")
     assert "3 trials known" in notes[0]
     again: list[Candidate] = []
-    make_plan(asked, HARDWARE, Events(on_note=notes.append), interrupted_after(99, again))
+    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, again))
     assert again == tried, "a new search of the same measures anew"
     assert len(notes) == 1
 
@@ -148,11 +148,11 @@ def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: Questi
     tried: list[Candidate] = []
     notes: list[str] = []
     fresh = dataclasses.replace(asked, interrupted="forgotten")
-    make_plan(fresh, HARDWARE, Events(on_note=notes.append), interrupted_after(99, tried))
+    make_plan(fresh, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
     assert tried[:2] == logged(worker.log, "ends"), "it measures anew"
     os.kill(worker.process.pid or 0, signal.SIGKILL)
     worker.process.join()
-    make_plan(asked, HARDWARE, Events(on_note=notes.append), surroundings())
+    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), surroundings())
     assert notes == [
         "another search of the same runs: this one keeps its trials in memory alone",
         "an interrupted search of the same goes on: 2 trials known (--fresh forgets them)",
@@ -212,19 +212,19 @@ def test_where_nothing_can_be_written_trials_stay_in_memory(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     notes: list[str] = []
-    assert make_plan(asked, HARDWARE, Events(on_note=notes.append), surroundings()).frozen.trials
+    assert make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), surroundings()).frozen.trials
     assert "in memory alone" in notes[0]
 
 
 def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
-    asked = question(Place("ended"))
+    asked = question(StudyPlace("ended"))
     plan = make_plan(asked, HARDWARE, around=surroundings())
     again = make_plan(asked, HARDWARE, around=surroundings(lambda candidate: pytest.fail("tried")))
     assert plan_text(again) == plan_text(plan)
 
 
 def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
-    asked = question(Place("deadly"))
+    asked = question(StudyPlace("deadly"))
     for number in range(2):
         worker = start_worker(tmp_path, f"worker-{number}", asked, hangs_at=1)
         wait_until(lambda count=number + 1, log=worker.log: len(logged(log, "begins")) == count)  # type: ignore[misc]
@@ -239,17 +239,17 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
 
 
 def test_a_study_of_another_question_or_machine_says_so() -> None:
-    make_plan(question(Place("mine")), HARDWARE, around=surroundings())
-    other_work = question(Place("mine"), wishes=Wishes(size_px=(512, 512), effective_batch_size=2))
+    make_plan(question(StudyPlace("mine")), HARDWARE, around=surroundings())
+    other_work = question(StudyPlace("mine"), wishes=Wishes(size_px=(512, 512), effective_batch_size=2))
     with pytest.raises(InvalidInput, match="work: sha256"):
         make_plan(other_work, HARDWARE, around=surroundings())
     other_card = builders.hardware(*GATES, compute_capability=(8, 9))
     with pytest.raises(InvalidInput, match=r"compute capability: 9\.0 there, 8\.9 here"):
-        make_plan(question(Place("mine")), other_card, around=surroundings())
+        make_plan(question(StudyPlace("mine")), other_card, around=surroundings())
 
 
 def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, database: str) -> None:
-    asked = question(Place("shared", database, heartbeat_seconds=2, grace_seconds=6), max_trials=10)
+    asked = question(StudyPlace("shared", database, heartbeat_seconds=2, grace_seconds=6), max_trials=10)
     victim = start_worker(tmp_path, "victim", asked, far_away=True, hangs_at=1)
     wait_until(lambda: len(logged(victim.log, "begins")) == 1)
     others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.3, far_away=True) for n in range(3)]
@@ -298,7 +298,7 @@ def _written(path: Path, text: str) -> Path:
 )
 def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> None:
     with pytest.raises(AutotuneError) as caught:
-        make_plan(question(Place("x", url)), HARDWARE, around=surroundings())
+        make_plan(question(StudyPlace("x", url)), HARDWARE, around=surroundings())
     words = f"{caught.value.message} {caught.value.hint} {caught.value.__cause__!r}"
     assert PASSWORD not in words
     assert "p%40ss" not in words
@@ -313,13 +313,13 @@ def _stumble() -> None:
 
 
 def test_a_storage_that_fails_behind_another_error_is_named() -> None:
-    with pytest.raises(AutotuneError, match="the disk is full") as caught, safe_words(Place("x")):
+    with pytest.raises(AutotuneError, match="the disk is full") as caught, safe_words(StudyPlace("x")):
         _stumble()
     assert "results of finished trials are kept" in caught.value.hint
-    with pytest.raises(ZeroDivisionError), safe_words(Place("x")):
+    with pytest.raises(ZeroDivisionError), safe_words(StudyPlace("x")):
         _ = 1 / 0
 
 
 def test_a_study_name_cannot_leave_its_folder() -> None:
     with pytest.raises(InvalidInput, match="cannot name a study"):
-        make_plan(question(Place("../x")), HARDWARE, around=surroundings())
+        make_plan(question(StudyPlace("../x")), HARDWARE, around=surroundings())

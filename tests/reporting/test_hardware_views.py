@@ -10,8 +10,8 @@ from autotune.hardware.doctor import findings
 from autotune.hardware.patient import examine
 from autotune.hardware.probe import profile_of, with_rates
 from autotune.hardware.store import hardware_named
+from autotune.machine import Rate
 from autotune.reporting.hardware import catalogue_view, findings_view, human_rate, profile_view
-from autotune.schema import Rate
 from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem, machine
 
 

@@ -12,6 +12,7 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
 from autotune.schema import Candidate, Outcome, TrialResult
+from autotune.search import study
 from autotune.search.residual import GROWTH, SAFE_SHARE, Outlook, ResidualSearch, best_seconds, cautious_bytes
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.study import Limits, run_search
@@ -154,11 +155,12 @@ def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradie
     assert sum(result.candidate.quantization != "none" for result in results) == trials_of_int8
 
 
-def test_search_ends_when_everything_is_tried(cost: Predictor) -> None:
+def test_search_ends_when_everything_is_tried(cost: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "MIN_TRIALS", 50)
     work = builders.workload(quality="exact", effective_batch_size=1)
     narrow = search_space(builders.setting(builders.hardware("attention.native", "precision.bf16"), work))
     sampler = ResidualSearch(narrow, cost, 100 * GIB)
-    limits = Limits(max_trials=50, max_seconds=60, min_trials=50)
+    limits = Limits(max_trials=50, max_seconds=60)
     results = run_search(sampler, lambda c: builders.trial(c, 1.0), limits, lambda r: None)
     assert len(results) == len(narrow.candidates) > 8
 
@@ -174,7 +176,7 @@ def test_trials_that_contradict_predictions_are_followed_by_more(cost: Predictor
             truth[candidate] = builders.trial(candidate, seconds, predicted.allocated_memory_bytes)
         return len(search(cost, truth.__getitem__, max_trials=20))
 
-    surprised = Limits(20).min_trials + Limits(20).more_trials
+    surprised = study.MIN_TRIALS + study.MORE_TRIALS
     assert trials(0.005) < surprised <= trials(0.3)
 
 

@@ -4,19 +4,10 @@ import hashlib
 from datetime import date
 from pathlib import Path
 
+from autotune.job import Job
+from autotune.machine import HardwareProfile, Rate
 from autotune.plan_file import seal
-from autotune.schema import (
-    Candidate,
-    Expected,
-    FrozenPart,
-    HardwareProfile,
-    Job,
-    PlannedHardware,
-    Rate,
-    TrainingPlan,
-    TrialResult,
-    Workload,
-)
+from autotune.schema import Candidate, Expected, FrozenPart, PlannedHardware, TrainingPlan, TrialResult, Workload
 from autotune.sharing.record import Record, record_of
 from tests.builders import GIB, candidate, hardware, trial, workload
 
@@ -94,7 +85,7 @@ def plan(
 def record(here: HardwareProfile | None = None, work: Workload | None = None, **changes: object) -> Record:
     """The record of such a plan, with whatever is said otherwise."""
     here = here or machine()
-    made = record_of(plan(here, work), here, measured_on=DAY)
+    made = record_of(plan(here, work), here).changed(measured_on=DAY)
     if "trials" in changes:
         changes["trials"] = tuple(one.changed(message="") for one in changes["trials"])  # type: ignore[attr-defined]
     return Record.model_validate({**dict(made), **changes})

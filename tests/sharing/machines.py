@@ -10,11 +10,12 @@ from pathlib import Path
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
-from autotune.planner import Events, make_plan
+from autotune.machine import HardwareProfile
+from autotune.planner import PlanEvents, make_plan
 from autotune.planning.case import Case, case_of
 from autotune.planning.question import Question
 from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, HardwareProfile, Residual, TrainingPlan, TrialResult
+from autotune.schema import Candidate, Residual, TrainingPlan, TrialResult
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import Survey, survey
 from autotune.sharing.record import Record, record_of
@@ -93,9 +94,9 @@ def planned_on(simulated: Simulated, *stores: Store, asked: Question = QUESTION)
     surveys: list[Survey] = []
     doubts: list[str] = []
     calibration: list[Residual | None] = []
-    events = Events(on_survey=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
+    events = PlanEvents(on_survey=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
     plan = make_plan(asked, simulated.hardware, events, simulated.around(*stores))
-    record = record_of(plan, simulated.hardware, tuple(calibration), measured_on=date(2026, 3, 1))
+    record = record_of(plan, simulated.hardware, tuple(calibration)).changed(measured_on=date(2026, 3, 1))
     return Planned(plan, record, surveys[0], tuple(doubts))
 
 

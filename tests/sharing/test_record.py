@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
+from autotune.frozen import Frozen
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.schema import Candidate, Frozen, Gate, HardwareProfile, ModelSpec, Provenance, TrainingPlan, Versions
+from autotune.machine import Gate, HardwareProfile, Provenance, Versions
+from autotune.schema import Candidate, ModelSpec, TrainingPlan
 from autotune.sharing.files import KEY
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import (

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.schema import CachingSettings, HardwareProfile, TrainingPlan
+from autotune.machine import HardwareProfile
+from autotune.schema import CachingSettings, TrainingPlan
 from autotune.training.checkpoint import Checkpoints
 from autotune.training.data.cache import Cache
 from autotune.training.data.dataset import read_dataset
 from autotune.training.data.encode import EncodedDataset, encode_dataset
 from autotune.training.encoders import Encoders
-from autotune.training.events import Events, StepEvent
+from autotune.training.events import RunEvents, StepEvent
 from autotune.training.folder import run_key
-from autotune.training.loop import Loop, Surroundings
+from autotune.training.loop import Loop, RunContext
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, load_model
 from autotune.training.processes import Processes
@@ -72,10 +73,10 @@ class Bench:
         ) as checkpoints:
             checkpoint = checkpoints.newest()
             metrics = Metrics(folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none")
-            around = Surroundings(
-                Processes(0, 1, CPU), checkpoints, metrics, Events(on_step=step), lambda step: None, budget_bytes
+            context = RunContext(
+                Processes(0, 1, CPU), checkpoints, metrics, RunEvents(on_step=step), lambda step: None, budget_bytes
             )
-            loop = Loop(plan, self.trained, self.encoded, checkpoint, around)
+            loop = Loop(plan, self.trained, self.encoded, checkpoint, context)
             with contextlib.closing(metrics), contextlib.suppress(Killed):
                 loop.run()
         return loop

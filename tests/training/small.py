@@ -8,8 +8,10 @@ from autotune.demo import draw_images
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
+from autotune.job import Job
+from autotune.machine import HardwareProfile
 from autotune.plan_file import seal
-from autotune.schema import Candidate, Expected, FrozenPart, HardwareProfile, Job, PlannedHardware, TrainingPlan
+from autotune.schema import Candidate, Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.training.data.dataset import read_dataset
 from autotune.training.describe import Wishes, describe_workload
 

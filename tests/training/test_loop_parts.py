@@ -58,8 +58,8 @@ def test_batches_are_loaded_as_the_settings_say(bench: Bench, workers: int, memo
     changed = {"data_workers": workers, "batch_memory": memory}
     settings = Candidate.model_validate({**dict(plan.frozen.settings), **changed})
     plan = seal(plan.job, FrozenPart.model_validate({**dict(plan.frozen), "settings": settings}))
-    around = SimpleNamespace(processes=SimpleNamespace(rank=0, world_size=1), budget_bytes=1)
-    loader = Loop(plan, bench.trained, bench.encoded, None, around)._loader(0)  # type: ignore[arg-type]
+    context = SimpleNamespace(processes=SimpleNamespace(rank=0, world_size=1), budget_bytes=1)
+    loader = Loop(plan, bench.trained, bench.encoded, None, context)._loader()  # type: ignore[arg-type]
     assert (loader.num_workers, loader.pin_memory) == (workers, memory == "pinned")
 
 

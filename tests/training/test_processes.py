@@ -18,10 +18,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.fit import hardware_misfits
 from autotune.plan_file import seal, write_plan
-from autotune.training.events import Events
+from autotune.training.events import RunEvents
+from autotune.training.launching import launch
 from autotune.training.metrics import read_metrics
 from autotune.training.prepare import _require_machine, prepare
-from autotune.training.processes import join, launch
+from autotune.training.processes import join
 from autotune.training.run import _Run
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.sharding import is_sharded
@@ -82,11 +83,11 @@ def test_a_signal_is_a_preemption_only_where_a_checkpoint_was_written_since(
     """torch kills processes that take too long to write one."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    (folder / "checkpoint-3.safetensors").touch()
+    (folder / "checkpoint-000003.safetensors").touch()
 
     def stopped(*arguments: str) -> None:
         if in_time:
-            (folder / "checkpoint-5.safetensors").touch()
+            (folder / "checkpoint-000005.safetensors").touch()
         raise SignalException("stopped", signal.SIGTERM)
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, executable: stopped)
@@ -104,7 +105,7 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         cache=None,
         sampler=SimpleNamespace(encode_prompts=lambda *_: done.append("prompts")),
         processes=SimpleNamespace(is_first=False, wait=lambda: done.append("wait")),
-        events=Events(),
+        events=RunEvents(),
         plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),
         prepared=SimpleNamespace(dataset=SimpleNamespace(left_out=()), workload=SimpleNamespace(buckets=())),
         encoders=SimpleNamespace(release=lambda: done.append("release")),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.plan_file import read_plan, write_plan
-from autotune.training.checkpoint import Checkpoints
+from autotune.training.checkpoint import Checkpoints, checkpoints_in
 from autotune.training.loop import Loop
 from autotune.training.metrics import read_metrics
 from autotune.training.save import ADAPTER_FILE, save_trained
@@ -113,7 +113,7 @@ def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: P
 def test_newest_and_every_mth_checkpoint_are_kept(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_steps=7, checkpointing_steps=1, checkpoints_total_limit=2, checkpoints_keep_every=3)
     bench.loop(plan, tmp_path)
-    assert Checkpoints(tmp_path / "checkpoints", "", keep_last=1).steps() == [3, 6, 7]
+    assert list(checkpoints_in(tmp_path / "checkpoints")) == [3, 6, 7]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -140,7 +140,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(bench: Bench, tmp_path: Path)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert ended.seconds[1:]
-    assert Checkpoints(tmp_path / "checkpoints", "", keep_last=1).steps() == [2]
+    assert list(checkpoints_in(tmp_path / "checkpoints")) == [2]
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(

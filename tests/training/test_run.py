@@ -23,18 +23,19 @@ from safetensors.torch import load_file
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
 from autotune.plan_file import seal, write_plan
-from autotune.planner import Question, make_plan
+from autotune.planner import make_plan
 from autotune.planning.case import list_choices
+from autotune.planning.question import Question
 from autotune.reporting.run import report_lines, verdict_lines
 from autotune.schema import CachingSettings, RunReport
 from autotune.training.describe import Wishes
 from autotune.training.encoders import Encoders
-from autotune.training.events import Events, StepEvent
+from autotune.training.events import RunEvents, StepEvent
 from autotune.training.metrics import Metrics
 from autotune.training.prepare import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.run import train
-from autotune.training.sample import sample_run
+from autotune.training.sample import Wanted, sample_run
 from autotune.training.save import ADAPTER_FILE
 from autotune.training.verdict import judge
 from autotune.weights.adapters import read_adapter
@@ -59,7 +60,7 @@ def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
         caption_dropout=0.1,
     )
     steps: list[StepEvent] = []
-    report = train(plan, bench.hardware, bench.cache, Events(on_step=steps.append), trace=True)
+    report = train(plan, bench.hardware, bench.cache, RunEvents(on_step=steps.append), trace=True)
     return folder, report, steps
 
 
@@ -81,7 +82,7 @@ def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
     else:
         save_file(adapter, {name.replace("blocks", "layers"): tensor for name, tensor in weights.items()})
     with pytest.raises(InvalidInput, match=r"cut off|not finite|no adapter of this model|claims a header|no JSON"):
-        sample_run(folder, bench.hardware, PROMPTS[0], bench.cache, seed=5)
+        sample_run(folder, bench.hardware, Wanted(PROMPTS[0], seed=5), bench.cache)
     assert not list(folder.glob("*.png"))
 
 
@@ -160,7 +161,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
     expected = bench.resolved.family.sample(stock, preview.prompt, preview.bucket, num_steps=2, seed=5)[0]
-    (written,) = sample_run(run[0], bench.hardware, PROMPTS[0], bench.cache, seed=5)
+    (written,) = sample_run(run[0], bench.hardware, Wanted(PROMPTS[0], seed=5), bench.cache)
     assert Image.open(written).tobytes() == expected.tobytes()
 
 
@@ -168,14 +169,16 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
     bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, _ = run
-    (plain,) = sample_run(folder, bench.hardware, PROMPTS[0], bench.cache, seed=5, output=tmp_path / "plain.png")
+    (plain,) = sample_run(
+        folder, bench.hardware, Wanted(PROMPTS[0], seed=5, output=tmp_path / "plain.png"), bench.cache
+    )
     settings = SETTINGS.model_copy(update={"swapped_blocks": 1, "checkpointed_blocks": 1})
     write_plan(tmp_path / "run-plan.yaml", bench.plan(settings=settings))
     shutil.copy(folder / ADAPTER_FILE, tmp_path)
     visits: list[int] = []
     fetch = BlockSwap._fetch
     monkeypatch.setattr(BlockSwap, "_fetch", lambda swap, number: (visits.append(number), fetch(swap, number)))
-    (written,) = sample_run(tmp_path, bench.hardware, PROMPTS[0], bench.cache, seed=5)
+    (written,) = sample_run(tmp_path, bench.hardware, Wanted(PROMPTS[0], seed=5), bench.cache)
     assert set(visits) == {0}
     assert Image.open(written).tobytes() == Image.open(plain).tobytes()
 
@@ -225,7 +228,7 @@ def test_where_no_preview_can_be_made_the_run_goes_on_without(
     monkeypatch.setattr(PreviewSampler, "_sample", short)
     told: list[str] = []
     plan = bench.plan(num_steps=4, output=str(tmp_path), preview_every=2, preview_prompts=PROMPTS)
-    report = train(plan, bench.hardware, bench.cache, Events(on_warning=told.append))
+    report = train(plan, bench.hardware, bench.cache, RunEvents(on_warning=told.append))
     assert report.num_steps == 4
     assert [line for line in told if "preview" in line] == list(report.warnings)
     assert report.warnings == (f"{words}; the run goes on without previews",)
@@ -239,7 +242,7 @@ def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
     applied: list[int] = []
     monkeypatch.setattr("autotune.training.sample.Swapping.apply", lambda *given: applied.append(given[-1]))
-    sample_run(tmp_path, bench.hardware, PROMPTS[0], bench.cache, seed=5)
+    sample_run(tmp_path, bench.hardware, Wanted(PROMPTS[0], seed=5), bench.cache)
     assert applied == [bench.resolved.spec.num_blocks - 1]
 
 
@@ -251,7 +254,7 @@ def test_memory_that_runs_out_while_sampling_is_no_bug_of_ours(
 
     monkeypatch.setattr("autotune.training.sample.load_transformer", short)
     with pytest.raises(AutotuneError, match="memory ran out"):
-        sample_run(run[0], bench.hardware, PROMPTS[0], bench.cache)
+        sample_run(run[0], bench.hardware, Wanted(PROMPTS[0]), bench.cache)
 
 
 def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
@@ -311,7 +314,7 @@ def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later
 
     before = signal.getsignal(number)
     with pytest.raises(Preempted, match="after the last step") as stopped:
-        train(plan, bench.hardware, bench.cache, Events(on_phase=stop))
+        train(plan, bench.hardware, bench.cache, RunEvents(on_phase=stop))
     assert (stopped.value.exit_status, "--resume" in stopped.value.hint) == (75, True)
     assert signal.getsignal(number) is before
     assert not (tmp_path / "samples.png").exists()
@@ -505,7 +508,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(
 
 def test_sampling_from_a_folder_without_an_adapter_is_refused(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no trained adapter"):
-        sample_run(tmp_path, bench.hardware, "x", bench.cache)
+        sample_run(tmp_path, bench.hardware, Wanted("x"), bench.cache)
 
 
 def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Bench, tmp_path: Path) -> None:

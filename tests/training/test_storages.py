@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from autotune.plan_file import read_plan, seal
 from autotune.schema import TrainingPlan
-from autotune.training.events import Events, StepEvent
+from autotune.training.events import RunEvents, StepEvent
 from autotune.training.run import train
-from autotune.training.sample import sample_run
+from autotune.training.sample import Wanted, sample_run
 from autotune.training.save import ADAPTER_FILE
 from tests.builders import BITSANDBYTES, storages
 from tests.conftest import autotune
@@ -44,11 +44,11 @@ def test_neither_previews_nor_an_interruption_change_what_is_learned(
 
     broken = plan_of(bench, storage, tmp_path / "broken")
     with pytest.raises(Killed):
-        train(broken, bench.hardware, bench.cache, Events(on_step=killed))
+        train(broken, bench.hardware, bench.cache, RunEvents(on_step=killed))
     assert train(broken, bench.hardware, bench.cache, resume=True).resumed_at in (1, 2)
     one, other = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("watched", "broken"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    (written,) = sample_run(tmp_path / "broken", bench.hardware, PROMPT, bench.cache, seed=5)
+    (written,) = sample_run(tmp_path / "broken", bench.hardware, Wanted(PROMPT, seed=5), bench.cache)
     assert Image.open(written).size == (32, 32)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.schema import Bucket, Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
+from tests import builders
 
 GIB = 2**30
 FIRST = Candidate(micro_batch_size=1, checkpointed_blocks=5, precision="fp32")
@@ -36,7 +38,14 @@ def workload(model: Path, side_px: int = 64, targets: str = "attention") -> Work
     )
 
 
+def runner_for(model: Path, work: Workload, budget_bytes: int = 8 * GIB, **options: Any) -> ProcessTrialRunner:
+    """A runner on this machine's processor, within that budget."""
+    made = builders.hardware(kind="cpu", budget_bytes=budget_bytes)
+    hardware = made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
+    return ProcessTrialRunner(hardware, str(model), work, **options)
+
+
 @pytest.fixture
 def runner(small_model: Path) -> Iterator[ProcessTrialRunner]:
-    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", memory_cap_bytes=8 * GIB) as runner:
+    with runner_for(small_model, workload(small_model)) as runner:
         yield runner

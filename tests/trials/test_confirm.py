@@ -18,7 +18,7 @@ from autotune.trials.phases import _cache, _preview
 from autotune.trials.requests import RehearsalRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
-from tests.trials.conftest import FIRST, GIB, workload
+from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
 def test_every_phase_is_rehearsed_and_the_steps_are_more_than_a_trials(runner: ProcessTrialRunner) -> None:
@@ -50,7 +50,7 @@ def test_where_a_later_phase_fails_what_is_known_stands(
 
 def test_the_phase_that_fails_is_named(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.trials.runner.BESIDE_TENSORS_BYTES", 0)
-    with ProcessTrialRunner(str(small_model), workload(small_model, side_px=2048), "cpu", GIB // 2) as runner:
+    with runner_for(small_model, workload(small_model, side_px=2048), GIB // 2) as runner:
         result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "oom", result
     assert "in the training phase" in result.message
@@ -59,7 +59,7 @@ def test_the_phase_that_fails_is_named(small_model: Path, monkeypatch: pytest.Mo
 def test_caching_that_fails_is_named_and_the_settings_are_judged_by_the_rest(small_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(small_model, tmp_path / "model")
     (model / "text_encoder" / "model.safetensors").write_bytes(b"damaged")
-    with ProcessTrialRunner(str(model), workload(model), "cpu", 8 * GIB) as runner:
+    with runner_for(model, workload(model)) as runner:
         result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok", result
     assert [phase.name for phase in result.phases] == ["loading", "training", "saving"]

@@ -49,12 +49,16 @@ def _until_wanted(lock: DeviceLock) -> None:
         time.sleep(0.02)
 
 
-def test_the_second_search_is_told_whom_it_waits_for_and_runs_after_it(tmp_path: Path) -> None:
+def test_the_second_search_is_told_whom_it_waits_for_and_runs_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "locks" / "device.lock"
     first, pipe = _holder(path)
     assert pipe.recv() == []
-    with pytest.raises(AutotuneError, match=f"process {first.pid}") as refused:
-        DeviceLock(path, longest_wait_seconds=0.1).take()
+    with monkeypatch.context() as patch:
+        patch.setattr("autotune.trials.lock.LONGEST_WAIT_SECONDS", 0.1)
+        with pytest.raises(AutotuneError, match=f"process {first.pid}") as refused:
+            DeviceLock(path).take()
     assert refused.value.hint
     second, other = _holder(path)
     _until_wanted(DeviceLock(path))
@@ -101,13 +105,17 @@ def test_runs_share_a_device_and_a_search_is_told_whose_run_has_it(tmp_path: Pat
     search.give_back()
 
 
-def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(tmp_path: Path) -> None:
+def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, waits = tmp_path / "device.lock", []
     search = DeviceLock(path)
     search.take()
-    impatient = DeviceLock(path, waits.append, longest_wait_seconds=0.1, trains=True)
-    with pytest.raises(AutotuneError, match=f"process {os.getpid()}"):
-        impatient.take()
+    impatient = DeviceLock(path, waits.append, trains=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("autotune.trials.lock.LONGEST_WAIT_SECONDS", 0.1)
+        with pytest.raises(AutotuneError, match=f"process {os.getpid()}"):
+            impatient.take()
     assert "waiting for its end" in waits[0]
     told = tmp_path / "told"
     run, pipe = _holder(path, trains=True, told=told)

@@ -17,7 +17,8 @@ from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization, quantize_inside
 from autotune.knobs.registry import KNOBS
-from autotune.schema import Candidate, Choice, Gate, HardwareProfile, ModelSpec
+from autotune.machine import Gate, HardwareProfile
+from autotune.schema import Candidate, Choice, ModelSpec
 from autotune.search.space import search_space
 from autotune.trials import parity
 from autotune.trials.gradients import _plain_transformer, relative_error

@@ -13,7 +13,7 @@ import pytest
 from autotune.schema import CachingSettings, Candidate, TrialResult
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Allowance, cap_memory
-from tests.trials.conftest import FIRST, GIB, workload
+from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
 def child(runner: ProcessTrialRunner) -> psutil.Process:
@@ -50,7 +50,7 @@ def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
 ) -> None:
     monkeypatch.setattr("autotune.trials.runner.BESIDE_TENSORS_BYTES", 0)
     large = workload(small_model, side_px=1024)
-    with ProcessTrialRunner(str(small_model), large, "cpu", memory_cap_bytes=GIB // 8) as runner:
+    with runner_for(small_model, large, GIB // 8) as runner:
         result = runner.run(FIRST.model_copy(update={"checkpointed_blocks": 0}))
         assert result.outcome == "oom", result
         runner.memory_cap_bytes, runner.workload = 8 * GIB, workload(small_model)
@@ -59,12 +59,12 @@ def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
 
 def test_less_memory_than_a_process_needs_is_out_of_memory(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.trials.runner.BESIDE_TENSORS_BYTES", 0)
-    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", memory_cap_bytes=GIB // 16) as runner:
+    with runner_for(small_model, workload(small_model), GIB // 16) as runner:
         assert runner.run(FIRST).outcome == "oom"
 
 
 def test_a_hanging_trial_times_out_and_its_child_is_gone(small_model: Path) -> None:
-    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 8 * GIB, timeout_seconds=600) as runner:
+    with runner_for(small_model, workload(small_model)) as runner:
         assert runner.run(FIRST).outcome == "ok"
         stopped = child(runner)
         stopped.send_signal(signal.SIGSTOP)
@@ -127,7 +127,7 @@ def test_waiting_for_a_turn_on_the_device_is_not_what_a_trial_costs(
 
 
 def test_leaving_the_runner_leaves_no_child_and_no_log(small_model: Path) -> None:
-    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 8 * GIB) as runner:
+    with runner_for(small_model, workload(small_model)) as runner:
         assert runner.run(FIRST).outcome == "ok"
         running = child(runner)
         log = runner._log
@@ -159,7 +159,7 @@ def test_a_limit_of_the_system_below_the_cap_holds(monkeypatch: pytest.MonkeyPat
 def test_on_a_processor_what_a_trial_may_take_is_counted_in_tensors(small_model: Path) -> None:
     """The libraries alone take more than that."""
     small, large = FIRST, FIRST.changed(micro_batch_size=4, checkpointed_blocks=0)
-    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", memory_cap_bytes=8 * GIB) as runner:
+    with runner_for(small_model, workload(small_model)) as runner:
         needed = [runner.run(candidate).peak_memory_bytes or 0 for candidate in (small, large)]
         runner.close_child()
         runner.memory_cap_bytes = sum(needed) // 2

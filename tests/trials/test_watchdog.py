@@ -11,10 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
+from autotune.machine import MemoryKind
+from autotune.trials import watchdog as watchdog_module
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.watchdog import Watchdog, available_bytes, usual_floor_bytes
+from autotune.trials.watchdog import Watchdog, available_bytes, usual_watchdog
 from autotune.trials.worker import Failure
-from tests.trials.conftest import FIRST, GIB, workload
+from tests import builders
+from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 MIB = 2**20
 
@@ -39,7 +42,7 @@ class Grab:
 
 def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model: Path, tmp_path: Path) -> None:
     watchdog = Watchdog(floor_bytes=0)
-    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 64 * GIB, watchdog=watchdog) as runner:
+    with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
         runner.ask(Grab(str(tmp_path / "pid"), blocks=0))  # a child that was allowed more than is left now
         watchdog.floor_bytes = available_bytes() - 600 * MIB
         answer = runner.ask(Grab(str(tmp_path / "pid"), blocks=256))  # 16 GiB at most, should the watchdog fail
@@ -57,24 +60,36 @@ def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model
 def test_nothing_is_tried_beyond_what_the_watchdog_would_allow(small_model: Path) -> None:
     """The allocator's own cap comes first: the watchdog is for what no cap holds."""
     watchdog = Watchdog(floor_bytes=3 * GIB, available=lambda: 4 * GIB)
-    with ProcessTrialRunner(str(small_model), workload(small_model), "cpu", 64 * GIB, watchdog=watchdog) as runner:
+    with runner_for(small_model, workload(small_model), 64 * GIB, watchdog=watchdog) as runner:
         assert runner._cap_bytes() == GIB
 
 
-@pytest.mark.parametrize(("shares_memory", "outcome"), [(True, "oom"), (False, "host_oom")])
+@pytest.mark.parametrize(("kind", "outcome"), [("integrated", "oom"), ("discrete", "host_oom")])
 def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
-    small_model: Path, *, shares_memory: bool, outcome: str
+    small_model: Path, kind: MemoryKind, outcome: str
 ) -> None:
     watchdog, work = Watchdog(floor_bytes=2, available=lambda: 1), workload(small_model)
     silent = SimpleNamespace(requests=SimpleNamespace(poll=lambda seconds: False))
-    with ProcessTrialRunner("m", work, "cpu", GIB, watchdog=watchdog, shares_memory=shares_memory) as runner:
+    hardware = builders.hardware(budget_bytes=GIB)
+    hardware = hardware.changed(device=hardware.device.changed(memory_kind=kind))
+    with ProcessTrialRunner(hardware, "m", work, watchdog=watchdog) as runner:
         _, answer = next(runner._answers(silent, 9.0))  # type: ignore[arg-type]
         assert runner.judged(FIRST, answer).outcome == outcome
 
 
 def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:
-    assert 0 < usual_floor_bytes("cpu") <= 2 * GIB
-    assert usual_floor_bytes("cuda:0") <= available_bytes() // 4 + 64 * MIB
+    assert 0 < usual_watchdog("host").floor_bytes <= 2 * GIB
+    assert usual_watchdog("discrete").floor_bytes <= available_bytes() // 4 + 64 * MIB
+
+
+def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog_module, "memory_limits", lambda: [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)])
+    monkeypatch.setattr(watchdog_module, "_is_limited", lambda: True)
+    for kind, left in (("host", 2 * MIB), ("discrete", 2 * MIB), ("integrated", 0)):
+        watchdog = usual_watchdog(kind)  # type: ignore[arg-type]
+        assert (watchdog.available() == left, watchdog.floor_bytes <= MIB // 2) == (bool(left), bool(left))
 
 
 @pytest.mark.parametrize(

@@ -54,3 +54,13 @@ def bits(tensor: Any) -> bytes:
     import torch
 
     return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_all(source, *, loader="pread"):
+    """All tensors at once."""
+    import torch
+
+    from autotune.weights.loaders import loader_called
+
+    device = torch.device("cpu")
+    return dict(loader_called(loader, device).stream(source, device))

@@ -22,9 +22,8 @@ from autotune.weights.adapters import (
 from autotune.weights.errors import BadWeights, CorruptFile, PickledWeights
 from autotune.weights.files import read_file
 from autotune.weights.layer import Layer
-from autotune.weights.loaders import read_all
 from autotune.weights.sources import open_source
-from tests.weights.conftest import bits
+from tests.weights.conftest import bits, read_all
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
 
 FORMATS = ("diffusers", "comfyui", "kohya")

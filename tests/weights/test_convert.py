@@ -12,10 +12,9 @@ from autotune.weights.adapters import Adapter, AdapterInfo, read_adapter, write_
 from autotune.weights.errors import CorruptFile, MissingWeights
 from autotune.weights.files import read_file
 from autotune.weights.layer import Layer
-from autotune.weights.loaders import read_all
 from autotune.weights.saving import save_file
 from autotune.weights.sources import open_source
-from tests.weights.conftest import bits, save_model
+from tests.weights.conftest import bits, read_all, save_model
 from tests.weights.test_streaming import QWEN
 
 INDEX = "diffusion_pytorch_model.safetensors.index.json"

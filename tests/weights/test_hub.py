@@ -104,7 +104,7 @@ def test_fetching_asks_for_the_chosen_files_at_the_commit(monkeypatch, cached):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     answer(monkeypatch, SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=name) for name in QWEN]))
     fetched = fetch("Qwen/Qwen-Image", components=["vae"])
-    assert (fetched.revision, fetched.folder) == (COMMIT, str(cached))
+    assert (fetched.name, fetched) == (COMMIT, cached)
     assert asked["revision"] == "main"  # so that the cache knows the branch offline; the folder names the commit
     assert set(asked["allow_patterns"]) == {"model_index.json", "vae/config.json", f"vae/{STEM}.safetensors"}
 
@@ -151,7 +151,7 @@ def offline(request, monkeypatch, cached):
 
 
 def test_offline_a_complete_cache_is_used_and_its_commit_known(offline, cached):
-    assert fetch("some/repo", components=["vae", "tokenizer"]).revision == COMMIT
+    assert fetch("some/repo", components=["vae", "tokenizer"]).name == COMMIT
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_offline_the_missing_file_is_named(offline, cached, lost):
 def test_a_hub_that_refuses_connections_counts_as_offline(monkeypatch, cached):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     keep(monkeypatch, cached)
-    assert fetch("some/repo", components=["vae"]).revision == COMMIT
+    assert fetch("some/repo", components=["vae"]).name == COMMIT
 
 
 def test_offline_an_empty_cache_says_so(offline, monkeypatch):

@@ -38,7 +38,7 @@ def repo(hub: FakeHub, tmp_path: Path) -> str:
 
 def test_only_needed_files_are_downloaded_and_only_once(hub: FakeHub, repo: str) -> None:
     fetched = fetch(repo, components=["vae"])
-    assert fetched.revision == COMMIT
+    assert fetched.name == COMMIT
     assert sorted(hub.downloads) == ["model_index.json", "vae/config.json", f"vae/{STEM}.safetensors"]
     assert fetch(repo, components=["vae"]) == fetched
     assert len(hub.downloads) == 3
@@ -60,7 +60,7 @@ def test_a_download_that_breaks_off_asks_for_the_rest_and_ends_whole(
     hub.break_once.add(f"vae/{STEM}.safetensors")
     fetched = fetch(repo, components=["vae"])
     name = f"vae/{STEM}.safetensors"
-    assert (Path(fetched.folder) / name).read_bytes() == (hub.repos[repo] / name).read_bytes()
+    assert (fetched / name).read_bytes() == (hub.repos[repo] / name).read_bytes()
     ranges = [asked for verb, path, asked in hub.requests if verb == "GET" and path.endswith(name)]
     assert ranges == [None, f"bytes={SIZE // 2}-"]
 

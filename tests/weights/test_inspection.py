@@ -11,7 +11,7 @@ from autotune.reporting.weights import render_file
 from autotune.weights import inspection
 from autotune.weights.errors import CorruptFile
 from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
-from autotune.weights.saving import save_file
+from autotune.weights.saving import save_file, save_shards
 from tests.weights.conftest import raw_file, write_raw
 
 
@@ -25,6 +25,18 @@ def test_every_dtype_is_described_and_bad_values_are_counted(tmp_path, every_dty
     assert summary.num_nonfinite == 3
     assert found["scalar"].shape == ()
     assert found["bfloat16"].size_bytes == 70
+
+
+@pytest.mark.parametrize("named", ["transformer", "transformer/model.safetensors.index.json"])
+def test_shards_are_described_as_one_model(tmp_path, named):
+    tensors = {"a": torch.ones(3), "b": torch.tensor([float("nan")]), "c": torch.ones(2)}
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    read = lambda names: {name: tensors[name] for name in names}  # noqa: E731
+    *shards, _ = save_shards(tmp_path / "transformer", sizes, read, stem="model", max_shard_bytes=12)
+    summary = inspect_file(tmp_path / named)
+    assert [tensor.name for tensor in summary.tensors] == ["a", "b", "c"]
+    assert (summary.num_nonfinite, summary.size_bytes) == (1, sum(shard.stat().st_size for shard in shards))
+    assert (summary.name, summary.metadata) == (named.rpartition("/")[2], {"format": "pt"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float64])

@@ -11,10 +11,10 @@ import torch
 from autotune.errors import InvalidInput
 from autotune.weights import loaders
 from autotune.weights.errors import TruncatedFile
-from autotune.weights.loaders import LOADERS, loader_called, read_all, read_tensor
+from autotune.weights.loaders import LOADERS, loader_called, read_tensor
 from autotune.weights.saving import save_file
 from autotune.weights.sources import open_source
-from tests.weights.conftest import bits, save_model
+from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")
 USABLE = [name for name, loader in LOADERS.items() if loader.unavailable(CPU) is None]

@@ -9,10 +9,9 @@ import torch
 from autotune.weights import saving
 from autotune.weights.errors import MissingWeights
 from autotune.weights.files import read_file
-from autotune.weights.loaders import read_all
 from autotune.weights.saving import save_file
 from autotune.weights.sources import open_source
-from tests.weights.conftest import bits, save_model
+from tests.weights.conftest import bits, read_all, save_model
 
 
 def test_what_is_saved_is_read_back_to_the_bit_with_its_metadata(tmp_path, every_dtype):

@@ -57,9 +57,10 @@ class Order:
         """Images per epoch, repeats included."""
         return sum(self.repeats)
 
-    def steps_of(self, epochs: int) -> int:
-        """Optimizer steps that so many epochs take."""
-        return math.ceil(epochs * self.epoch_size / self.effective_batch_size)
+    @property
+    def epoch_steps(self) -> int:
+        """Optimizer steps that an epoch takes, the last of them perhaps shared with the next."""
+        return math.ceil(self.epoch_size / self.effective_batch_size)
 
     def images(self, step: int) -> tuple[tuple[int, bool], ...]:
         """(index, caption dropped) of every image of one step, in the order seen."""

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError
 from autotune.training.shortage import require_free, telling_of_full_disk
 from autotune.weights.errors import BadWeights, MissingWeights
 from autotune.weights.loaders import read_whole
@@ -48,9 +48,8 @@ def entry_key(kind: str, **parts: object) -> str:
 class Cache:
     """Encoded tensors under one folder. Several processes may share it."""
 
-    def __init__(self, folder: Path, *, size_limit_bytes: int = SIZE_LIMIT_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.size_limit_bytes = size_limit_bytes
 
     def read(self, key: str) -> Tensors | None:
         """The tensors of an entry, or None where it is missing; a damaged one is removed and counts as missing."""
@@ -96,22 +95,13 @@ class Cache:
                 entries.append((path.stat().st_mtime, path.stat().st_size, path))
         total, removed = sum(size for _, size, _ in entries), 0
         for _, size, path in sorted(entries):
-            if total <= self.size_limit_bytes:
+            if total <= SIZE_LIMIT_BYTES:
                 break
             if path not in kept:
                 path.unlink(missing_ok=True)
                 total -= size
                 removed += 1
         return removed
-
-    def refuse_pickles(self) -> None:
-        """Raise InvalidInput where caches of another program lie here: reading a pickle can run any code."""
-        found = next(iter(sorted(self.folder.glob("*.pt"))), None)
-        if found is not None:
-            raise InvalidInput(
-                f"{found} is a pickled cache, which autotune does not read: it could run any code",
-                hint="delete the .pt files there and run again: captions and images are encoded anew, as safetensors",
-            )
 
     def remove_stale(self) -> None:
         """Remove temporary files of writers that died."""

@@ -89,6 +89,11 @@ class Dataset:
     """Items whose pixels were not decoded because time ran out."""
 
     @property
+    def epoch_size(self) -> int:
+        """Images per epoch, repeats included."""
+        return sum(item.repeats for item in self.items)
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """What is wrong with the rest, for people: the counts, then the first files by name; empty without any."""
         counts = Counter(problem.kind for problem in self.problems)
@@ -111,22 +116,19 @@ class Reading:
     """Folder of control images for editing, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ..."""
     num_frames: int = 1
     """Above 1, each subfolder is a clip of which the first `num_frames` images are taken."""
-    verify_seconds: float = VERIFY_SECONDS
-    """Time to decode images in, to prove them whole."""
 
 
-def read_dataset(folder: Path, reading: Reading | None = None, on_progress: OnProgress | None = None) -> Dataset:
+def read_dataset(folder: Path, reading: Reading | None = None) -> Dataset:
     """The usable part of a data folder; files that are no good are left out and named in `problems`.
 
     Args:
         folder: images with same-stem `.txt` captions or a `metadata.jsonl`; subfolders are read too.
         reading: how.
-        on_progress: called with (done, total) items.
 
     Raises:
         InvalidInput: no such folder, images without captions, or nothing usable.
     """
-    dataset = scan_dataset(folder, reading, on_progress)
+    dataset = scan_dataset(folder, reading)
     captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
     if captionless:
         named = ", ".join(captionless[:3]) + (", ..." if len(captionless) > 3 else "")
@@ -173,7 +175,7 @@ def scan_dataset(folder: Path, reading: Reading | None = None, on_progress: OnPr
         for name in find_unsupported(folder, without=control)
     ]
     controls = {one.stem: one.path for one in find_items(control, clips=False)} if control else {}
-    reader = _Reader(reading, metadata, controls, time.monotonic() + reading.verify_seconds)
+    reader = _Reader(reading, metadata, controls, time.monotonic() + VERIFY_SECONDS)
     items: list[tuple[str, Item]] = []
     for one, result in zip(found, _inspect_all(reader, found, on_progress), strict=True):
         if isinstance(result, Item):

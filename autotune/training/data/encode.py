@@ -79,7 +79,6 @@ def encode_dataset(
     cache: Cache,
     *,
     caption_dropout: float = 0.0,
-    memory_bytes: int = MEMORY_BYTES,
     on_progress: OnProgress | None = None,
 ) -> EncodedDataset:
     """Encode what the cache lacks, and give access to all.
@@ -94,20 +93,18 @@ def encode_dataset(
             images take the shape of the image they belong to.
         cache: where entries are kept.
         caption_dropout: above 0, the empty caption is encoded too.
-        memory_bytes: encoded tensors up to this size stay in memory.
         on_progress: called with (done, total) entries; those found in the cache count as done.
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read, or pickled caches of another program lie in the cache's folder.
+        InvalidInput: no image could be read.
     """
-    cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
     in_buckets = [buckets[index] for index in assigned]
     recipes, problems = _recipes(dataset, in_buckets, encoders.identity, with_empty=caption_dropout > 0)
     entries = {entry.key: entry for recipe in recipes.values() for entry in recipe.entries}
     cache.remove_stale()
-    store = _Store(cache, memory_bytes, len(entries), on_progress)
+    store = _Store(cache, len(entries), on_progress)
     failed = _complete(encoders, store, entries.values())
     for index, recipe in recipes.items():
         if bad := recipe.keys & failed.keys():
@@ -223,12 +220,12 @@ def _open(entry: Entry) -> "list[Tensor]":
 
 
 class _Store:
-    """Finds and adds entries, counts them as progress, and keeps the first `memory_bytes` of them in memory."""
+    """Finds and adds entries, counts them as progress, and keeps the first `MEMORY_BYTES` of them in memory."""
 
-    def __init__(self, cache: Cache, memory_bytes: int, num_entries: int, on_progress: OnProgress | None) -> None:
+    def __init__(self, cache: Cache, num_entries: int, on_progress: OnProgress | None) -> None:
         self.in_memory: dict[str, Tensors] = {}
         self._cache = cache
-        self._free_bytes = memory_bytes
+        self._free_bytes = MEMORY_BYTES
         self._num_entries = num_entries
         self._done = 0
         self._on_progress = on_progress

@@ -27,7 +27,7 @@ class LoadedBatch:
 
 
 @dataclass
-class Loader:
+class BatchLoader:
     """Iterable of the micro-batches of steps `first_step` up to `num_steps`; `waited_seconds` grows as it is used.
 
     Leaving the loop, by its end, `break` or an error, ends the threads. An error while reading is raised in the loop.

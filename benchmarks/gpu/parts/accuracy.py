@@ -13,8 +13,9 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.quantization import LAYERWISE
 from autotune.knobs.registry import reload_key
+from autotune.machine import HardwareProfile
 from autotune.prediction import Prediction
-from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload
+from autotune.schema import Candidate, TrialResult, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 
@@ -67,7 +68,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
     if work is WORKS[0]:
         curve(evidence, predictor, workload, about, precision_of(hardware))
     first: TrialResult | None = None
-    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, model, workload) as runner:
         runs = tuple({run[2:]: run for run in work.runs}.values()) if evidence.small else work.runs
         for run in evidence.each(runs, name=lambda run: f"{name} {work.side_px} px {run}"):
             chosen = candidate(workload, *run, precision=precision_of(hardware))

@@ -18,7 +18,8 @@ silence_libraries()
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probe import probe
-from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Workload
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.requests import Request, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner

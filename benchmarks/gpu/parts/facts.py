@@ -15,7 +15,7 @@ from autotune.hardware.store import cached_profile
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
 from autotune.knobs.quantization import STORAGES
-from autotune.schema import HardwareProfile
+from autotune.machine import HardwareProfile
 from autotune.trials.parity import proven
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")

@@ -88,7 +88,7 @@ def main() -> None:
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(1024), rank=16, batch=2)
     predictor = Predictor(hardware, workload, resolved.family, resolved.config)
-    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, model, workload) as runner:
         for number, run in enumerate(evidence.each(evidence.sliced(CASES))):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
             if why := closed_gate(hardware, chosen):

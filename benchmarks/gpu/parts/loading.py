@@ -12,7 +12,8 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
 from autotune.hardware.store import cached_profile
-from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.weights.loaders import LOADERS
 
@@ -54,7 +55,7 @@ def load(
     evidence: Evidence, hardware: HardwareProfile, model: str, chosen: Candidate, workload: Workload, **about: Any
 ) -> None:
     """One load in a fresh process, as a row."""
-    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, model, workload) as runner:
         answer = evidence.ask(runner, LoadOnce(model, workload, chosen, runner.device))
     evidence.row("load", storage=chosen.quantization, loader=chosen.loader, **about, **answer)
 

@@ -13,7 +13,8 @@ from evidence import GIB, Evidence
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.schema import HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Workload
 from autotune.trials.runner import ProcessTrialRunner
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB
@@ -59,7 +60,7 @@ def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Work
         room = shutil.disk_usage(folder).free - SPARE_BYTES
         blocks = max(2, min(FULL_BLOCKS, room // BYTES_PER_BLOCK))
         full = {"num_layers": blocks, "joint_attention_dim": config["joint_attention_dim"]}
-        with ProcessTrialRunner.on(hardware, FAMILY, workload) as runner:
+        with ProcessTrialRunner(hardware, FAMILY, workload) as runner:
             request = WriteTransformer(full, str(folder / "transformer"), workload, runner.device, precision)
             answer = evidence.ask(runner, request)
         if answer["outcome"] != "ok":

@@ -18,7 +18,8 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.schema import Candidate, HardwareProfile, Workload
+from autotune.machine import HardwareProfile
+from autotune.schema import Candidate, Workload
 from autotune.trials.runner import ProcessTrialRunner
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
@@ -116,7 +117,7 @@ def main() -> None:
     matmul = max((rate.value for rate in hardware.rates if rate.name.startswith("matmul.bf16")), default=None)
     flops = model_flops(predictor, found["bf16, all checkpointed, batch 1"])
     evidence.row("work", model_flops_per_image=flops, matmul_flops_per_second=matmul, batch=BATCH)
-    with ProcessTrialRunner.on(hardware, model, workload) as runner:
+    with ProcessTrialRunner(hardware, model, workload) as runner:
         turns = [(name, turn) for turn in range(ROUNDS) for name in found]
         for name, turn in evidence.each(turns):
             chosen = found[name]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError
 from autotune.training.data.cache import Cache, entry_key
 
 TENSORS = {
@@ -75,14 +75,6 @@ def test_any_damage_is_noticed_and_the_entry_removed(
         assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_pickled_caches_of_others_are_refused_with_the_way_to_rebuild(tmp_path: Path) -> None:
-    Cache(tmp_path).refuse_pickles()
-    (tmp_path / "latents.pt").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(InvalidInput, match=r"latents\.pt") as caught:
-        Cache(tmp_path).refuse_pickles()
-    assert "encoded anew" in caught.value.hint
-
-
 def test_pickled_files_are_never_looked_at(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / "a.pt")
     torch.save(TENSORS, tmp_path / "a.safetensors")
@@ -90,16 +82,18 @@ def test_pickled_files_are_never_looked_at(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.pt"]
 
 
-def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(tmp_path: Path) -> None:
+def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = Cache(tmp_path)
     sizes = [cache.write(key, TENSORS) for key in ("a", "b", "c", "d")]
     for age, key in enumerate(("d", "c", "b", "a")):
         os.utime(tmp_path / f"{key}.safetensors", (time.time() - 100 * (age + 1),) * 2)
     assert cache.read("a") is not None  # which makes it the one used last
-    cache.size_limit_bytes = 2 * sizes[0]
+    monkeypatch.setattr("autotune.training.data.cache.SIZE_LIMIT_BYTES", 2 * sizes[0])
     assert cache.evict(keep={"b"}) == 2
     assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
-    cache.size_limit_bytes = 0
+    monkeypatch.setattr("autotune.training.data.cache.SIZE_LIMIT_BYTES", 0)
     assert cache.evict(keep={"a", "b"}) == 0
 
 

@@ -192,10 +192,11 @@ def test_names_that_are_no_utf8_are_reported_all_the_same(tmp_path: Path) -> Non
     assert json.loads(report.model_dump_json())["folder"].endswith("k\\udce4se")
 
 
-def test_what_time_was_too_short_to_decode_is_counted(tmp_path: Path) -> None:
+def test_what_time_was_too_short_to_decode_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.training.data.dataset.VERIFY_SECONDS", 0)
     write_pictures(tmp_path, (64, 64), (64, 64))
     progress: list[tuple[int, int]] = []
-    dataset = read_dataset(tmp_path, Reading(verify_seconds=0), on_progress=lambda *done: progress.append(done))
+    dataset = scan_dataset(tmp_path, Reading(caption="x"), lambda *done: progress.append(done))
     assert (len(dataset.items), dataset.num_unverified) == (2, 2)
     assert progress == [(1, 2), (2, 2)]
 

@@ -91,10 +91,10 @@ def encode(
     identity: Identity = IDENTITY,
     control: Path | None = None,
     verify_seconds: float = 60,
+    memory_bytes: int = 10**9,
     cache: Cache | None = None,
     **options: Any,
 ) -> EncodedDataset:
-    dataset = read_dataset(data, Reading(control=control, verify_seconds=verify_seconds))
     encoders: Any = SimpleNamespace(
         model=SimpleNamespace(family=family or CountingFamily()),
         identity=identity,
@@ -102,7 +102,11 @@ def encode(
         release_text=lambda: None,
     )
     cache = cache or Cache(data.parent / "cache")
-    return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), cache, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.training.data.dataset.VERIFY_SECONDS", verify_seconds)
+        patch.setattr("autotune.training.data.encode.MEMORY_BYTES", memory_bytes)
+        dataset = read_dataset(data, Reading(control=control))
+        return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), cache, **options)
 
 
 def refuse(with_text: bool = True) -> Any:
@@ -257,8 +261,11 @@ def test_a_full_disk_is_told_early_and_what_was_cached_stays(
     assert sorted(family.captions) == sorted(CAPTIONS)
 
 
-def test_eviction_never_touches_the_data_of_this_run(data: Path, pipeline: Any) -> None:
-    cache = Cache(data.parent / "cache", size_limit_bytes=0)
+def test_eviction_never_touches_the_data_of_this_run(
+    data: Path, pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.training.data.cache.SIZE_LIMIT_BYTES", 0)
+    cache = Cache(data.parent / "cache")
     cache.write("stranger", {"x": torch.zeros(3)})
     encoded = encode(data, pipeline, cache=cache, memory_bytes=0)
     assert cache.read("stranger") is None

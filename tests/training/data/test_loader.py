@@ -12,7 +12,7 @@ from autotune.errors import AutotuneError
 from autotune.families.base import Sample
 from autotune.families.qwen_image import QwenImage
 from autotune.training.data.batches import Order
-from autotune.training.data.loader import Loader
+from autotune.training.data.loader import BatchLoader
 
 
 class Data:
@@ -33,8 +33,8 @@ class Data:
 ORDER = Order(groups=(0, 0, 0, 1, 1, 1), repeats=(1,) * 6, effective_batch_size=4, seed=0, caption_dropout=0.3)
 
 
-def loader(data: Data, **options: Any) -> Loader:
-    return Loader(QwenImage(), data, ORDER, **{"micro_batch_size": 2, "num_steps": 6, **options})  # type: ignore[arg-type]
+def loader(data: Data, **options: Any) -> BatchLoader:
+    return BatchLoader(QwenImage(), data, ORDER, **{"micro_batch_size": 2, "num_steps": 6, **options})  # type: ignore[arg-type]
 
 
 def no_thread_left() -> bool:
