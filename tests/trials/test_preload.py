@@ -89,3 +89,9 @@ def test_no_import_asks_the_gpu_anything_that_starts_cuda() -> None:
         [sys.executable, "-c", PRETEND_A_GPU], capture_output=True, text=True, check=True, timeout=480
     )
     assert done.stdout.splitlines()[-1] == "[] False True 0"
+
+
+def test_torch_compiles_none_of_its_own_kernels_at_their_first_call() -> None:
+    """On CUDA it would need a C compiler; `tests/conftest.py` silenced libraries before torch was imported."""
+    native = pytest.importorskip("torch._native.common_utils")
+    assert native.check_native_jit_disabled()
