@@ -26,7 +26,12 @@ NOISY_LOGGERS = (
 
 
 def silence_libraries() -> None:
-    """Let only errors through, and switch off the libraries' own progress bars. Safe to call twice."""
+    """Let only errors through, and switch off the libraries' own progress bars. Safe to call twice.
+
+    Kernels that torch 2.13 compiles at their first call on CUDA are off, too: triton fails at an outer product where
+    there is no C compiler or none of Python's headers.
+    """
+    os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -21,6 +21,10 @@ BUSY_BYTES = GIB
 DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
 """CUDA major to the oldest driver that runs it (minor-version compatibility, CUDA release notes)."""
 
+LEAST = {"diffusers": "0.42", "transformers": "5.0", "peft": "0.20", "accelerate": "1.10"}
+"""Oldest versions that work. With peft 0.18 no layer is adapted where torchao is 0.18 or newer, with 0.19 none whose
+weights torchao stores."""
+
 CUDA_13 = (7, 5)
 """The oldest compute capability that it runs on."""
 DEFAULT_DISK_BYTES = 90 * GIB
@@ -213,7 +217,12 @@ def check_disk(patient: Patient) -> Iterator[Finding]:
 
 
 def check_packages(patient: Patient) -> Iterator[Finding]:
-    """Packages that are chosen and harm, or are missing and would help."""
+    """Packages that are chosen and harm, are too old, or are missing and would help."""
+    for name, least in LEAST.items():
+        version = getattr(patient.versions, name)
+        if version is not None and older(version, least):
+            what = f"{name} {version} is installed; autotune needs {least} or newer"
+            yield Finding(severity="blocks", name=f"old-{name}", what=what, fix=f"pip install '{name}>={least}'")
     if patient.attention is not None and patient.attention.startswith("sage"):
         what = f"DIFFUSERS_ATTN_BACKEND={patient.attention}: SageAttention has no backward, so nothing is learned"
         fix = "unset DIFFUSERS_ATTN_BACKEND; autotune chooses an attention that trains"

@@ -95,6 +95,8 @@ class Meter:
             self.torch.mps.synchronize()
 
     def time(self, call: Callable[[], object]) -> Timings:
+        if self.kind != "cpu":  # the first call of a kind loads libraries, and cuDNN compiles: seconds at times
+            call()
         return timed(call, limit_seconds=self.effort.limit_seconds, finish=self.finish)
 
     def rate(self, name: str, work: float, timings: Timings, unit: Any) -> Rate:

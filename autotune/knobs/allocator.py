@@ -7,7 +7,7 @@ from autotune.knobs.base import Choices, Knob, Setting
 from autotune.schema import Choice
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch reads the first that is set, once, when CUDA starts; the second is the older name."""
+"""torch reads the first that is set, once; the second is the older name."""
 
 
 class Allocator(Knob):
@@ -35,6 +35,5 @@ def configure_allocator(choice: Choice) -> None:
     if choice != "expandable" or any(name in os.environ for name in VARIABLES):
         return
     os.environ.update(dict.fromkeys(VARIABLES, "expandable_segments:True"))
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # by the probe's questions: the variables are read no more
+    if torch := sys.modules.get("torch"):  # which may have read the variables already: at the latest as CUDA starts
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -1,9 +1,10 @@
 """What the fork server imports once, so that every trial starts warm. Imports only: no operation may run here.
 
 A parallel operation in the parent would deadlock its children, and a started CUDA could not be forked. Two libraries
-look at the GPU when they are imported: torchao asks for its compute capability, which starts CUDA, so the GPU is hidden
-meanwhile (what torchao settles by the answer are MX kernels, unused here); bitsandbytes chooses its backend, so it is
-left to the trial that needs it.
+look at the GPU when they are imported: torchao asks for its compute capability, which starts CUDA, and whether triton
+knows it, which counts GPUs and, without NVML or on a slice of a GPU, starts CUDA, too; so the GPU is hidden meanwhile
+(what torchao settles by the answers are MX kernels, unused here). bitsandbytes chooses its backend, so it is left to
+the trial that needs it.
 """
 
 import sys
@@ -13,10 +14,14 @@ from autotune.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
+import torch._inductor.config  # noqa: E402
 import torch.utils._triton  # noqa: E402
 
 sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-with mock.patch.object(torch.cuda, "is_available", return_value=False):
+with (
+    mock.patch.object(torch.cuda, "is_available", return_value=False),
+    torch._inductor.config.patch(triton_disable_device_detection=True),
+):
     import diffusers  # noqa: F401
     import peft  # noqa: F401
     import torchao.quantization  # noqa: F401

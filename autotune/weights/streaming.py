@@ -208,7 +208,10 @@ class _Arrivals:
                 tensors.update(dict.fromkeys(tensors))
 
     def finish(self, device: "torch.device") -> None:
-        """Move what is in no file, and make sure that nothing was left without values."""
+        """Move what is in no file, make sure that nothing was left without values, and give back what quantising took:
+        CUDA's allocator would have to at the edge of memory, in the middle of a step, which reads as a spill."""
+        import torch
+
         for name, module in self.model.named_modules():
             for leaf in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(leaf)
@@ -219,6 +222,8 @@ class _Arrivals:
                     message = f"{name}.{leaf} has no values: it is in no file and was built on the meta device"
                     raise BadWeights(message, hint="build the model with autotune.weights.building.build_empty")
         self.model.eval()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _may_learn(slot: _Slot, tensor: "Tensor") -> bool:

@@ -1,12 +1,14 @@
 """Real machines, as their tools report them, give exactly the profile that a person would write down."""
 
 import os
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from autotune.commands.machine import machine_for
 from autotune.errors import InvalidInput
-from autotune.hardware.doctor import findings
+from autotune.hardware.doctor import LEAST, findings
 from autotune.hardware.patient import examine
 from autotune.hardware.probe import profile_of, with_cap, with_reserve
 from autotune.knobs.attention import BACKENDS
@@ -189,6 +191,7 @@ def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was
         ("rtx-4090", {"os": {"disk_free_bytes": 20 * GIB}}, "little-disk"),
         ("rtx-4090", {"packages": {"torch": {"absent": "not installed"}}}, "no-torch"),
         ("rtx-4090", {"packages": {"torch": "2.6.0"}}, "old-torch"),
+        ("rtx-4090", {"packages": {"peft": "0.19.1"}}, "old-peft"),
         ("rtx-4090", {"packages": {"torchvision_needs": "torch==2.12.0"}}, "torchvision-mismatch"),
         ("no-gpu", {"os": {"nvidia_cards": 1}}, "no-driver"),
         ("rtx-4090", {"os": {"system": "Windows 11"}}, "windows"),
@@ -197,6 +200,11 @@ def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was
 def test_the_doctor_notices(name, sources, finding):
     assert finding in found(changed(name, **sources))
     assert finding not in found(machine(name))
+
+
+def test_the_doctor_asks_for_the_versions_that_an_installation_asks_for():
+    asked = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {f"{name}>={least}" for name, least in LEAST.items()} <= set(asked)
 
 
 @pytest.mark.parametrize("value", ["0", "0,1", "GPU-8f1c", "MIG-aa", "1"])

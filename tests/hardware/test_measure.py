@@ -137,6 +137,15 @@ def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enoug
     assert each * max(moved) < 2 * rates.EFFORTS["cuda"].copy_bytes  # as the copies take
 
 
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_what_a_library_takes_to_load_is_not_taken_for_the_time_of_a_call(monkeypatch, kind):
+    meter = rates.Meter(profile_of(machine("no-gpu")), lambda: None)
+    meter.kind, meter.effort = kind, dataclasses.replace(meter.effort, limit_seconds=0.01)
+    monkeypatch.setattr(meter, "finish", lambda: None)
+    load = iter([0.05])
+    assert meter.time(lambda: time.sleep(next(load, 0.0))).median < 0.04
+
+
 def child(code, **options):
     return measured(profile_of(machine("h100-sxm")), lambda _: None, (sys.executable, "-c", code), **options)
 

@@ -46,6 +46,10 @@ record("get_device_properties", None)
 record("_lazy_init", None)
 record("init", None)
 record("current_device", 0)
+record("device_count", 1)
+import torch.utils._triton
+# Wherever there is a GPU triton is installed; without it only the question for devices can pretend so.
+torch.utils._triton.has_triton_package = lambda: sys._getframe(1).f_code.co_name == "has_triton"
 import autotune.trials.preload
 from torch.utils._triton import has_triton
 print(list(asked), "bitsandbytes" in sys.modules, torch.cuda.is_available(), has_triton.cache_info().currsize)
@@ -57,11 +61,12 @@ class LookAround:
     """Tells about the fork server that the child came from."""
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> tuple[int, bool, bool]:
-        """Its threads, whether CUDA runs here, and whether the libraries came with the fork."""
+        """Its threads, whether CUDA ran there or may not start here, and whether the libraries came with the fork."""
         import torch
 
         threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
-        return threads, torch.cuda.is_initialized(), "autotune.trials.preload" in sys.modules
+        cuda = torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
+        return threads, cuda, "autotune.trials.preload" in sys.modules
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads of another process are seen in /proc")
@@ -89,3 +94,9 @@ def test_no_import_asks_the_gpu_anything_that_starts_cuda() -> None:
         [sys.executable, "-c", PRETEND_A_GPU], capture_output=True, text=True, check=True, timeout=480
     )
     assert done.stdout.splitlines()[-1] == "[] False True 0"
+
+
+def test_torch_compiles_none_of_its_own_kernels_at_their_first_call() -> None:
+    """On CUDA it would need a C compiler; `tests/conftest.py` silenced libraries before torch was imported."""
+    native = pytest.importorskip("torch._native.common_utils")
+    assert native.check_native_jit_disabled()

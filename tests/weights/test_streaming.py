@@ -9,7 +9,7 @@ from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, Shap
 from autotune.weights.loaders import LOADERS
 from autotune.weights.saving import save_file
 from autotune.weights.sources import open_source
-from autotune.weights.streaming import fill_random, load_into
+from autotune.weights.streaming import _Arrivals, fill_random, load_into
 from tests.weights.conftest import bits, save_model
 
 QWEN = {
@@ -306,3 +306,11 @@ def test_random_weights_can_be_quantised_as_they_come():
     assert sorted(seen) == ["", "block.0", "block.1", "first", "tied"]
     assert model.counts.equal(Small().counts)
     assert model.block[1].weight.eq(1).all()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_loading_left_in_the_allocator_goes_back_to_the_card(monkeypatch, device):
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(device))
+    _Arrivals(nn.Linear(2, 2), (), None).finish(torch.device(device))
+    assert given_back == ["cuda"] * (device == "cuda")

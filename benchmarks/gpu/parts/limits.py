@@ -70,8 +70,8 @@ class ProfiledSteps:
         top: Counter[str] = Counter()
         launches = 0
         for event in profiler.key_averages():
-            if on_gpu and event.device_type.name != "CUDA":
-                continue
+            if on_gpu and (event.device_type.name != "CUDA" or event.is_user_annotation):
+                continue  # such as `Optimizer.step`, which spans kernels that are counted
             spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
             times[kind_of(event.key)] += spent
             top[event.key[:120]] += spent
