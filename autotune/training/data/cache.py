@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.training.shortage import require_free, telling_of_full_disk
 from autotune.weights.errors import BadWeights, MissingWeights
 from autotune.weights.loaders import read_whole
@@ -102,6 +102,15 @@ class Cache:
                 total -= size
                 removed += 1
         return removed
+
+    def refuse_pickles(self) -> None:
+        """Raise InvalidInput where caches of another program lie here: reading a pickle can run any code."""
+        found = next(iter(sorted(self.folder.glob("*.pt"))), None)
+        if found is not None:
+            raise InvalidInput(
+                f"{found} is a pickled cache, which autotune does not read: it could run any code",
+                hint="delete the .pt files there and run again: captions and images are encoded anew, as safetensors",
+            )
 
     def remove_stale(self) -> None:
         """Remove temporary files of writers that died."""

@@ -97,8 +97,9 @@ def encode_dataset(
 
     Raises:
         AutotuneError: the disk is full; what is cached so far is kept.
-        InvalidInput: no image could be read.
+        InvalidInput: no image could be read, or pickled caches of another program lie in the cache's folder.
     """
+    cache.refuse_pickles()
     assigned = assign_buckets(dataset, buckets)
     in_buckets = [buckets[index] for index in assigned]
     recipes, problems = _recipes(dataset, in_buckets, encoders.identity, with_empty=caption_dropout > 0)

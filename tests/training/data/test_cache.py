@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.training.data.cache import Cache, entry_key
 
 TENSORS = {
@@ -73,6 +73,14 @@ def test_any_damage_is_noticed_and_the_entry_removed(
         assert not path.exists()
     else:  # padding of the header
         assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_pickled_caches_of_others_are_refused_with_the_way_to_rebuild(tmp_path: Path) -> None:
+    Cache(tmp_path).refuse_pickles()
+    (tmp_path / "latents.pt").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(InvalidInput, match=r"latents\.pt") as caught:
+        Cache(tmp_path).refuse_pickles()
+    assert "encoded anew" in caught.value.hint
 
 
 def test_pickled_files_are_never_looked_at(tmp_path: Path) -> None:
