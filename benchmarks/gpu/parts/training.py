@@ -41,7 +41,7 @@ class PlainLoop:
         from peft import LoraConfig
 
         from autotune.families.registry import family_named
-        from autotune.trials.steps import synthetic_samples
+        from autotune.trials.steps import longest_captions, synthetic_samples
 
         family, rank, on_gpu = family_named(self.family), self.workload.rank, self.device.startswith("cuda")
         dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -58,7 +58,9 @@ class PlainLoop:
         transformer.train()
         parameters = [p for p in transformer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
-        samples = synthetic_samples(family, self.config, self.workload, self.workload.effective_batch_size, dtype)
+        work = self.workload
+        lengths = longest_captions(work, work.effective_batch_size)
+        samples = synthetic_samples(family, self.config, work, work.largest_bucket, lengths, dtype)
         batches = [{k: v.to(self.device) for k, v in family.collate([sample]).items()} for sample in samples]
         seconds = []
         for _ in range(self.num_steps + 1):
