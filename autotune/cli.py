@@ -23,6 +23,7 @@ from autotune.commands.train import sample, train
 from autotune.errors import AutotuneError, Preempted, first_line
 from autotune.quiet import silence_libraries
 from autotune.reporting.text import printable
+from autotune.threads import wait_briefly
 from autotune.training.launching import is_first_process
 from autotune.training.shortage import OUT_OF_MEMORY
 
@@ -66,6 +67,7 @@ def main() -> None:
     _open_streams()
     sys.unraisablehook = _again
     silence_libraries()
+    wait_briefly(os.environ)
     try:
         status = app(standalone_mode=False, prog_name="autotune")
     except UsageError as error:

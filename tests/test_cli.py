@@ -17,6 +17,7 @@ from autotune.cli import app
 from autotune.commands.machine import parse_bytes
 from autotune.commands.options import JobOptions, option_of
 from autotune.errors import InvalidInput
+from autotune.threads import wait_briefly
 from tests.conftest import autotune
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
@@ -46,6 +47,16 @@ except KeyboardInterrupt:
 """
     process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=30)
     assert (process.stdout, process.stderr) == ("heard\n", "")
+
+
+@pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
+def test_threads_wait_briefly_unless_the_user_says_how(own: dict[str, str]) -> None:
+    environment = dict(own)
+    wait_briefly(environment)
+    assert environment == own
+    environment.clear()
+    wait_briefly(environment)
+    assert int(environment["GOMP_SPINCOUNT"]) < 20_000
 
 
 def test_help_is_quick() -> None:

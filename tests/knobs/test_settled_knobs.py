@@ -88,7 +88,7 @@ def test_swapping_refuses_what_would_keep_weights_on_the_device(changes, word):
 def test_compiling_is_offered_with_its_payback_and_never_searched():
     offered = Compile().choices(setting("compile"))
     assert offered.admitted == ("off",)
-    assert "60 s" in offered.on_request["block"]
+    assert "120 s" in offered.on_request["block"]
     assert Compile().choices(setting()).rejected.keys() == {"block"}
 
 
