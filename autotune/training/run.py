@@ -1,6 +1,7 @@
 """`autotune train`: runs exactly what a plan says, and reports what happened against what was promised."""
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,7 +221,8 @@ class _Run:
         metrics = loop.context.metrics
         losses, recorded = (metrics.losses, metrics.seconds) if metrics else ([], [])
         steady = sorted(loop.seconds[2:] or loop.seconds or recorded) or [0.0]
-        step_seconds = steady[len(steady) // 2]
+        rare = len(steady) // 20  # a hiccup counts for nothing, steps of longer captions for what they are
+        step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
         waits = loop.data_seconds[2:] or loop.data_seconds or [0.0]
