@@ -62,22 +62,23 @@ def load_into(
     slots = _slots(model)
     names = {stored: rename(stored) if rename else stored for stored in source.places}
     _check(model, slots, source, names)
-    done = trimmed = 0
+    freed = 0
     arrivals = _Arrivals(model, slots, transform)
     with closing(chosen.stream(source, target)) as stream:
         for stored, tensor in stream:
             name = names[stored]
-            done += tensor.nbytes
             if name in arrivals.by_name:
                 slot = arrivals.by_name[name]
                 wanted = dtype_policy(name, tensor.dtype) if dtype_policy else slot.dtype
                 arrivals.accept(slot, tensor.to(wanted))
+                freed += tensor.nbytes if transform or wanted != tensor.dtype or target.type != "cpu" else 0
             del tensor  # or its memory would be held while the next one is read
-            if done - trimmed >= TRIM_EVERY_BYTES:
+            if freed >= TRIM_EVERY_BYTES:
                 _return_freed_memory()
-                trimmed = done
+                freed = 0
     arrivals.finish(target)
-    _return_freed_memory()
+    if freed or transform:
+        _return_freed_memory()
 
 
 def _return_freed_memory() -> None:
