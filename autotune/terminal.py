@@ -1,5 +1,7 @@
 """What the commands show while they work: bars and rows on stderr, data on stdout, colour only where it is wanted."""
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,11 +32,19 @@ class _Plain(Console):
         except OSError:
             if not self.stderr:
                 raise
-            self.quiet = True  # whoever listened is gone; what is told on the way is not worth a run
+            self._fall_silent()
 
     def on_broken_pipe(self) -> None:
-        if not self.stderr:
+        if self.stderr:
+            self._fall_silent()
+        else:
             super().on_broken_pipe()
+
+    def _fall_silent(self) -> None:
+        """Whoever listened is gone: what is told on the way is worth no run, what is left of it no exit with 120."""
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
     def render_str(self, text: str, **style: Any) -> Text:
         return super().render_str(printable_lines(text), **style)
