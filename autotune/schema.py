@@ -12,7 +12,6 @@ Files are validated in JSON mode (`model_validate_json`): strict mode would refu
 """
 
 import statistics
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
@@ -36,16 +35,6 @@ MOST_RESIDUAL = 5.0
 """A factor of 148: what is further from its prediction is counted as this far."""
 Choice = str | int
 PositiveTokens = Annotated[int, PositiveInt]
-TYPICALLY_SMALLER = 0.95
-"""Usual shapes and captions that are nearer to the largest are not told apart from them."""
-GOLDEN_RATIO = 0.618034
-
-
-def spread_of(values: Sequence[int], count: int) -> tuple[int, ...]:
-    """`count` values for sorted ones: the mean of each of so many equal parts, or of the value that a part lies in."""
-    starts = [i * len(values) // count for i in range(count + 1)]
-    parts = [values[start : max(start + 1, end)] for start, end in pairwise(starts)]
-    return tuple(round(sum(part) / len(part)) for part in parts)
 
 
 class ModelSpec(Frozen):
@@ -107,39 +96,6 @@ class Workload(Frozen):
     def largest_bucket(self) -> Bucket:
         """The bucket with the most pixels: the one that decides the peak."""
         return max(self.buckets, key=lambda b: (b.num_pixels, b.width_px))
-
-    @property
-    def typically_smaller(self) -> bool:
-        """Whether the usual step has less to do than one in the largest shapes."""
-        return bool(self.text_token_quantiles) or self.typical_bucket != self.largest_bucket
-
-    @property
-    def typical_bucket(self) -> Bucket:
-        """The bucket whose size is nearest to the mean of all items: a step in it takes about the mean time."""
-        largest, items = self.largest_bucket, sum(b.num_items for b in self.buckets)
-        mean = sum(b.num_items * b.num_pixels for b in self.buckets) / max(1, items)
-        if mean >= TYPICALLY_SMALLER * largest.num_pixels or not items:
-            return largest
-        return min(self.buckets, key=lambda b: (abs(b.num_pixels - mean), b.width_px))
-
-    @property
-    def mean_text_tokens(self) -> int:
-        """Of a caption."""
-        return spread_of(self.text_token_quantiles or (self.max_text_tokens,), 1)[0]
-
-    @property
-    def typical_text_tokens(self) -> tuple[int, ...]:
-        """Lengths of the captions of one step of usual lengths, one for each image of the effective batch."""
-        size = self.effective_batch_size
-        spread = spread_of(self.text_token_quantiles or (self.max_text_tokens,), size)
-        # In an order that mixes, so that each micro-batch is padded as one drawn at random would be.
-        return tuple(spread[i] for i in sorted(range(size), key=lambda i: i * GOLDEN_RATIO % 1))
-
-    def padded_text_tokens(self, micro_batch_size: int) -> float:
-        """Mean length that the captions of such a step are padded to in micro-batches of this size."""
-        tokens = self.typical_text_tokens
-        groups = [tokens[start : start + micro_batch_size] for start in range(0, len(tokens), micro_batch_size)]
-        return sum(len(group) * max(group) for group in groups) / len(tokens)
 
     @model_validator(mode="after")
     def _quantiles_in_order(self) -> Self:

@@ -8,6 +8,7 @@ from autotune.knobs.base import Setting
 from autotune.knobs.compile import startup_seconds
 from autotune.prediction import Estimate, JobTime, Prediction
 from autotune.schema import Candidate
+from autotune.typical import mean_text_tokens
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""
@@ -85,7 +86,7 @@ def job_time(
 
 def _caption_seconds(predictor: Predictor, rates: Rates, parameters: int, element_bytes: int) -> float:
     """Encoding one caption where the caching settings have the encoders; streamed ones cross the bus for each."""
-    caching, tokens = predictor.caching[0], predictor.workload.mean_text_tokens
+    caching, tokens = predictor.caching[0], mean_text_tokens(predictor.workload)
     flops = 2 * parameters * tokens
     if caching.text_encoder_device == "cpu" and predictor.hardware.device.kind != "cpu":
         return flops / host_flops_per_second(predictor.hardware.host)

@@ -24,6 +24,7 @@ from autotune.knobs.precision import Precision
 from autotune.machine import HardwareProfile
 from autotune.prediction import Prediction, StepTime
 from autotune.schema import CachingSettings, Candidate, Reason, Residual, TrialResult, Workload
+from autotune.typical import is_smaller, mean_text_tokens, padded_text_tokens, typical_bucket
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -311,19 +312,19 @@ class Predictor:
         micro-batches are padded to: the larger they are, the more often they hold a long one.
         """
         work = self.workload
-        if not work.typically_smaller:
+        if not is_smaller(work):
             return 1.0
-        mean, longest = work.mean_text_tokens, work.max_text_tokens
+        mean, longest = mean_text_tokens(work), work.max_text_tokens
         if mean == longest:
             return self._share_at(longest)
-        padded = (work.padded_text_tokens(micro_batch_size) - mean) / (longest - mean)
+        padded = (padded_text_tokens(work, micro_batch_size) - mean) / (longest - mean)
         return (1 - padded) * self._share_at(mean) + padded * self._share_at(longest)
 
     def _share_at(self, text_tokens: int) -> "NDArray[np.float64]":
         if text_tokens not in self._shares:
             precision, attention, kernel = self._usual
             rates = Rates(self.hardware, precision, attention, kernel)
-            shapes = (self.model.in_shape(self.workload.typical_bucket, text_tokens), self.model)
+            shapes = (self.model.in_shape(typical_bucket(self.workload), text_tokens), self.model)
             passes = (model.traced(precision, "none", kernel, 1, 0) for model in shapes)
             tables = [
                 table_of(one, rates, self.workload.rank).stretched(self.model.counts, self.model.traced_counts)

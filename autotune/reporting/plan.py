@@ -9,6 +9,7 @@ from autotune.reporting.text import count_text, memory_text, seconds_text, wrapp
 from autotune.schema import Bucket, Candidate, TrainingPlan, TrialResult, Workload
 from autotune.search.space import SearchSpace
 from autotune.sharing.query import Survey
+from autotune.typical import mean_text_tokens
 
 TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step    memory outcome"
 
@@ -36,7 +37,7 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     sizes = ", ".join(f"{_size(b)} ({b.num_items})" for b in workload.buckets)
     kind = "image" if largest.num_frames == 1 else "clip"
     data = f"{count} {kind}s: {sizes}" if count > 1 else f"one {kind} of {_size(largest)}"
-    longest, usual = workload.max_text_tokens, workload.mean_text_tokens
+    longest, usual = workload.max_text_tokens, mean_text_tokens(workload)
     captions = f"captions up to {longest} tokens" + (f", {usual} in the mean" if usual < longest else "")
     lines = [
         f"model     {model.name} ({model.family}, {count_text(model.num_parameters)} parameters)",

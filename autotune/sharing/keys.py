@@ -15,6 +15,7 @@ from autotune.knobs.attention import prefers_cudnn
 from autotune.machine import HardwareProfile
 from autotune.schema import TrialResult, Workload
 from autotune.sharing.record import LIBRARIES, Machine, Record, class_of, machine_of
+from autotune.typical import mean_text_tokens
 
 Value = str | float | None
 Kind = Literal["exact", "upgraded", "near", "none"]
@@ -76,7 +77,7 @@ WORK_KEYS: tuple[SoftKey, ...] = (
     SoftKey("pixels", lambda work: work.largest_bucket.width_px * work.largest_bucket.height_px, 2.0),
     SoftKey("frames", lambda work: work.largest_bucket.num_frames, 2.0),
     SoftKey("longest caption", lambda work: work.max_text_tokens, 0.5, 0.25),
-    SoftKey("usual caption tokens", lambda work: work.mean_text_tokens, 0.5, 0.25),
+    SoftKey("usual caption tokens", mean_text_tokens, 0.5, 0.25),
     SoftKey("caption padding", lambda work: work.text_padding, 0.5),
     SoftKey("rank", lambda work: work.rank, 0.5),
     SoftKey("adapted layers", lambda work: work.targets, 1.0),

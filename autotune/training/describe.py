@@ -1,7 +1,6 @@
 """From a data folder to the workload: the shapes and lengths that decide memory and speed. Loads no weights."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.cost.arguments import checked_bucket, positive
@@ -9,10 +8,11 @@ from autotune.errors import InvalidInput, first_line
 from autotune.families.base import Family
 from autotune.families.resolve import ResolvedModel
 from autotune.job import Job
-from autotune.schema import TYPICALLY_SMALLER, Bucket, Objective, Quality, Workload, spread_of
+from autotune.schema import Bucket, Objective, Quality, Workload
 from autotune.training.data.buckets import assign_buckets, make_buckets
 from autotune.training.data.captions import EMPTY_CAPTION
 from autotune.training.data.dataset import Dataset
+from autotune.typical import quantiles_of
 
 NUM_QUANTILES = 16
 """Lengths of captions that a workload names."""
@@ -98,7 +98,7 @@ def describe_workload(
         resolution_px=resolution,
         buckets=buckets,
         max_text_tokens=lengths[-1],
-        text_token_quantiles=_quantiles(lengths),
+        text_token_quantiles=quantiles_of(lengths, NUM_QUANTILES),
         text_padding="exact" if len(set(lengths)) == 1 else "masked",
         num_control_images=num_controls,
         rank=rank,
@@ -109,13 +109,6 @@ def describe_workload(
         quality=wishes.quality,
         objective=wishes.objective,
     )
-
-
-def _quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Of sorted lengths; none where they are about as long as the longest."""
-    if sum(lengths) >= TYPICALLY_SMALLER * len(lengths) * lengths[-1]:
-        return ()
-    return spread_of(lengths, NUM_QUANTILES)
 
 
 def given(value: int | None, default: int) -> int:

@@ -21,6 +21,7 @@ from autotune.training.memory import (
 from autotune.training.model import TrainingModel, apply_settings, load_model
 from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step, to_device
 from autotune.trials.requests import TrialRequest
+from autotune.typical import is_smaller, typical_bucket, typical_text_tokens
 
 COMPARED_STEP = 3
 """Of the steady ones: its loss is kept, so that losses of trials compare however many steps each took."""
@@ -61,8 +62,8 @@ def load(request: TrialRequest) -> Loaded:
     known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
     largest = synthetic_samples(*known, workload.largest_bucket, longest_captions(workload, size), model.dtype)
     typical = largest
-    if workload.typically_smaller:
-        typical = synthetic_samples(*known, workload.typical_bucket, workload.typical_text_tokens, model.dtype)
+    if is_smaller(workload):
+        typical = synthetic_samples(*known, typical_bucket(workload), typical_text_tokens(workload), model.dtype)
     initial = [parameter.detach().clone() for parameter in model.adapter]
     return Loaded(model, largest, typical, initial, time.perf_counter() - started, device_peak_bytes(device))
 

@@ -16,6 +16,7 @@ from autotune.knobs.quantization import STORAGES
 from autotune.machine import Rate
 from autotune.prediction import Prediction
 from autotune.schema import Bucket, Candidate, TrialResult
+from autotune.typical import padded_text_tokens
 
 STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution", "optimizer", "overhead")
 
@@ -117,7 +118,7 @@ def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_take(name, size):
     uneven = workload_of(name, max_text_tokens=400, text_token_quantiles=(20, 30, 60, 400), effective_batch_size=4)
-    padded = round(uneven.padded_text_tokens(size))
+    padded = round(padded_text_tokens(uneven, size))
     even = uneven.changed(max_text_tokens=padded, text_token_quantiles=())
     candidate = Candidate(micro_batch_size=size, checkpointed_blocks=1, precision="fp32")
     predicted, direct, longest = (

@@ -11,12 +11,13 @@ from pydantic import ValidationError
 from autotune.families.base import Batch
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.schema import Bucket, Candidate, Workload, spread_of
+from autotune.schema import Bucket, Candidate, Workload
 from autotune.training.data.dataset import read_dataset
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.parity import small_work
 from autotune.trials.requests import TrialRequest
 from autotune.trials.steps import Steps, load
+from autotune.typical import mean_text_tokens, padded_text_tokens, spread_of, typical_bucket, typical_text_tokens
 from tests import builders
 from tests.training.small import write_model_and_images
 
@@ -37,9 +38,9 @@ def test_a_step_of_usual_captions_has_their_mean_length(values: list[int], batch
     work = workload(values, batch)
     exact = len(values) % batch == 0 or batch % len(values) == 0
     if exact:
-        assert sum(work.typical_text_tokens) / batch == pytest.approx(sum(values) / len(values), abs=0.5)
-    padded = [work.padded_text_tokens(size) for size in (1, batch)]
-    assert padded == [pytest.approx(sum(work.typical_text_tokens) / batch), max(work.typical_text_tokens)]
+        assert sum(typical_text_tokens(work)) / batch == pytest.approx(sum(values) / len(values), abs=0.5)
+    padded = [padded_text_tokens(work, size) for size in (1, batch)]
+    assert padded == [pytest.approx(sum(typical_text_tokens(work)) / batch), max(typical_text_tokens(work))]
     assert padded[1] <= work.max_text_tokens
 
 
@@ -57,7 +58,7 @@ def test_the_usual_bucket_is_near_the_mean_and_the_largest_where_nothing_is_know
         )
 
     works = (builders.workload(buckets=buckets(*items)) for items in ((1, 9, 1), (0, 0, 0), (0, 0, 3)))
-    assert [work.typical_bucket.num_frames for work in works] == [41, 81, 81]
+    assert [typical_bucket(work).num_frames for work in works] == [41, 81, 81]
 
 
 def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
@@ -69,7 +70,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     work = describe_workload(
         resolve_model(str(model)), read_dataset(images), Wishes(size_px=(32, 32), effective_batch_size=2)
     )
-    assert work.mean_text_tokens < 0.5 * work.max_text_tokens
+    assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
     request = TrialRequest(str(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2)
     steps, seen = Steps(load(request), work, request.candidate), []
     forward = steps.model.family.predict
@@ -83,7 +84,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     assert (len(result.warmup_seconds), len(result.step_seconds)) == (3, 2)
     by_step = list(zip(seen[::2], seen[1::2], strict=True))
     longest = (work.max_text_tokens, work.max_text_tokens - 1)
-    assert by_step == [longest] * 2 + [work.typical_text_tokens] * 3
+    assert by_step == [longest] * 2 + [typical_text_tokens(work)] * 3
 
 
 def test_uneven_captions_leave_the_small_work_of_a_check_alone() -> None:
