@@ -4,8 +4,8 @@ from collections.abc import MutableMapping
 
 SPIN_COUNT = "6000"
 """Turns of waiting before a thread sleeps: some 100 us, as long as one operation after another keeps them busy. Beside
-another program of two threads, steps took 50 to 64 times as long with libgomp's 300,000 and 3.4 times with this; alone the
-same (`benchmarks/threads.py` and its log)."""
+another program of two threads, steps took 50 to 64 times as long with libgomp's 300,000 and 3.4 times with this; alone
+the same (`benchmarks/threads.py` and its log)."""
 
 
 def wait_briefly(environment: MutableMapping[str, str]) -> None:
