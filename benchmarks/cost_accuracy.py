@@ -120,7 +120,7 @@ def measure_family(name: str, hardware: HardwareProfile) -> list[dict[str, Any]]
     predictor = Predictor(known, workload, family, config)
     rows: list[dict[str, Any]] = []
     for candidate in candidates(workload.model.num_blocks):
-        before = predictor.predict(candidate)
+        before = predictor.uncalibrated(candidate)
         truth = run(family, config, workload, candidate)
         if not rows:
             seconds, peak = (min(truth.step_seconds),), truth.peak_bytes

@@ -1,5 +1,6 @@
 """Ground truth on a CPU: what PyTorch's own profiler says a real training step allocates, and how long steps take."""
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
 from autotune.knobs.precision import torch_dtype
+from autotune.quiet import stderr_in
 from autotune.schema import Candidate, Workload
 from autotune.training.model import apply_knobs
 from autotune.training.step import AdapterOptimizer, optimizer_step
@@ -92,7 +94,7 @@ def run(
         )
 
     step(0)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with stderr_in(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(1)
     level = peak = 0
     for size in memory_events(profiler):
