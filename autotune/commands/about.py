@@ -25,8 +25,11 @@ def models(as_json: Json = False) -> None:
     """List the model families that can be planned and trained, with their sizes."""
     from autotune.families.registry import FAMILIES
     from autotune.families.resolve import resolve_model
+    from autotune.terminal import err
 
-    tell([resolve_model(name).spec for name in FAMILIES], as_json, _model_lines)
+    with err.status("counting parameters"):
+        specs = [resolve_model(name).spec for name in FAMILIES]
+    tell(specs, as_json, _model_lines)
 
 
 def _model_lines(specs: "list[ModelSpec]") -> list[str]:

@@ -50,23 +50,25 @@ def estimate(asked: EstimateOptions) -> None:
     from autotune.families.resolve import parts_of, resolve_model
     from autotune.knobs.base import Setting
     from autotune.reporting.estimate import render
+    from autotune.terminal import err
     from autotune.training.describe import Wishes, describe_workload, given
 
     machine = machine_for(asked.hardware)
-    resolved = resolve_model(asked.model)
-    usual_batch = max(asked.micro_batch_size, resolved.family.defaults.effective_batch_size)
-    wishes = Wishes(
-        size_px=parse_resolution(asked.resolution) if asked.resolution else None,
-        num_frames=asked.frames,
-        text_tokens=asked.text_tokens,
-        rank=asked.rank,
-        targets=asked.targets or "attention",
-        effective_batch_size=given(asked.batch, usual_batch),
-    )
-    setting = Setting(machine, resolved.family, describe_workload(resolved, None, wishes))
-    predictor = Predictor(machine, setting.workload, resolved.family, resolved.config, parts_of(resolved))
-    candidate = _candidate(asked, setting)
-    answer = predict(predictor, candidate, num_steps=asked.steps, price_per_hour=asked.price)
+    with err.status("tracing the model"):
+        resolved = resolve_model(asked.model)
+        usual_batch = max(asked.micro_batch_size, resolved.family.defaults.effective_batch_size)
+        wishes = Wishes(
+            size_px=parse_resolution(asked.resolution) if asked.resolution else None,
+            num_frames=asked.frames,
+            text_tokens=asked.text_tokens,
+            rank=asked.rank,
+            targets=asked.targets or "attention",
+            effective_batch_size=given(asked.batch, usual_batch),
+        )
+        setting = Setting(machine, resolved.family, describe_workload(resolved, None, wishes))
+        predictor = Predictor(machine, setting.workload, resolved.family, resolved.config, parts_of(resolved))
+        candidate = _candidate(asked, setting)
+        answer = predict(predictor, candidate, num_steps=asked.steps, price_per_hour=asked.price)
     tell(answer, asked.as_json, render)
 
 

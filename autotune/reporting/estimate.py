@@ -37,9 +37,11 @@ def render(estimate: Estimate) -> str:
     recompute = prediction.step_time.recompute_seconds
     needed = memory_text(prediction.required_memory_bytes)
     verdict = "fits" if estimate.fits else "does not fit"
+    way_out = [] if estimate.fits else ["  `autotune plan` with the same model and hardware finds what fits"]
     lines = [
         *wrapped(f"{workload.model.name} on {estimate.hardware}: {verdict}"),
         f"  predicted, nothing has run; {needed} of {memory_text(estimate.budget_bytes)} needed",
+        *way_out,
         "",
         f"  shape       {bucket.width_px} x {bucket.height_px} px{frames}, {workload.max_text_tokens} text tokens",
         f"  adapter     rank {workload.rank} on {workload.targets}, effective batch {workload.effective_batch_size}",

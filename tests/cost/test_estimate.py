@@ -37,6 +37,11 @@ def test_a_long_name_does_not_push_the_verdict_out(answer):
     assert " ".join(lines[:2]).endswith(": fits")
 
 
+def test_what_does_not_fit_says_what_would_help(answer):
+    assert "autotune plan" not in render(answer)
+    assert "autotune plan" in render(answer.model_copy(update={"budget_bytes": 1}))
+
+
 def test_json_has_both_figures_on_top(answer):
     data = json.loads(answer.model_dump_json())
     assert data["peak_memory_bytes"] == answer.prediction.peak_memory_bytes
