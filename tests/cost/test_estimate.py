@@ -39,7 +39,7 @@ def test_a_long_name_does_not_push_the_verdict_out(answer):
 
 def test_what_does_not_fit_says_what_would_help(answer):
     assert "autotune plan" not in render(answer)
-    assert "autotune plan" in render(answer.model_copy(update={"budget_bytes": 1}))
+    assert "autotune plan" in render(answer.model_copy(update={"fits": False}))
 
 
 def test_json_has_both_figures_on_top(answer):
