@@ -26,6 +26,11 @@ PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
 """What a predicted plan knows of its machine; the rest is assumed until trials run there."""
 
 
+CAPTION_ROOM = 0.01
+"""Of the largest picture's tokens: by so much a caption may be longer than planned, which takes far less than a plan
+leaves free."""
+
+
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can."""
     return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory_misfits(plan, hardware))
@@ -93,7 +98,8 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
     largest, allowed = actual.largest_bucket, planned.largest_bucket
     if largest.num_pixels > allowed.num_pixels:
         misfits.append(f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
-    if actual.max_text_tokens > planned.max_text_tokens:
+    room = int(CAPTION_ROOM * allowed.width_px * allowed.height_px / setting.family.size_multiple_px**2)
+    if actual.max_text_tokens > planned.max_text_tokens + room:
         misfits.append(
             f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"
         )

@@ -5,7 +5,7 @@ import pytest
 from autotune.fit import data_misfits, hardware_misfits
 from autotune.machine import Gate, HardwareProfile
 from autotune.plan_file import seal
-from autotune.schema import CachingSettings, TrainingPlan
+from autotune.schema import Bucket, CachingSettings, TrainingPlan
 from tests import builders
 from tests.test_plan_file import make_plan
 
@@ -81,3 +81,13 @@ def test_more_control_images_than_planned_are_another_class_of_data() -> None:
     setting = builders.setting(machine(), builders.workload(num_control_images=3, max_text_tokens=64))
     assert data_misfits(plan, builders.setting(machine(), work)) == ()
     assert data_misfits(plan, setting) == ("data: 3 control images for an item, the plan is for 1",)
+
+
+@pytest.mark.parametrize(("side_px", "more", "fits"), [(1024, 40, True), (1024, 41, False), (128, 1, False)])
+def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(side_px: int, more: int, fits: bool) -> None:
+    bucket = Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=4)
+    work = builders.workload(buckets=(bucket,), max_text_tokens=64)
+    plan = planned()
+    plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
+    longer = work.model_copy(update={"max_text_tokens": 64 + more})
+    assert (data_misfits(plan, builders.setting(machine(), longer)) == ()) == fits
