@@ -1,6 +1,6 @@
 """Predictions against what other trainers publish: a check of sanity, for they are other programs.
 
-    python benchmarks/published.py [--csv ../shared/data/published_numbers.csv] [--fresh FILE]
+    python benchmarks/published.py [--csv ../shared/data/published_numbers.csv] [--fresh FILE ...]
 
 Rows are chosen by these rules; the first that a row breaks is the reason printed. Each file is judged twice: by the
 rules that were fixed before any of its errors was looked at (`first` for the published numbers, `then` for the fresh
@@ -27,7 +27,11 @@ readings), and by those of `today`, some of which came after errors had been see
     After errors were seen: where they stay, the row counts, and is predicted with encoders and VAE that stay as well.
 
 Readings that agree in all of model, trainer, shape, rank, storage, checkpointing and value (to 1%) are one reading. The
-fresh readings were collected, by what `data/fresh_readings.md` had fixed, after all of these rules.
+fresh readings were collected, by what `data/fresh_readings.md` had fixed, after all of these rules but those said to be
+later; the second collection after all of today's.
+
+Times are of other programs: by the datasheet each takes a factor of its own over the sum of its kernels, which is
+printed last; the cost model has one for all (`STEP_OVER_KERNELS`), with the least median error.
 """
 
 import argparse
@@ -44,6 +48,7 @@ from autotune.quiet import silence_libraries
 silence_libraries()
 
 from autotune.cost.predict import Predictor
+from autotune.cost.timing import STEP_OVER_KERNELS
 from autotune.families.resolve import resolve_model
 from autotune.hardware.catalogue import catalogue, profile_of_gpu
 from autotune.prediction import Prediction
@@ -93,26 +98,23 @@ MARGIN = 0.1
 LARGE = 0.08
 """The target for the median; a larger miss is explained in `MISSES`."""
 MISSES = {
-    "121": "time: the factor for datasheet times is one for all cards; this row by itself would have 1.15",
     "324": "runs under autocast: with its copies and captions of 1,024 tokens about 79 GiB by hand",
-    "326": "unknown; the factor for datasheet times was fitted to this row and three more, and is one for all cards",
     "340": "seems to keep bf16 copies of weights for the backward pass (its Chroma takes 19 GiB more than in bf16): "
     "84 GiB by hand; runs under autocast besides",
     "342": "unknown; scales and multiplies in float8, which our storage doesn't",
     "343": "unknown; scales and multiplies in float8, which our storage doesn't",
     "621": "memory: float8 training keeps the weights in bf16 (23.8 GB), its command keeps encoders and VAE (9.9 GB): "
     "about 36 GB by hand; time: 20 minutes of everything over 700 steps",
-    "F1": "time: unknown; by image and token SimpleTuner takes 1.6 times as long on this card (F6)",
-    "F4": "time: unknown; by image and token SimpleTuner takes 1.6 times as long on this card (F7)",
+    "F1": "time: another program takes 1.6 times as long by image and token, on the same card (F6)",
+    "F4": "time: another program takes 1.6 times as long by image and token, on the same card (F7)",
     "F5": "time: likely a slip of the document, which has 1.4 seconds per step for the same elsewhere (F6)",
     "F14": "memory: likely the peak of encoding captions before (T5, CLIP and VAE: 10.5 GB predicted), for the same "
-    "program's bf16 figure leaves 0.9 GB for training; time: likely bound by the host, predicted at 12 us an operation "
-    "where 33 would fit",
-    "F20": "unknown; the kernels alone, without the factor for datasheet times, are predicted to take 1.08 s",
+    "program's bf16 figure leaves 0.9 GB for training; time: bound by the host, whose launches nobody measured",
     "F39": "the program keeps the whole pipeline on the device (read in its code)",
-    "F40": "memory: a card of 80 has GiB, and 24 of them are +8.8%; the rest unknown",
+    "F40": "memory: a card of 80 has GiB, and 24 of them are +8.8%; its Adam has 8 bits (+7.9%); 24 has two digits "
+    "(24.49: +5.7%); the rest unknown",
     "F58": "memory: must be GiB (+3.1%), for weights, checkpoints and CUDA context alone are 44 GB; time: 1,536 text "
-    "tokens are assumed, its pictures make about 700 (+33%); the rest unknown",
+    "tokens are assumed, its pictures make about 700 (+20%); the rest is its program's factor",
 }
 """What investigations found, by the row's id."""
 WHOLE_PIPELINE = {
@@ -246,6 +248,14 @@ class Reading:
         return self.prediction.step_seconds / float(value) - 1 if value else None
 
     @property
+    def over_kernels(self) -> float | None:
+        """The published step, by the sum of its kernels and launches by the datasheet."""
+        launching = self.prediction.step_time.overhead_seconds
+        kernels = (self.prediction.step_seconds - launching) / STEP_OVER_KERNELS
+        value = self.row["s_per_it"]
+        return float(value) / (kernels + launching) if value else None
+
+    @property
     def left_free(self) -> float:
         """Share of the card."""
         return 1 - (self.prediction.peak_memory_bytes + self.kept_bytes) / self.total_bytes
@@ -305,8 +315,11 @@ def errors_of(readings: Sequence[Reading]) -> dict[str, list[float]]:
     return errors
 
 
-def report(title: str, rows: Sequence[Row], sets: Sequence[str]) -> None:
-    """What is dropped and why, every reading with its error, and errors by group; a column for each set of rules."""
+def report(title: str, rows: Sequence[Row], sets: Sequence[str]) -> list[Reading]:
+    """What is dropped and why, every reading with its error, and errors by group; a column for each set of rules.
+
+    The answer is what today's rules leave.
+    """
     print(f"\n{title}: {len(rows)} rows\n\n{'dropped by rule':44}" + "".join(f"{name:>34}" for name in sets))
     broken = {name: {row["id"]: broken_rule(row, name) for row in rows} for name in sets}
     counts = {name: Counter(broken[name].values()) for name in sets}
@@ -327,11 +340,24 @@ def report(title: str, rows: Sequence[Row], sets: Sequence[str]) -> None:
         for line, names in lines.items():
             print(f"{' '.join(name if name in names else ' ' * len(name) for name in sets)} {line}")
             if readings[row["id"], names[0]].missed:
-                print(f"{'':18}{MISSES.get(row['id'], 'unknown')}")
+                print(f"{'':18}{MISSES.get(row['id'], 'time: its program has another factor, see below')}")
     errors = {name: errors_of([readings[row["id"], name] for row in chosen[name]]) for name in sets}
     print()
     for group in sorted({group for name in sets for group in errors[name]}):
         print(f"{group:44}" + "".join(f"{summary(errors[name].get(group, [])):>34}" for name in sets))
+    return [readings[row["id"], "today"] for row in chosen["today"]]
+
+
+def report_factors(readings: Sequence[Reading]) -> None:
+    """Published steps over their kernels, by program."""
+    factors: dict[str, list[float]] = defaultdict(list)
+    for reading in readings:
+        if reading.over_kernels is not None:
+            factors[reading.row["trainer"]].append(reading.over_kernels)
+    print(f"\npublished steps over the sum of their kernels; the cost model takes {STEP_OVER_KERNELS} for all\n")
+    for program, found in (*sorted(factors.items()), ("all", [one for each in factors.values() for one in each])):
+        spread = f"{min(found):.2f} to {max(found):.2f}"
+        print(f"{program:44}n {len(found):2}  geometric mean {statistics.geometric_mean(found):.2f}  {spread}")
 
 
 def summary(errors: Sequence[float]) -> str:
@@ -351,15 +377,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
     parser.add_argument("--csv", type=Path, default=here / "../../shared/data/published_numbers.csv")
-    parser.add_argument("--fresh", type=Path, default=here / "data" / "fresh_readings.csv")
+    fresh = [here / "data" / "fresh_readings.csv", here / "data" / "second_readings.csv"]
+    parser.add_argument("--fresh", type=Path, nargs="*", default=fresh)
     arguments = parser.parse_args()
     print(
         "first, then: rules fixed before a file's errors were seen; today: some of them changed after. "
         "Errors are of our prediction."
     )
-    report("published_numbers.csv", rows_of(arguments.csv), ("first", "today"))
-    if arguments.fresh.exists():
-        report("fresh_readings.csv, collected after all rules", rows_of(arguments.fresh), ("then", "today"))
+    readings = report("published_numbers.csv", rows_of(arguments.csv), ("first", "today"))
+    for path in arguments.fresh:
+        readings += report(f"{path.name}, collected after all rules", rows_of(path), ("then", "today"))
+    report_factors(readings)
 
 
 if __name__ == "__main__":

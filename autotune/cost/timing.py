@@ -30,11 +30,11 @@ ATTENTION_EFFICIENCY_OF = {
 """By the major compute capability of data-centre cards. Flash and efficient are kernels for Ampere there: on B200 they
 are taken to do in a second what they do on H100, for want of a published figure."""
 BANDWIDTH_EFFICIENCY = 0.7
-STEP_OVER_KERNELS = 1.4
-"""Published steps of Qwen-Image and Kandinsky video LoRAs (SimpleTuner; bf16, all blocks checkpointed) on H100 and L40S
-take 1.0 to 1.7 times the sum of their kernels at the efficiencies above, by what is assumed of their captions and
-frames: 1.4 is the geometric mean of these four with captions of 256 tokens and 45 frames (1.2 to 1.35 otherwise). They
-do not say which attention kernel ran; cuDNN is charged on the H100. Used where nothing was measured."""
+STEP_OVER_KERNELS = 1.25
+"""Published steps of LoRA training take .8 to 1.7 times their kernels at the efficiencies above, by program more than
+by card: 13 readings of five programs on six cards (benchmarks/published.py lists them), SimpleTuner's seven 1.29 in the
+geometric mean, the others' six .97. 1.25 has the least median error over all (17%). They do not say which attention
+kernel ran; cuDNN is charged on the H100. Used where nothing was measured."""
 LAUNCH_SECONDS = {"cuda": 12e-6, "mps": 12e-6, "cpu": 9e-6}
 """Host time for one operation where no probe measured it: Python, dispatch and autograd (9 us on an EPYC core), and a
 launch."""
