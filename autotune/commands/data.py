@@ -40,6 +40,7 @@ def check(
             Reading(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
             resolution_px=resolution or family.defaults.resolution_px,
             multiple_px=family.size_multiple_px,
+            max_side_px=family.max_side_px,
             on_progress=progress,
         )
     tell(report, as_json, data_report_lines)

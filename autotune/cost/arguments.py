@@ -6,8 +6,6 @@ from autotune.knobs.base import Setting
 from autotune.knobs.registry import KNOBS
 from autotune.schema import Bucket, Candidate
 
-MAX_SIDE_PX = 8192
-
 
 def parse_resolution(text: str) -> tuple[int, int]:
     """(width, height) in px of `1024` or `512x768`.
@@ -30,12 +28,11 @@ def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: in
         InvalidInput: a side does not suit the VAE and the patches, or several frames are asked of an image model.
     """
     for name, side in (("width", width_px), ("height", height_px)):
-        step = family.size_multiple_px
-        if side < step or side % step or side > MAX_SIDE_PX:
-            nearest = min(max(step, round(side / step) * step), MAX_SIDE_PX // step * step)
+        step, most = family.size_multiple_px, family.max_side_px
+        if side < step or side % step or side > most:
+            nearest = min(max(step, round(side / step) * step), most // step * step)
             raise InvalidInput(
-                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} px up to"
-                f" {MAX_SIDE_PX}",
+                f"a {name} of {side} px does not suit {family.name}: sides are multiples of {step} px up to {most}",
                 hint=f"the nearest valid {name} is {nearest} px",
             )
     positive("frames", num_frames)

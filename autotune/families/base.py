@@ -155,6 +155,8 @@ class Family(ABC):
     """Named sets of adapted layers, each in the form that peft's `target_modules` takes."""
     block_lists: ClassVar[tuple[str, ...]]
     """Attributes of the transformer that hold its repeated blocks, in the order they run."""
+    max_text_tokens: ClassVar[int]
+    """Of an encoded caption: where the pipeline cuts it, or the transformer has no more positions."""
     max_controls: ClassVar[int] = 0
     """Control images that an item may have; where this is not 0 every item needs at least one."""
     parts: ClassVar[Parts]
@@ -162,8 +164,15 @@ class Family(ABC):
     casts_to_weight_dtype: ClassVar[bool] = False
     """Whether a text encoder casts activations to the dtype in which a weight lies, as T5 does: it would take
     bitsandbytes' packed bytes for numbers, without an error."""
-    takes_clips: ClassVar[bool] = False
-    """Whether an item may have several frames."""
+    max_side_px: ClassVar[int] = 8192
+    """Of a picture: as many positions as the transformer knows, and no more than anybody trains."""
+    max_frames: ClassVar[int] = 1
+    """Of an item."""
+
+    @property
+    def takes_clips(self) -> bool:
+        """Whether an item may have several frames."""
+        return self.max_frames > 1
 
     @property
     def text_encoders(self) -> tuple[str, ...]:
@@ -200,9 +209,10 @@ class Family(ABC):
 
     def require_frames(self, number: int) -> None:
         """Raise InvalidInput where an item cannot have that many frames."""
-        if number > 1 and not self.takes_clips:
-            hint = "use --frames 1; in a plan's job, num_frames is 1"
-            raise InvalidInput(f"{self.name} makes images, not clips of {number} frames", hint=hint)
+        if number > self.max_frames:
+            makes = f"takes up to {self.max_frames} frames" if self.takes_clips else "makes images"
+            hint = f"use --frames {self.max_frames}; in a plan's job, num_frames is {self.max_frames}"
+            raise InvalidInput(f"{self.name} {makes}, not a clip of {number}", hint=hint)
 
     def require_controls(self, number: int, of: str) -> None:
         """Raise InvalidInput where that many control images `of` something are not what the family takes."""

@@ -56,6 +56,7 @@ class Flux1Dev(Family):
     casts_to_weight_dtype = True
     parts = Parts(text_encoder_parameters=(123_060_480, 4_762_310_656), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
     size_multiple_px = VAE_FACTOR * PATCH
+    max_text_tokens = TEXT_TOKENS
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.({ATTENTION})",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",

@@ -32,6 +32,8 @@ VAE_FACTOR = 8
 PATCH = 2
 FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512
+POSITIONS = 128
+"""Rows, columns and latent frames that the transformer's rotations are made for."""
 """What the pipelines' calls cut prompts to."""
 
 BLOCK = r"(text|visual)_transformer_blocks\.\d+"
@@ -54,6 +56,8 @@ class Kandinsky5(Family):
     }
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     size_multiple_px = VAE_FACTOR * PATCH
+    max_text_tokens = MAX_TEXT_TOKENS
+    max_side_px = POSITIONS * size_multiple_px
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         "attention": rf"{BLOCK}\.{ATTENTION}",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
@@ -216,7 +220,7 @@ class Kandinsky5Video(Kandinsky5):
         "visual_cond": True,
     }
     parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKLHunyuanVideo")
-    takes_clips = True
+    max_frames = 4 * (POSITIONS - 1) + 1
     defaults = Defaults(
         learning_rate=6e-5,
         effective_batch_size=1,

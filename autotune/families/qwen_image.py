@@ -51,6 +51,7 @@ class QwenImage(Family):
     )
     parts = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
     size_multiple_px = VAE_FACTOR * PATCH
+    max_text_tokens = 1024
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
         # diffusers' own script adapts the image stream's attention alone.
         "attention": ("to_q", "to_k", "to_v", "to_out.0"),

@@ -33,6 +33,7 @@ class QwenImageEdit(QwenImage):
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
     max_controls = 1
+    max_text_tokens = 3840  # nothing is cut; of 4096 positions a picture's side takes up to 256
     # Rate and shift as for Qwen-Image: musubi-tuner's guide names one set for both.
     defaults = replace(QwenImage.defaults, text_tokens=1536)
     picture_prompt: ClassVar[str] = ""

@@ -80,8 +80,8 @@ def describe_workload(
     Without a dataset it is one bucket, captions of the family's usual length, and one control image for edit models.
 
     Raises:
-        InvalidInput: a size is not positive or does not suit the model, there is no such target set, or an item has
-            more or fewer control images than the family takes.
+        InvalidInput: a size is not positive or does not suit the model, a caption is too long for it, there is no such
+            target set, or an item has more or fewer control images than the family takes.
     """
     family, defaults = model.family, model.family.defaults
     width, height = wishes.size_px or (defaults.resolution_px, defaults.resolution_px)
@@ -90,8 +90,14 @@ def describe_workload(
     family.target_set(wishes.targets)  # before data is read
     num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
-    buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, family.size_multiple_px)
+    sides = family.size_multiple_px, family.max_side_px
+    buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, *sides)
     lengths = sorted(_text_lengths(model, dataset, buckets, wishes.text_tokens, drops_captions))
+    if lengths[-1] > family.max_text_tokens:
+        raise InvalidInput(
+            f"{family.name} takes no caption of {lengths[-1]} tokens",
+            hint=f"the nearest valid length is {family.max_text_tokens} tokens",
+        )
     rank = positive("rank", given(wishes.rank, defaults.rank))
     return Workload(
         model=model.spec,

@@ -8,20 +8,22 @@ from tiny_models import workload_of
 from autotune.cost.arguments import checked_bucket, parse_resolution, positive, require_sound
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
+from autotune.families.resolve import resolve_model
 from autotune.knobs.base import Setting
 from autotune.schema import Candidate
+from autotune.training.describe import Wishes, describe_workload
 from tests import builders
 
-QWEN = FAMILIES["qwen-image"]
+QWEN, CLIPS = FAMILIES["qwen-image"], FAMILIES["kandinsky5-video-lite"]
 
 
-@given(st.integers(-50, 10_000), st.integers(-50, 10_000))
-def test_the_hint_of_a_refused_shape_is_accepted(width, height):
+@given(st.integers(-50, 10_000), st.integers(-50, 10_000), st.sampled_from([QWEN, CLIPS]))
+def test_the_hint_of_a_refused_shape_is_accepted(width, height, family):
     try:
-        bucket = checked_bucket(QWEN, width, height)
+        bucket = checked_bucket(family, width, height)
     except InvalidInput as error:
         side = int(error.hint.split()[-2])
-        assert checked_bucket(QWEN, side, side).width_px == side
+        assert checked_bucket(family, side, side).width_px == side
     else:
         assert (bucket.width_px, bucket.height_px) == (width, height)
 
@@ -41,10 +43,19 @@ def test_anything_else_is_refused_with_an_example(text):
     assert "512x768" in error.value.hint
 
 
-def test_frames_are_for_clips():
-    with pytest.raises(InvalidInput, match="not clips"):
-        checked_bucket(QWEN, 512, 512, num_frames=5)
-    assert checked_bucket(FAMILIES["kandinsky5-video-lite"], 512, 512, num_frames=5).num_frames == 5
+@pytest.mark.parametrize(("family", "frames"), [(QWEN, 2), (CLIPS, 510)])
+def test_more_frames_than_a_family_takes_are_refused(family, frames):
+    with pytest.raises(InvalidInput, match=f"not a clip of {frames}"):
+        checked_bucket(family, 512, 512, num_frames=frames)
+    assert checked_bucket(family, 512, 512, num_frames=frames - 1).num_frames == frames - 1
+
+
+def test_longer_captions_than_a_family_takes_are_refused():
+    model = resolve_model("qwen-image")
+    assert describe_workload(model, None, Wishes(text_tokens=1024)).max_text_tokens == 1024
+    with pytest.raises(InvalidInput, match="no caption of 1025 tokens") as error:
+        describe_workload(model, None, Wishes(text_tokens=1025))
+    assert "1024" in error.value.hint
 
 
 def test_negative_counts_are_refused():

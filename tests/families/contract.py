@@ -47,6 +47,19 @@ def tokens_are_counted_without_an_encoder(small: Small) -> None:
     assert small.family.count_text_tokens(small.folder, captions, sizes) == [len(s["prompt_embeds"]) for s in encoded]
 
 
+def largest_shapes_run(small: Small) -> None:
+    """The longest caption with the longest sides and, in a model for clips, with the most frames."""
+    family, config = small.family, small.pipeline.transformer.config
+    most, least = family.max_side_px, family.size_multiple_px
+    for width, height, frames in {(most, least, 1), (least, most, 1), (least, least, family.max_frames)}:
+        bucket = Bucket(width_px=width, height_px=height, num_frames=frames, num_items=1)
+        shapes = family.sample_shapes(config, bucket, family.max_text_tokens, family.max_controls)
+        batch = family.collate([{name: torch.ones(shape) for name, shape in shapes.items()}])
+        with torch.no_grad():
+            velocity = family.predict(small.pipeline.transformer, batch["latents"], torch.tensor([0.5]), batch)
+        assert velocity.shape == batch["latents"].shape
+
+
 def different_captions_encode_differently(small: Small) -> None:
     first, second = (small.sample(caption) for caption in CAPTIONS)
     shortest = min(len(first["prompt_embeds"]), len(second["prompt_embeds"]))
@@ -173,6 +186,7 @@ PROMISES = (
     is_small_and_stock,
     shapes_are_as_announced,
     tokens_are_counted_without_an_encoder,
+    largest_shapes_run,
     different_captions_encode_differently,
     target_sets_nest_and_cover_all_linears,
     every_adapter_layer_learns,

@@ -31,6 +31,7 @@ class StableDiffusion3(Family):
         sampling_guidance=7.0,
     )
     size_multiple_px = 16
+    max_text_tokens = 512
     target_sets = {  # noqa: RUF012
         "attention": rf"{BLOCK}\.({ATTENTION})",
         "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",

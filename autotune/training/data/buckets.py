@@ -18,8 +18,10 @@ less, but scatter a small set over many shapes, each with a remainder and a reco
 
 
 @lru_cache(maxsize=64)
-def bucket_sizes(resolution_px: int, multiple_px: int) -> tuple[tuple[int, int], ...]:
+def bucket_sizes(resolution_px: int, multiple_px: int, max_side_px: int) -> tuple[tuple[int, int], ...]:
     """All (width, height) on offer: multiples of `multiple_px`, never more pixels than `resolution_px` squared.
+
+    No side is longer than `max_side_px`.
 
     For each width the greatest height that fits, all of these upright as well, and the greatest square.
 
@@ -35,15 +37,15 @@ def bucket_sizes(resolution_px: int, multiple_px: int) -> tuple[tuple[int, int],
     sizes = {(square, square)}
     for width in range(step, int(resolution_px * math.sqrt(MAX_ASPECT_RATIO)) + 1, step):
         height = resolution_px**2 // width // step * step
-        if height and max(width / height, height / width) <= MAX_ASPECT_RATIO:
+        if height and max(width / height, height / width) <= MAX_ASPECT_RATIO and max(width, height) <= max_side_px:
             sizes |= {(width, height), (height, width)}
     return tuple(sorted(sizes))
 
 
-def bucket_size(width: int, height: int, resolution_px: int, multiple_px: int) -> tuple[int, int]:
+def bucket_size(width: int, height: int, resolution_px: int, multiple_px: int, max_side_px: int) -> tuple[int, int]:
     """The size on offer whose aspect ratio is closest to `width:height`; of equals the one with more pixels, then the
     squarer one."""
-    return min(bucket_sizes(resolution_px, multiple_px), key=lambda size: _distance(width, height, *size))
+    return min(bucket_sizes(resolution_px, multiple_px, max_side_px), key=lambda size: _distance(width, height, *size))
 
 
 def _distance(width: int, height: int, to_width: int, to_height: int) -> tuple[float, int, int, int]:
@@ -51,13 +53,13 @@ def _distance(width: int, height: int, to_width: int, to_height: int) -> tuple[f
     return round(ratio, 9), -to_width * to_height, max(to_width, to_height), to_width
 
 
-def make_buckets(dataset: Dataset, resolution_px: int, multiple_px: int) -> tuple[Bucket, ...]:
+def make_buckets(dataset: Dataset, resolution_px: int, multiple_px: int, max_side_px: int) -> tuple[Bucket, ...]:
     """The buckets that the items of `dataset` fall into, sorted, each with its number of items (repeats not counted).
 
     A clip keeps its number of frames; clips and images never share a bucket.
     """
     counts = Counter(
-        (*bucket_size(item.width_px, item.height_px, resolution_px, multiple_px), item.num_frames)
+        (*bucket_size(item.width_px, item.height_px, resolution_px, multiple_px, max_side_px), item.num_frames)
         for item in dataset.items
     )
     return tuple(

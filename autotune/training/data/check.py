@@ -44,6 +44,7 @@ def check_dataset(
     *,
     resolution_px: int,
     multiple_px: int,
+    max_side_px: int,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
     """Look at every file, understood as training would.
@@ -52,7 +53,7 @@ def check_dataset(
         InvalidInput: a folder does not exist, or the resolution is too small.
     """
     dataset = scan_dataset(folder, reading, on_progress)
-    buckets = make_buckets(dataset, resolution_px, multiple_px)
+    buckets = make_buckets(dataset, resolution_px, multiple_px, max_side_px)
     pairs = [
         (item, buckets[index]) for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
     ]

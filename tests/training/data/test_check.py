@@ -13,7 +13,7 @@ from tests.training.data.pictures import write_pictures
 
 def test_a_good_folder(tmp_path: Path) -> None:
     write_pictures(tmp_path, (640, 640), (64, 64), (80, 48), (300, 40), (32, 32))
-    report = check_dataset(tmp_path, resolution_px=64, multiple_px=16)
+    report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
     assert report.can_train
     assert [(bucket.width_px, bucket.height_px, bucket.num_items) for bucket in report.buckets] == [
         (64, 64, 3),
@@ -26,13 +26,15 @@ def test_a_good_folder(tmp_path: Path) -> None:
 
 
 def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: Path) -> None:
-    assert not check_dataset(tmp_path, resolution_px=64, multiple_px=16).can_train
+    assert not check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192).can_train
     write_pictures(tmp_path, (64, 64), (64, 64))
     (tmp_path / "000.txt").unlink()
-    report = check_dataset(tmp_path, resolution_px=64, multiple_px=16)
+    report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
     assert (report.can_train, report.num_usable) == (False, 1)
     assert [(problem.file, problem.kind) for problem in report.problems] == [("000.png", "captionless")]
-    assert check_dataset(tmp_path, resolution_px=64, multiple_px=16, reading=Reading(trigger="sks")).can_train
+    assert check_dataset(
+        tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192, reading=Reading(trigger="sks")
+    ).can_train
 
 
 def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -50,4 +52,4 @@ def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pyt
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no data folder"):
-        check_dataset(tmp_path / "none", resolution_px=64, multiple_px=16)
+        check_dataset(tmp_path / "none", resolution_px=64, multiple_px=16, max_side_px=8192)

@@ -106,7 +106,7 @@ def encode(
         patch.setattr("autotune.training.data.dataset.VERIFY_SECONDS", verify_seconds)
         patch.setattr("autotune.training.data.encode.MEMORY_BYTES", memory_bytes)
         dataset = read_dataset(data, Reading(control=control))
-        return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), cache, **options)
+        return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), cache, **options)
 
 
 def refuse(with_text: bool = True) -> Any:
@@ -132,7 +132,7 @@ def test_text_encoders_are_loaded_for_captions_alone_and_nothing_for_a_broken_fi
 
 def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
     encoded = encode(data, pipeline)
-    family, buckets = QwenImage(), make_buckets(read_dataset(data), 64, 16)
+    family, buckets = QwenImage(), make_buckets(read_dataset(data), 64, 16, 8192)
     assert len(encoded.items) == 4
     for index, item in enumerate(encoded.items):
         bucket = buckets[encoded.bucket_indices[index]]
@@ -298,7 +298,7 @@ def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
     model = dataclasses.replace(resolve_model(str(pipeline_folder)), family=Watching())
     encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
     dataset = read_dataset(data)
-    encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), Cache(data.parent / "cache"))
+    encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache"))
     encoders.release()
     assert seen == [False] * 4
     assert alive["text_encoder"]() is None
@@ -350,7 +350,7 @@ def test_a_pipe_that_takes_an_images_place_meanwhile_is_not_waited_for(data: Pat
         pipeline=lambda with_text=True: pipeline,
         release_text=lambda: None,
     )
-    encoded = encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16), Cache(data.parent / "cache"))
+    encoded = encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache"))
     assert [problem.file for problem in encoded.problems] == ["000.png"]
 
 
