@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import optuna
 import pytest
 from optuna.exceptions import StorageInternalError
 
@@ -113,17 +114,43 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
 def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: Question) -> None:
     tried: list[Candidate] = []
     refused = AutotuneError("a training run uses this device", hint="wait")
-    for error in (KeyboardInterrupt(), refused, KeyboardInterrupt()):
+    for stop in (signal.SIGTERM, refused, signal.SIGHUP, KeyboardInterrupt()):
 
-        def stopped(candidate: Candidate, error: BaseException = error) -> TrialResult:
+        def stopped(candidate: Candidate, stop: signal.Signals | BaseException = stop) -> TrialResult:
             tried.append(candidate)
-            raise error
+            if isinstance(stop, BaseException):
+                raise stop
+            signal.raise_signal(stop)
+            return answer(candidate)
 
-        with pytest.raises(type(error)):
+        with pytest.raises(AutotuneError if stop is refused else KeyboardInterrupt):
             make_plan(asked, HARDWARE, around=surroundings(stopped))
     plan = make_plan(asked, HARDWARE, around=interrupted_after(99, tried))
-    assert len(set(tried[:4])) == 1, "it is taken up again first"
+    assert len(set(tried[:5])) == 1, "it is taken up again first"
     assert [trial.outcome for trial in plan.frozen.trials] == ["ok"] * len(plan.frozen.trials)
+
+
+def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
+    asked: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Candidate] = []
+    ask = optuna.Study.ask
+
+    def stopped(study: optuna.Study) -> optuna.Trial:
+        trial = ask(study)
+        if trial.number == 2:
+            raise KeyboardInterrupt
+        return trial
+
+    monkeypatch.setattr(optuna.Study, "ask", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(asked, HARDWARE, around=interrupted_after(99, tried))
+    monkeypatch.setattr(optuna.Study, "ask", ask)
+    notes: list[str] = []
+    monkeypatch.setattr("autotune.search.sampler.time.sleep", lambda seconds: pytest.fail("waited"))
+    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
+    assert notes == ["an interrupted search of the same goes on: 2 trials known (--fresh forgets them)"]
+    assert len(tried) == len(set(tried)) > 2
 
 
 def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: Question, tmp_path: Path) -> None:
