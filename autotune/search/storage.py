@@ -15,7 +15,8 @@ import optuna
 import platformdirs
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.search.sampler import standing_of
 
 QUESTION = "question"
 """Study attribute: what is searched for, and on what."""
@@ -56,13 +57,22 @@ def opened_study(place: StudyPlace | None, question: Mapping[str, str | None]) -
     if not re.fullmatch(r"[\w.-]{1,80}", place.name):
         raise InvalidInput(f"{place.name!r} cannot name a study", hint="use up to 80 letters, digits, dots and dashes")
     with safe_words(place):
-        storage = _storage(place)
         try:
-            study = optuna.create_study(storage=storage, study_name=place.name)
-            study.set_user_attr(QUESTION, dict(question))
-        except DuplicatedStudyError:
-            study = optuna.load_study(storage=storage, study_name=place.name)
-            _require_same(study, place, question)
+            return _opened(place, question)
+        except (ValueError, LookupError) as error:  # damage in what is text to the database
+            reason = _without_password(first_line(error), place)
+            raise AutotuneError(f"the study {place.name!r} is damaged: {reason}", hint="name another --study") from None
+
+
+def _opened(place: StudyPlace, question: Mapping[str, str | None]) -> optuna.Study:
+    storage = _storage(place)
+    try:
+        study = optuna.create_study(storage=storage, study_name=place.name)
+        study.set_user_attr(QUESTION, dict(question))
+    except DuplicatedStudyError:
+        study = optuna.load_study(storage=storage, study_name=place.name)
+        _require_same(study, place, question)
+        standing_of(study)
     return study
 
 
@@ -87,8 +97,8 @@ def safe_words(place: StudyPlace | None) -> Iterator[None]:
         reason = " ".join(str(failure.__cause__ or failure).split())[:300]
         raise AutotuneError(
             f"the storage of the search failed: {_without_password(reason, place)}",
-            hint="results of finished trials are kept; run the same command again once the storage can be reached, "
-            "or with --fresh where it is a file that is damaged",
+            hint="results of finished trials are kept; run the same command again once the storage can be reached. "
+            "Where its file is damaged, name another --study",
         ) from None  # the chain would show what was left out
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
+import platformdirs
 import pytest
 from optuna.exceptions import StorageInternalError
 
@@ -248,6 +249,16 @@ def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
     plan = make_plan(asked, HARDWARE, around=surroundings())
     again = make_plan(asked, HARDWARE, around=surroundings(lambda candidate: pytest.fail("tried")))
     assert plan_text(again) == plan_text(plan)
+
+
+def test_a_study_whose_results_are_damaged_says_so() -> None:
+    asked = question(StudyPlace("damaged"))
+    make_plan(asked, HARDWARE, around=surroundings())
+    file = platformdirs.user_data_path("autotune") / "studies" / "damaged.db"
+    file.write_bytes(file.read_bytes().replace(b"micro_batch_size", b"micro_botch_size"))
+    with pytest.raises(AutotuneError, match="study 'damaged' is damaged") as caught:
+        make_plan(asked, HARDWARE, around=surroundings())
+    assert "name another --study" in caught.value.hint
 
 
 def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
