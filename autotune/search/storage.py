@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -94,7 +94,9 @@ def safe_words(place: StudyPlace | None) -> Iterator[None]:
         failure = _storage_failure(error)
         if failure is None:
             raise
-        reason = " ".join(str(failure.__cause__ or failure).split())[:300]
+        while failure.__cause__ is not None:  # what the others say of it is SQL
+            failure = failure.__cause__
+        reason = " ".join(str(failure).split())[:300]
         raise AutotuneError(
             f"the storage of the search failed: {_without_password(reason, place)}",
             hint="results of finished trials are kept; run the same command again once the storage can be reached. "
@@ -134,6 +136,13 @@ def _storage(place: StudyPlace) -> optuna.storages.RDBStorage:
     raise AssertionError("the last attempt returns or raises")
 
 
+class _Storage(optuna.storages.RDBStorage):
+    def record_heartbeat(self, trial_id: int) -> None:
+        """In a thread of its own, which has nobody to tell of a failure: the next beat may come through."""
+        with suppress(StorageInternalError):
+            super().record_heartbeat(trial_id)
+
+
 def _open(place: StudyPlace) -> optuna.storages.RDBStorage:
     url = place.url
     if url is None:
@@ -143,7 +152,7 @@ def _open(place: StudyPlace) -> optuna.storages.RDBStorage:
     connect = {"timeout": 60} if url.startswith("sqlite:") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return optuna.storages.RDBStorage(
+        return _Storage(
             url,
             engine_kwargs={"connect_args": connect, "pool_pre_ping": True, "hide_parameters": True},
             heartbeat_interval=place.heartbeat_seconds,

@@ -21,7 +21,7 @@ from autotune.planning.question import Question
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.resuming import kept_study
 from autotune.schema import Candidate, TrialResult
-from autotune.search.storage import StudyPlace, safe_words
+from autotune.search.storage import StudyPlace, opened_study, safe_words
 from autotune.training.describe import Wishes
 from tests import builders
 from tests.planning.machines import (
@@ -356,6 +356,18 @@ def test_a_storage_that_fails_behind_another_error_is_named() -> None:
     assert "results of finished trials are kept" in caught.value.hint
     with pytest.raises(ZeroDivisionError), safe_words(StudyPlace("x")):
         _ = 1 / 0
+
+
+@pytest.mark.filterwarnings("ignore:Heartbeat")
+def test_a_file_that_goes_while_it_is_used_is_named_without_sql_and_a_heartbeat_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    place = StudyPlace("x", f"sqlite:///{file}")
+    study = opened_study(place, {})
+    trial = study.ask()
+    file.unlink()
+    study._storage.record_heartbeat(trial._trial_id)  # type: ignore[attr-defined]
+    with pytest.raises(AutotuneError, match=r"failed: attempt to write a readonly database$"), safe_words(place):
+        trial.set_user_attr("a", 1)
 
 
 def test_a_study_name_cannot_leave_its_folder() -> None:
