@@ -41,6 +41,7 @@ from autotune.search.winner import (
 )
 from autotune.sharing.advice import NO_ADVICE, Advice, advise
 from autotune.sharing.query import Survey
+from autotune.training.stopping import interrupting
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def make_plan(
         predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
         events.on_predictions(predictions)
         return _plan(case, around.autotune_version, predictions)
-    with kept_study(case, around.autotune_version, events.on_note) as study:
+    # Killed by a signal, it would seem to have been taken down by what it tried.
+    with interrupting(), kept_study(case, around.autotune_version, events.on_note) as study:
         settled = frozen_plan(study) if question.study else None
         if settled is None:
             advice = _advice(case, around, events)

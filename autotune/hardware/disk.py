@@ -34,10 +34,11 @@ def disk_timings(
         raise Unanswered(reason or "the page cache cannot be bypassed on this system")
     folder = platformdirs.user_cache_path("autotune")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="disk-") as scratch:
-        path = Path(scratch) / "weights.safetensors"
-        _write_random_weights(path, file_bytes)
-        source = open_source(path)
+    with tempfile.TemporaryFile(dir=folder) as file:  # nameless: gone with this process, however it ends
+        file.write(_random_weights(file_bytes))
+        file.flush()
+        os.fsync(file.fileno())
+        source = open_source(Path(f"/proc/self/fd/{file.fileno()}"))
 
         def read() -> None:
             # A mapped tensor is read when it is touched, a page at a time.
@@ -45,18 +46,15 @@ def disk_timings(
                 tensor[::PAGE_BYTES].sum().item()
 
         def forget() -> None:
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
         return timed(read, limit_seconds=limit_seconds, before=forget if cold else None, most=MOST_READINGS)
 
 
-def _write_random_weights(path: Path, file_bytes: int) -> None:
-    """Random bytes (a compressing disk gains nothing), written through to the disk."""
+def _random_weights(num_bytes: int) -> bytes:
+    """A safetensors file of random bytes: a compressing disk gains nothing."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    noise = torch.randint(0, 256, (NUM_TENSORS, file_bytes // NUM_TENSORS), dtype=torch.uint8)
-    save_file({f"block.{i}": noise[i].clone() for i in range(NUM_TENSORS)}, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    noise = torch.randint(0, 256, (NUM_TENSORS, num_bytes // NUM_TENSORS), dtype=torch.uint8)
+    return save({f"block.{i}": noise[i].clone() for i in range(NUM_TENSORS)})

@@ -5,6 +5,7 @@ Reports are JSON objects of one entry, a line each: `measuring`, `rate`, `note`,
 
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ CONDITIONS: Facts = {
 
 def main() -> None:
     """Measure the device of the profile on stdin."""
+    for ending in (signal.SIGINT, signal.SIGPIPE):  # the probe ends too, and says so itself
+        signal.signal(ending, signal.SIG_DFL)
     silence_libraries()
     profile = HardwareProfile.model_validate_json(sys.stdin.buffer.read())
     measure(profile, RealSystem(), lambda kind, value: print(json.dumps({kind: value}), flush=True))  # noqa: T201

@@ -69,17 +69,17 @@ def _file_of_its_own(path: Path, users: int, case: Case, on_note: Callable[[str]
     if fresh and not alone:
         on_note("another search of the same runs: this one keeps its trials in memory alone")
         return None
-    if fresh or (path.exists() and not _goes_on(place, case, on_note) and alone):
+    if fresh or (path.exists() and not _goes_on(place, case, on_note, alone) and alone):
         path.unlink(missing_ok=True)
     fcntl.flock(users, fcntl.LOCK_SH)
     return place
 
 
-def _goes_on(place: StudyPlace, case: Case, on_note: Callable[[str], None]) -> bool:
+def _goes_on(place: StudyPlace, case: Case, on_note: Callable[[str], None], is_alone: bool) -> bool:
     """Whether a search was interrupted there, or is running: not where it has its plan, or nobody can read it."""
     try:
         study = opened_study(place, case.identity)
-        release_dead(study)
+        release_dead(study, is_alone=is_alone)
         standing = standing_of(study)
         if frozen_plan(study) is not None:
             return False

@@ -124,13 +124,16 @@ def _after_all_lower_tickets(study: Study, number: int) -> Standing:
     return standing
 
 
-def release_dead(study: Study) -> None:
-    """Fail the trials of workers whose heartbeat has ended or, on this machine, whose process has."""
+def release_dead(study: Study, *, is_alone: bool = False) -> None:
+    """Fail the trials of workers whose heartbeat has ended or, on this machine, whose process has.
+
+    Who `is_alone` with the study knows that of every one: it may have died before it said whose it was.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    _give_up_for_dead(study, [trial.number for trial in running if _is_dead(trial.user_attrs.get(OWNER, ""))])
+    _give_up_for_dead(study, [t.number for t in running if is_alone or _is_dead(t.user_attrs.get(OWNER, ""))])
 
 
 def _give_up_for_dead(study: Study, numbers: Collection[int]) -> None:

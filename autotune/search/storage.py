@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -15,7 +15,8 @@ import optuna
 import platformdirs
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.search.sampler import standing_of
 
 QUESTION = "question"
 """Study attribute: what is searched for, and on what."""
@@ -56,13 +57,22 @@ def opened_study(place: StudyPlace | None, question: Mapping[str, str | None]) -
     if not re.fullmatch(r"[\w.-]{1,80}", place.name):
         raise InvalidInput(f"{place.name!r} cannot name a study", hint="use up to 80 letters, digits, dots and dashes")
     with safe_words(place):
-        storage = _storage(place)
         try:
-            study = optuna.create_study(storage=storage, study_name=place.name)
-            study.set_user_attr(QUESTION, dict(question))
-        except DuplicatedStudyError:
-            study = optuna.load_study(storage=storage, study_name=place.name)
-            _require_same(study, place, question)
+            return _opened(place, question)
+        except (ValueError, LookupError) as error:  # damage in what is text to the database
+            reason = _without_password(first_line(error), place)
+            raise AutotuneError(f"the study {place.name!r} is damaged: {reason}", hint="name another --study") from None
+
+
+def _opened(place: StudyPlace, question: Mapping[str, str | None]) -> optuna.Study:
+    storage = _storage(place)
+    try:
+        study = optuna.create_study(storage=storage, study_name=place.name)
+        study.set_user_attr(QUESTION, dict(question))
+    except DuplicatedStudyError:
+        study = optuna.load_study(storage=storage, study_name=place.name)
+        _require_same(study, place, question)
+        standing_of(study)
     return study
 
 
@@ -84,11 +94,13 @@ def safe_words(place: StudyPlace | None) -> Iterator[None]:
         failure = _storage_failure(error)
         if failure is None:
             raise
-        reason = " ".join(str(failure.__cause__ or failure).split())[:300]
+        while failure.__cause__ is not None:  # what the others say of it is SQL
+            failure = failure.__cause__
+        reason = " ".join(str(failure).split())[:300]
         raise AutotuneError(
             f"the storage of the search failed: {_without_password(reason, place)}",
-            hint="results of finished trials are kept; run the same command again once the storage can be reached, "
-            "or with --fresh where it is a file that is damaged",
+            hint="results of finished trials are kept; run the same command again once the storage can be reached. "
+            "Where its file is damaged, name another --study",
         ) from None  # the chain would show what was left out
 
 
@@ -124,6 +136,13 @@ def _storage(place: StudyPlace) -> optuna.storages.RDBStorage:
     raise AssertionError("the last attempt returns or raises")
 
 
+class _Storage(optuna.storages.RDBStorage):
+    def record_heartbeat(self, trial_id: int) -> None:
+        """In a thread of its own, which has nobody to tell of a failure: the next beat may come through."""
+        with suppress(StorageInternalError):
+            super().record_heartbeat(trial_id)
+
+
 def _open(place: StudyPlace) -> optuna.storages.RDBStorage:
     url = place.url
     if url is None:
@@ -133,7 +152,7 @@ def _open(place: StudyPlace) -> optuna.storages.RDBStorage:
     connect = {"timeout": 60} if url.startswith("sqlite:") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return optuna.storages.RDBStorage(
+        return _Storage(
             url,
             engine_kwargs={"connect_args": connect, "pool_pre_ping": True, "hide_parameters": True},
             heartbeat_interval=place.heartbeat_seconds,

@@ -54,6 +54,21 @@ def stopped_at_once(*, second_ends: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def interrupting() -> Iterator[None]:
+    """Where there is no step to finish and nothing to write: any of the signals is what Ctrl-C is.
+
+    Raises:
+        KeyboardInterrupt: one came.
+    """
+
+    def stop(name: str) -> None:
+        raise KeyboardInterrupt
+
+    with _heard(stop, second_ends=True):
+        yield
+
+
+@contextlib.contextmanager
 def _heard(tell: Callable[[str], None], *, second_ends: bool) -> Iterator[None]:
     before: dict[int, Any] = {}
 

@@ -53,7 +53,7 @@ def rehearse(request: RehearsalRequest, tell: Callable[[Any], None]) -> TrialRes
         message = result.message or left_out
         return result.changed(confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message)
 
-    with tempfile.TemporaryDirectory(prefix="autotune-rehearsal-") as name:
+    with tempfile.TemporaryDirectory(prefix="autotune-rehearsal-", dir=request.scratch) as name:
         folder, sampler = Path(name), None
         preview = _preview(request, model, folder)
         if model.folder is not None:

@@ -68,6 +68,8 @@ class RehearsalRequest(TrialRequest):
     caching: CachingSettings
     most_seconds: float
     """No further steps after so much of training."""
+    scratch: str | None = None
+    """Folder to write in, which the parent removes, however the child ends; by default the system's."""
 
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> TrialResult:
         from autotune.trials.phases import rehearse

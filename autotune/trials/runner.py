@@ -82,9 +82,9 @@ class ProcessTrialRunner:
         self.num_steps = STEADY_STEPS
         self._child: _Child | None = None
         self._ran: list[tuple[TrialResult, Timed]] = []
-        handle, name = tempfile.mkstemp(prefix="autotune-trial-", suffix=".log")
-        os.close(handle)
-        self._log = Path(name)
+        self._scratch = tempfile.TemporaryDirectory(prefix="autotune-trial-", ignore_cleanup_errors=True)
+        self._log = Path(self._scratch.name) / "log"
+        self._log.touch()
 
     def run(self, candidate: Candidate) -> TrialResult:
         """Run the candidate in a child that has, or loads, what it needs; the result says what that cost.
@@ -122,6 +122,7 @@ class ProcessTrialRunner:
             self.num_steps,
             caching=caching,
             most_seconds=most_seconds,
+            scratch=self._scratch.name,
         )
         answer = self.ask(request)
         if isinstance(answer, Failure) and answer.so_far is not None:
@@ -262,7 +263,7 @@ class ProcessTrialRunner:
     def __exit__(self, *_: object) -> None:
         self.close_child()
         self.lock.give_back()
-        self._log.unlink(missing_ok=True)
+        self._scratch.cleanup()
 
 
 def _private_bytes(process_id: int | None) -> int:

@@ -6,6 +6,7 @@ failure that may have left the device in disorder it exits, and the parent start
 
 import os
 import resource
+import shutil
 import sys
 import threading
 import traceback
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -45,10 +47,13 @@ class Allowance:
 
 
 def serve(requests: Connection, log: str, allowance: Allowance) -> None:
-    """Answer requests until the parent closes the pipe: (True, answer), and before it any number of (False, so far)."""
+    """Answer requests until the parent closes the pipe: (True, answer), and before it any number of (False, so far).
+
+    Should the parent die, the folder of `log` goes with it.
+    """
     os.setpgid(0, 0)
     _redirect_output(log)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(Path(log).parent,), daemon=True).start()
     _require_preload()
     kept: dict[str, Any] = {}
     while True:
@@ -84,10 +89,11 @@ def _redirect_output(log: str) -> None:
     os.dup2(handle, 2)
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(scratch: Path) -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
+        shutil.rmtree(scratch, ignore_errors=True)
         os._exit(1)
 
 

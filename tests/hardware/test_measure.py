@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import math
+import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
+from autotune.hardware import disk, rates
 from autotune.hardware import measure as measuring
-from autotune.hardware import rates
 from autotune.hardware.catalogue import catalogue
 from autotune.hardware.probe import measured, profile_of
 from autotune.machine import Rate
@@ -164,6 +166,33 @@ def test_a_child_that_hangs_is_ended():
     profile = child(f"{REPORT}; import time; time.sleep(60)", limit_seconds=1.0)
     assert profile.rates == (RATE,)
     assert any("ended early" in note for note in profile.notes)
+
+
+@pytest.mark.parametrize("ends", ["the terminal's interrupt", "the reader's death"])
+def test_a_child_whose_probe_has_ended_ends_without_a_word(ends):
+    act = "signal.raise_signal(signal.SIGINT)" if "interrupt" in ends else "report('note', 'x')"
+    code = (
+        f"import signal; from autotune.hardware import measure as m; m.measure = lambda p, s, report: {act}; m.main()"
+    )
+    pipe = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen((sys.executable, "-c", code), **pipe) as started:
+        started.stdout.close()
+        started.stdin.write(profile_of(machine("no-gpu")).model_dump_json().encode())
+        started.stdin.close()
+        assert started.stderr.read() == b""
+
+
+def test_a_killed_measurement_of_the_disk_leaves_no_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def timed(read, **options):
+        read()
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk, "timed", timed)
+    with pytest.raises(KeyboardInterrupt):
+        disk.disk_timings("pread", 2**16, torch.device("cpu"), 1.0)
 
 
 def test_names_of_any_script_reach_the_child_and_bytes_that_are_no_text_cost_nothing():

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import optuna
+import platformdirs
 import pytest
 from optuna.exceptions import StorageInternalError
 
@@ -19,7 +21,7 @@ from autotune.planning.question import Question
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.resuming import kept_study
 from autotune.schema import Candidate, TrialResult
-from autotune.search.storage import StudyPlace, safe_words
+from autotune.search.storage import StudyPlace, opened_study, safe_words
 from autotune.training.describe import Wishes
 from tests import builders
 from tests.planning.machines import (
@@ -113,17 +115,43 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
 def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: Question) -> None:
     tried: list[Candidate] = []
     refused = AutotuneError("a training run uses this device", hint="wait")
-    for error in (KeyboardInterrupt(), refused, KeyboardInterrupt()):
+    for stop in (signal.SIGTERM, refused, signal.SIGHUP, KeyboardInterrupt()):
 
-        def stopped(candidate: Candidate, error: BaseException = error) -> TrialResult:
+        def stopped(candidate: Candidate, stop: signal.Signals | BaseException = stop) -> TrialResult:
             tried.append(candidate)
-            raise error
+            if isinstance(stop, BaseException):
+                raise stop
+            signal.raise_signal(stop)
+            return answer(candidate)
 
-        with pytest.raises(type(error)):
+        with pytest.raises(AutotuneError if stop is refused else KeyboardInterrupt):
             make_plan(asked, HARDWARE, around=surroundings(stopped))
     plan = make_plan(asked, HARDWARE, around=interrupted_after(99, tried))
-    assert len(set(tried[:4])) == 1, "it is taken up again first"
+    assert len(set(tried[:5])) == 1, "it is taken up again first"
     assert [trial.outcome for trial in plan.frozen.trials] == ["ok"] * len(plan.frozen.trials)
+
+
+def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
+    asked: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Candidate] = []
+    ask = optuna.Study.ask
+
+    def stopped(study: optuna.Study) -> optuna.Trial:
+        trial = ask(study)
+        if trial.number == 2:
+            raise KeyboardInterrupt
+        return trial
+
+    monkeypatch.setattr(optuna.Study, "ask", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(asked, HARDWARE, around=interrupted_after(99, tried))
+    monkeypatch.setattr(optuna.Study, "ask", ask)
+    notes: list[str] = []
+    monkeypatch.setattr("autotune.search.sampler.time.sleep", lambda seconds: pytest.fail("waited"))
+    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
+    assert notes == ["an interrupted search of the same goes on: 2 trials known (--fresh forgets them)"]
+    assert len(tried) == len(set(tried)) > 2
 
 
 def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: Question, tmp_path: Path) -> None:
@@ -223,6 +251,16 @@ def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
     assert plan_text(again) == plan_text(plan)
 
 
+def test_a_study_whose_results_are_damaged_says_so() -> None:
+    asked = question(StudyPlace("damaged"))
+    make_plan(asked, HARDWARE, around=surroundings())
+    file = platformdirs.user_data_path("autotune") / "studies" / "damaged.db"
+    file.write_bytes(file.read_bytes().replace(b"micro_batch_size", b"micro_botch_size"))
+    with pytest.raises(AutotuneError, match="study 'damaged' is damaged") as caught:
+        make_plan(asked, HARDWARE, around=surroundings())
+    assert "name another --study" in caught.value.hint
+
+
 def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
     asked = question(StudyPlace("deadly"))
     for number in range(2):
@@ -318,6 +356,18 @@ def test_a_storage_that_fails_behind_another_error_is_named() -> None:
     assert "results of finished trials are kept" in caught.value.hint
     with pytest.raises(ZeroDivisionError), safe_words(StudyPlace("x")):
         _ = 1 / 0
+
+
+@pytest.mark.filterwarnings("ignore:Heartbeat")
+def test_a_file_that_goes_while_it_is_used_is_named_without_sql_and_a_heartbeat_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    place = StudyPlace("x", f"sqlite:///{file}")
+    study = opened_study(place, {})
+    trial = study.ask()
+    file.unlink()
+    study._storage.record_heartbeat(trial._trial_id)  # type: ignore[attr-defined]
+    with pytest.raises(AutotuneError, match=r"failed: attempt to write a readonly database$"), safe_words(place):
+        trial.set_user_attr("a", 1)
 
 
 def test_a_study_name_cannot_leave_its_folder() -> None:

@@ -3,9 +3,11 @@
 import os
 import resource
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -126,13 +128,23 @@ def test_waiting_for_a_turn_on_the_device_is_not_what_a_trial_costs(
     assert runner.confirm(FIRST, CachingSettings(), 1.0).wall_seconds == 7.0
 
 
-def test_leaving_the_runner_leaves_no_child_and_no_log(small_model: Path) -> None:
-    with runner_for(small_model, workload(small_model)) as runner:
-        assert runner.run(FIRST).outcome == "ok"
-        running = child(runner)
-        log = runner._log
-    assert not running.is_running()
-    assert not log.exists()
+def test_a_rehearsal_that_is_interrupted_leaves_no_child_and_no_file(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    running: list[psutil.Process] = []
+
+    def interrupted(child: Any, limit_seconds: float) -> Any:
+        child.requests.recv()  # what is known after some phase
+        running.append(psutil.Process(child.process.pid))
+        assert list(tmp_path.glob("*/autotune-rehearsal-*"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), runner_for(small_model, workload(small_model)) as runner:  # noqa: PT012
+        monkeypatch.setattr(runner, "_answers", interrupted)
+        runner.confirm(FIRST, CachingSettings(), 1.0)
+    assert not running[0].is_running()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("targets", ["attention+mlp", "all-linear"])
