@@ -115,12 +115,11 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
 
 
 def require_fit(misfits: tuple[str, ...]) -> None:
-    """Raise DoesNotFit when there is any misfit, naming the first and counting the rest."""
+    """Raise DoesNotFit, naming all, when there is any misfit."""
     if misfits:
-        more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
         raise DoesNotFit(
-            f"the plan does not fit: {misfits[0]}{more}",
-            hint="see all with `autotune check PLAN`; make one for this machine and data with `autotune plan`",
+            f"the plan does not fit: {'; '.join(misfits)}",
+            hint="make one for this machine and data: autotune plan --from PLAN",
         )
 
 

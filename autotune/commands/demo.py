@@ -34,6 +34,7 @@ def demo(
     _run("plan", *asked)
     _run("train", plan_file)
     out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
+    out.print("the model's weights are random: its pictures are noise, which the adapter changes")
 
 
 def _run(*words: object) -> None:

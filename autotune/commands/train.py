@@ -35,16 +35,18 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     chosen = with_job(
         read_plan(asked.plan_file), model=asked.model, data=asked.data, output=asked.output, **job.values()
     )
-    from autotune.hardware.probe import probe as read_machine
-    from autotune.quiet import silence_progress_bars
     from autotune.terminal import err
-    from autotune.training.launching import forget_other_launchers, launch, started_by_launcher
-    from autotune.training.prepare import fetch_weights, prepare
-    from autotune.trials.lock import held_for_run
 
-    forget_other_launchers()
-    silence_progress_bars()
-    hardware = read_machine()
+    with err.status("reading the machine"):
+        from autotune.hardware.probe import probe as read_machine
+        from autotune.quiet import silence_progress_bars
+        from autotune.training.launching import forget_other_launchers, launch, started_by_launcher
+        from autotune.training.prepare import fetch_weights, prepare
+        from autotune.trials.lock import held_for_run
+
+        forget_other_launchers()
+        silence_progress_bars()
+        hardware = read_machine()
     chosen = _measured_here(asked.plan_file, fetch_weights(chosen, hardware), hardware)
     number = chosen.frozen.hardware.num_processes
     with held_for_run(hardware.device, number, err.print):

@@ -232,7 +232,7 @@ class Kandinsky5Video(Kandinsky5):
         num_frames=121,  # five seconds at 24 frames per second, and the first frame
         sources={
             "rank": "musubi-tuner's guide",
-            "learning_rate": "musubi-tuner's guide (its example is the Pro model)",
+            "learning_rate": "musubi-tuner's guide, for the Pro model",
             "timestep_shift": "musubi-tuner's guide",
         },
     )

@@ -45,7 +45,8 @@ class Swapping(Knob):
 
     def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
         if candidate.swapped_blocks > candidate.checkpointed_blocks:
-            return "swapped blocks have to recompute: autograd would keep their weights on the device"
+            recompute = f"swapped blocks have to recompute, and {candidate.checkpointed_blocks} do"
+            return f"{recompute}: autograd would keep their weights on the device"
         if candidate.swapped_blocks and STORAGES[candidate.quantization].library == FIXED_LIBRARY:
             return "bitsandbytes keeps what belongs to its weights on the GPU"
         if candidate.swapped_blocks and candidate.compile != "off":

@@ -9,11 +9,11 @@ TITLES = {
     "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",
     "broken": "broken, left out",
     "tiny": "too small, left out",
-    "duplicate": "duplicates, left out",
+    "duplicate": "the same as another, left out",
     "control": "without a control image, left out",
-    "short": "clips that are too short, left out",
+    "short": "too short for a clip, left out",
     "unsupported": "of a format that is not read, left out",
-    "metadata": "wrong lines in metadata.jsonl",
+    "metadata": "wrong in metadata.jsonl",
 }
 
 
@@ -46,8 +46,9 @@ def _texts(report: DataReport) -> Iterator[str]:
 def _remarks(report: DataReport) -> Iterator[str]:
     if report.num_enlarged:
         yield f"  {report.num_enlarged} scaled up more than {MAX_ENLARGEMENT}x: use larger originals or less resolution"
-    if report.num_cropped:
-        yield f"  {report.num_cropped} lose more than {MAX_CROP:.0%} of their area to the crop"
+    if report.cropped:
+        named = ", ".join(report.cropped[:3]) + (", ..." if len(report.cropped) > 3 else "")
+        yield f"  {len(report.cropped)} cropped by more than {MAX_CROP:.0%} of the area: {named}"
     if report.num_unverified:
         yield f"  {report.num_unverified} not decoded for lack of time: damage shows when they are encoded"
 

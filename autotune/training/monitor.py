@@ -21,7 +21,7 @@ SURPRISE = 1.05
 WINDOW_STEPS = 50
 NUM_WINDOWS = 6
 LEAK_SHARE = 0.02
-"""Growth over `NUM_WINDOWS` windows, each higher than the last, that is called a leak: caches fill unevenly."""
+"""Usual growth over `NUM_WINDOWS` windows, each higher than the last, that is called a leak: caches fill unevenly."""
 
 
 class PhaseWatch:
@@ -97,11 +97,15 @@ class MemoryWatch:
 
 
 def leak_bytes_per_step(floors: list[int]) -> float:
-    """Least-squares slope through the least memory of each window, or 0 where that is no leak."""
-    rising = all(later > earlier for earlier, later in pairwise(floors))
-    if len(floors) < NUM_WINDOWS or not rising or floors[-1] < floors[0] * (1 + LEAK_SHARE):
+    """Usual growth from the least memory of one window to the next's, or 0 where that is no leak.
+
+    The median, as a preview raises memory once, to stay.
+    """
+    growth = [later - earlier for earlier, later in pairwise(floors)]
+    if len(floors) < NUM_WINDOWS or min(growth) <= 0:
         return 0.0
-    return statistics.linear_regression(range(len(floors)), floors).slope / WINDOW_STEPS
+    usual = statistics.median(growth)
+    return usual / WINDOW_STEPS if usual * len(growth) >= floors[0] * LEAK_SHARE else 0.0
 
 
 class Utilisation:

@@ -24,7 +24,7 @@ REPORT = DataReport(
         Bucket(width_px=1024, height_px=1024, num_frames=1, num_items=12),
     ),
     num_enlarged=2,
-    num_cropped=0,
+    cropped=("a.png", "b.png", "c.png", "d.png"),
     caption_words=(3, 12, 40),
 )
 
@@ -38,6 +38,7 @@ def test_the_report_reads_as_a_person_would_write_it() -> None:
         "    832 x 1216       6",
         "   1024 x 1024      12",
         "  2 scaled up more than 1.5x: use larger originals or less resolution",
+        "  4 cropped by more than 25% of the area: a.png, b.png, c.png, ...",
         "",
         "1 without a caption (write NAME.txt, or give --caption or --trigger)",
         "  b.png: has no caption",

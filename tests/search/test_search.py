@@ -318,7 +318,7 @@ def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
 
 
 def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
-    with pytest.raises(InvalidInput, match="swapped blocks have to recompute"):
+    with pytest.raises(InvalidInput, match="swapped blocks have to recompute, and 0 do"):
         search_space(builders.setting(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
 
 

@@ -175,6 +175,12 @@ def test_noise_is_no_leak(level: int, noise: list[int]) -> None:
     assert leak_bytes_per_step([level + one for one in noise]) == 0.0 or max(noise) - min(noise) > level * 0.02
 
 
+def test_memory_that_a_preview_raises_once_is_no_leak() -> None:
+    floors = [950 + window + (30 if window >= NUM_WINDOWS - 1 else 0) for window in range(NUM_WINDOWS)]
+    assert leak_bytes_per_step(floors) == 0.0
+    assert leak_bytes_per_step([950 + 5 * window for window in range(NUM_WINDOWS)]) == 5 / WINDOW_STEPS
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a phase's peak")
 def test_a_phase_inside_another_counts_its_memory_apart() -> None:
     watch = PhaseWatch(CPU)

@@ -11,7 +11,7 @@ MAX_ENLARGEMENT = 1.5
 """Images scaled up by more than this (per side) are counted: blur is learned like any other feature."""
 
 MAX_CROP = 0.25
-"""Images that lose more than this share of their area to the crop are counted."""
+"""Images that lose more than this share of their area to the crop are named."""
 
 
 class DataReport(Frozen):
@@ -27,8 +27,8 @@ class DataReport(Frozen):
     buckets: tuple[Bucket, ...]
     num_enlarged: int = NaturalInt
     """Images scaled up by more than `MAX_ENLARGEMENT`."""
-    num_cropped: int = NaturalInt
-    """Images that lose more than `MAX_CROP` of their area."""
+    cropped: tuple[Legible, ...]
+    """Names of images that lose more than `MAX_CROP` of their area."""
     caption_words: tuple[int, int, int] | None = None
     """Fewest, median and most words in a caption; None without any usable image."""
 
@@ -67,7 +67,7 @@ def check_dataset(
         problems=dataset.problems,
         buckets=buckets,
         num_enlarged=sum(_scale(item, bucket) > MAX_ENLARGEMENT for item, bucket in pairs),
-        num_cropped=sum(_lost_share(item, bucket) > MAX_CROP for item, bucket in pairs),
+        cropped=tuple(item.path.name for item, bucket in pairs if _lost_share(item, bucket) > MAX_CROP),
         caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )
 

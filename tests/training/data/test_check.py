@@ -20,7 +20,7 @@ def test_a_good_folder(tmp_path: Path) -> None:
         (80, 48, 1),
         (128, 32, 1),
     ]
-    assert (report.num_enlarged, report.num_cropped, report.num_unverified) == (1, 1, 0)
+    assert (report.num_enlarged, report.cropped, report.num_unverified) == (1, ("003.png",), 0)
     assert report.caption_words == (3, 6, 6)
     assert DataReport.model_validate_json(report.model_dump_json()) == report
 
