@@ -176,7 +176,8 @@ def _oddities(record: Record, workload: Workload, cost: Predictor) -> Iterator[s
     there = cost.beside(cost.hardware.model_copy(update={"rates": rates}))
     for number, trial in enumerate(record.trials, start=1):
         residual = there.residual(trial)
-        if residual and not BELIEVED_TIME[0] <= (times := math.exp(residual.time)) <= BELIEVED_TIME[1]:
+        least, most = BELIEVED_TIME if not record.machine.noisy else (0.0, math.inf)  # such rates contradict nothing
+        if residual and not least <= (times := math.exp(residual.time)) <= most:
             yield f"trial {number} took {times:.2g} times the time that is predicted for its machine"
         if residual and not BELIEVED_MEMORY[0] <= (times := math.exp(residual.memory)) <= BELIEVED_MEMORY[1]:
             yield f"trial {number} took {times:.2g} times the memory that is predicted"

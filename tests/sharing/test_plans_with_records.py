@@ -184,6 +184,16 @@ def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold: Planned,
     assert len(again.trials) <= len(cold.trials) + 1
 
 
+def test_times_are_not_judged_by_rates_of_a_busy_machine(cold: Planned, tmp_path: Path) -> None:
+    poison = altered(cold.record, 0.25)
+    machine = poison.machine.model_copy(update={"noisy": True})
+    poison = Record.model_validate({**dict(poison), "machine": machine})
+    again = planned_on(Simulated(slow=SLOW), store_with(tmp_path, [poison]))
+    assert again.survey.refused == ()
+    assert [doubt.split(":")[0] for doubt in again.doubts] == [f"{poison.name[:12]} does not hold here"]
+    assert again.plan.frozen.settings == cold.plan.frozen.settings
+
+
 def test_a_record_makes_no_trial_of_what_is_predicted_not_to_fit(cold: Planned, tmp_path: Path) -> None:
     small = gpu(budget_bytes=int(cold.plan.frozen.expected.peak_memory_bytes * 0.8))
     lowered = [
