@@ -31,6 +31,7 @@ class StableDiffusion3(Family):
         sampling_guidance=7.0,
     )
     size_multiple_px = 16
+    max_side_px = 96 * size_multiple_px
     max_text_tokens = 512
     target_sets = {  # noqa: RUF012
         "attention": rf"{BLOCK}\.({ATTENTION})",
@@ -103,7 +104,7 @@ class StableDiffusion3(Family):
             joint_attention_dim=64,
             caption_projection_dim=64,
             pooled_projection_dim=64,
-            pos_embed_max_size=16,
+            pos_embed_max_size=96,
         )
         StableDiffusion3Pipeline(
             transformer=transformer,

@@ -31,6 +31,11 @@ class Faults:
             return self.spare < self.seen <= self.spare + self.count
 
 
+class Quiet(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that gave up waiting is what some faults are for."""
+
+
 def handler_for(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
     class Proxy(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -85,7 +90,7 @@ def s3_server() -> Iterator[tuple[str, Faults]]:
     server.start()
     port = server.get_host_and_port()[1]
     faults = Faults()
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler_for(port, faults))
+    proxy = Quiet(("127.0.0.1", 0), handler_for(port, faults))
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{proxy.server_address[1]}"
     try:
