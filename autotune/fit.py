@@ -27,8 +27,8 @@ PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
 
 
 CAPTION_ROOM = 0.01
-"""Of the largest picture's tokens: by so much a caption may be longer than planned, which takes far less than a plan
-leaves free."""
+"""Of the largest picture's tokens: by so much a caption may be longer than planned. Activations grow by less than that
+share, and a plan leaves 2% of a card free (`autotune.hardware.memory`)."""
 
 
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
     largest, allowed = actual.largest_bucket, planned.largest_bucket
     if largest.num_pixels > allowed.num_pixels:
         misfits.append(f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
-    room = int(CAPTION_ROOM * allowed.width_px * allowed.height_px / setting.family.size_multiple_px**2)
+    room = int(CAPTION_ROOM * setting.family.tokens_per_frame(allowed))
     if actual.max_text_tokens > planned.max_text_tokens + room:
         misfits.append(
             f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"

@@ -276,11 +276,22 @@ class Reading:
         return text
 
     @property
-    def missed(self) -> bool:
-        """Whether it wants a word: a large error, or an OOM that we would call fitting."""
+    def memory_missed(self) -> bool:
+        """Whether memory wants a word: a large error, or an OOM that we would call fitting."""
         if self.row["status"] == "OOM":
             return self.left_free > MARGIN
-        return any(abs(error) > LARGE for error in (self.memory_error, self.time_error) if error is not None)
+        return abs(self.memory_error or 0.0) > LARGE
+
+    @property
+    def missed(self) -> bool:
+        """Whether anything wants a word."""
+        return self.memory_missed or abs(self.time_error or 0.0) > LARGE
+
+    @property
+    def explanation(self) -> str:
+        """Of a miss."""
+        own_factor = "time: its program has another factor, see below"
+        return MISSES.get(self.row["id"], "unknown" if self.memory_missed else own_factor)
 
 
 def unique(rows: Iterable[Row]) -> list[Row]:
@@ -340,7 +351,7 @@ def report(title: str, rows: Sequence[Row], sets: Sequence[str]) -> list[Reading
         for line, names in lines.items():
             print(f"{' '.join(name if name in names else ' ' * len(name) for name in sets)} {line}")
             if readings[row["id"], names[0]].missed:
-                print(f"{'':18}{MISSES.get(row['id'], 'time: its program has another factor, see below')}")
+                print(f"{'':18}{readings[row['id'], names[0]].explanation}")
     errors = {name: errors_of([readings[row["id"], name] for row in chosen[name]]) for name in sets}
     print()
     for group in sorted({group for name in sets for group in errors[name]}):
@@ -358,6 +369,8 @@ def report_factors(readings: Sequence[Reading]) -> None:
     for program, found in (*sorted(factors.items()), ("all", [one for each in factors.values() for one in each])):
         spread = f"{min(found):.2f} to {max(found):.2f}"
         print(f"{program:44}n {len(found):2}  geometric mean {statistics.geometric_mean(found):.2f}  {spread}")
+    errors = [reading.time_error for reading in readings if reading.time_error is not None]
+    print(f"\nstep time, all of today's readings: {summary(errors)}")
 
 
 def summary(errors: Sequence[float]) -> str:

@@ -179,6 +179,10 @@ class Family(ABC):
         """Those of the components that encode captions."""
         return tuple(name for name in self.components if name.startswith("text_encoder"))
 
+    def tokens_per_frame(self, bucket: Bucket) -> int:
+        """What the transformer makes of one frame: a token for each square of `size_multiple_px`."""
+        return bucket.width_px * bucket.height_px // self.size_multiple_px**2
+
     def build_transformer(self, config: Config) -> "nn.Module":
         """The transformer with random weights, on torch's current default device and dtype."""
         import diffusers

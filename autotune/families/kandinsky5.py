@@ -32,9 +32,9 @@ VAE_FACTOR = 8
 PATCH = 2
 FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512
+"""What the pipelines' calls cut prompts to."""
 POSITIONS = 128
 """Rows, columns and latent frames that the transformer's rotations are made for."""
-"""What the pipelines' calls cut prompts to."""
 
 BLOCK = r"(text|visual)_transformer_blocks\.\d+"
 ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
@@ -220,7 +220,7 @@ class Kandinsky5Video(Kandinsky5):
         "visual_cond": True,
     }
     parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKLHunyuanVideo")
-    max_frames = 4 * (POSITIONS - 1) + 1
+    max_frames = FRAMES_PER_LATENT * (POSITIONS - 1) + 1
     defaults = Defaults(
         learning_rate=6e-5,
         effective_batch_size=1,

@@ -71,7 +71,7 @@ def _payback(setting: Setting) -> str:
     if sheet is None or sheet.bf16_flops_per_second is None:
         return f"{told}, and what it saves has to be measured"
     bucket = workload.largest_bucket
-    patches = bucket.width_px * bucket.height_px // setting.family.size_multiple_px**2 * bucket.num_frames
+    patches = setting.family.tokens_per_frame(bucket) * bucket.num_frames
     tokens = workload.effective_batch_size * (patches + workload.max_text_tokens)
     step = 6 * workload.model.num_parameters * tokens / (REACHED_FLOPS_SHARE * sheet.bf16_flops_per_second)
     steps = math.ceil(startup / (SAVED_SHARE * step))
