@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
@@ -29,11 +29,13 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import build_on_meta
-from autotune.frozen import digest_of
-from autotune.hardware.probe import probe
+from autotune.hardware.probing import probe
 from autotune.hardware.rates import KERNELS, Meter
-from autotune.machine import HardwareProfile, Rate
-from autotune.schema import Bucket, Candidate, ModelSpec, TrialResult, Workload
+from autotune.schema.base import digest_of
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile, Rate
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Bucket, ModelSpec, Workload
 
 SIDE_PX = 256
 TEXT_TOKENS = 32

@@ -15,8 +15,8 @@ import statistics
 import time
 from pathlib import Path
 
-from autotune.hardware.doctor import doctor
-from autotune.hardware.probe import measured, probe
+from autotune.hardware.diagnosis import doctor
+from autotune.hardware.probing import measured, probe
 from autotune.hardware.timing import disagreement
 
 RESULTS = Path(__file__).parent / "results"

@@ -43,16 +43,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
 from autotune.cost.predict import Predictor
 from autotune.cost.timing import STEP_OVER_KERNELS
 from autotune.families.resolve import resolve_model
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, Workload
+from autotune.hardware.catalog import catalogue, profile_of_gpu
+from autotune.schema.candidate import Candidate
+from autotune.schema.prediction import Prediction
+from autotune.schema.workload import Bucket, Workload
 
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",

@@ -19,9 +19,11 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import hardware_named
 from autotune.knobs.base import Setting
-from autotune.machine import HardwareProfile
-from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, Choice, TrialResult, Workload
+from autotune.schema.candidate import Candidate, Choice
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.prediction import Prediction
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Bucket, Workload
 from autotune.search.space import SearchSpace, search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
@@ -28,14 +28,16 @@ from search_tasks import Task, table_tasks
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Expected, TrialResult
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan import Expected
+from autotune.schema.trial import TrialResult
 from autotune.search.residual import ResidualSearch
 from autotune.search.study import Limits, run_search
-from autotune.sharing.advice import NO_ADVICE, Advice, advise
 from autotune.sharing.keys import match, usable_trials
 from autotune.sharing.query import Known, Survey
 from autotune.sharing.record import Record, machine_of, shared_part
+from autotune.sharing.warm_start import NO_ADVICE, Advice, advise
 
 NEAR = 0.05
 CHOICE_SIGMA = 0.10

@@ -15,22 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
 import torch
 from configs import MID
 
-from autotune.atomic import write_whole
 from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.base import Setting
 from autotune.knobs.registry import reload_key
-from autotune.machine import HardwareProfile
-from autotune.schema import Bucket, Candidate, TrialResult, Workload
+from autotune.runtime.files import write_whole
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Bucket, Workload
 from autotune.search.space import search_space
 from autotune.trials.runner import ProcessTrialRunner
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries, silence_progress_bars
+from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
@@ -31,12 +31,12 @@ from peft import LoraConfig
 
 from autotune.families.registry import family_named
 from autotune.hardware.store import cached_profile
-from autotune.planner import make_plan as plan_job
-from autotune.planning.question import Question
-from autotune.schema import Candidate
+from autotune.planning.planner import make_plan as plan_job
+from autotune.planning.request import Question
+from autotune.runtime.memory import host_memory_bytes
+from autotune.schema.candidate import Candidate
 from autotune.training.describe import Wishes
 from autotune.training.events import RunEvents, StepEvent
-from autotune.training.memory import host_memory_bytes
 from autotune.training.run import train
 from tests.training.small import machine, make_plan, write_model_and_images
 

@@ -101,7 +101,7 @@ def load(method, storage, folder, num_layers):
     import torch
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    from autotune.knobs.quantization import quantize_inside
+    from autotune.quantization.layers import quantize_inside
     from autotune.weights.building import dtype_of_from_pretrained
     from autotune.weights.sources import open_source
     from autotune.weights.streaming import load_into
@@ -155,7 +155,7 @@ def touch(model):
 
 
 def run_load(queue, method, storage, cache, folder, num_layers):
-    from autotune.quiet import silence_libraries, silence_progress_bars
+    from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
     silence_libraries()
     silence_progress_bars()

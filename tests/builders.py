@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from autotune.backends import STORAGES
 from autotune.families.registry import family_named
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import STORAGES
-from autotune.machine import Device, Gate, HardwareProfile, Host, Versions
-from autotune.schema import Bucket, Candidate, ModelSpec, TrialResult, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import Device, Gate, HardwareProfile, Host, Versions
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Bucket, ModelSpec, Workload
 
 GIB = 2**30
 

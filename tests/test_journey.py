@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from autotune.plan_file import plan_text, read_plan, seal, write_plan
-from autotune.schema import Candidate, FrozenPart
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan import FrozenPart
+from autotune.schema.plan_file import plan_text, read_plan, seal, write_plan
 from tests.conftest import Journey, autotune, autotune_here
 from tests.planning.machines import wait_until
 

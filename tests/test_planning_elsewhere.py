@@ -10,14 +10,14 @@ import pytest
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import parts_of, resolve_model
-from autotune.hardware.probe import with_budget
+from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
-from autotune.plan_file import read_plan
-from autotune.planner import make_plan
-from autotune.planning.case import list_choices
-from autotune.planning.question import Question
-from autotune.prediction import Estimate
-from autotune.schema import TrainingPlan
+from autotune.planning.planner import make_plan
+from autotune.planning.problem import list_choices
+from autotune.planning.request import Question
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import read_plan
+from autotune.schema.prediction import Estimate
 from autotune.training.describe import Wishes
 from autotune.training.processes import device_misfits
 from tests.conftest import autotune, autotune_here
@@ -47,8 +47,8 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
     def full(path: Path, plan: TrainingPlan) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("autotune.planner.make_plan", lambda *asked: predicted)
-    monkeypatch.setattr("autotune.plan_file.write_plan", full)
+    monkeypatch.setattr("autotune.planning.planner.make_plan", lambda *asked: predicted)
+    monkeypatch.setattr("autotune.schema.plan_file.write_plan", full)
     asked = ("--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "-o", tmp_path / "plan.yaml")
     process = autotune_here(capfd, "plan", *asked)
     assert process.returncode == 1

@@ -1,9 +1,8 @@
 """Check what a user asks to estimate or plan, before anything is traced; each refusal names the nearest valid value."""
 
 from autotune.errors import InvalidInput, nearest_of
-from autotune.families.base import Family
-from autotune.knobs.base import Setting
-from autotune.knobs.registry import KNOBS
+from autotune.families import Family
+from autotune.knobs import KNOBS, Setting
 from autotune.schema import Bucket, Candidate
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autotune.prediction import Prediction
-from autotune.schema import MOST_RESIDUAL, Candidate, Residual, TrialResult
+from autotune.schema import MOST_RESIDUAL, Candidate, Prediction, Residual, TrialResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

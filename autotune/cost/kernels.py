@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.knobs.attention import prefers_cudnn
-from autotune.machine import HardwareProfile
+from autotune.knobs import prefers_cudnn
+from autotune.schema import HardwareProfile
 
 if TYPE_CHECKING:
     import torch

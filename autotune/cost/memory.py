@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.backends import LAYERWISE
 from autotune.cost.composition import ComposedPass
-from autotune.hardware.memory import process_overhead_bytes, shares_host_memory
-from autotune.knobs.quantization import CPU_SLICE_BYTES, LAYERWISE, SLICE_BYTES
-from autotune.machine import HardwareProfile
-from autotune.prediction import MemoryBreakdown, PhaseMemory
-from autotune.schema import Candidate
+from autotune.hardware import process_overhead_bytes, shares_host_memory
+from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
+from autotune.schema import Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
 
 if TYPE_CHECKING:
     from autotune.cost.model import Storage, TracedModel

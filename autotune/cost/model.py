@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.cost.quantized import quantize_for_tracing
-from autotune.cost.trace import (
+from autotune.cost.trace.passes import (
     TRACED_BLOCKS,
     TracePass,
     meta_batch,
@@ -19,13 +19,10 @@ from autotune.cost.trace import (
     trace_inference,
     trace_pass,
 )
-from autotune.families.adapter import add_adapter
-from autotune.families.base import Family, Parts
-from autotune.families.resolve import build_on_meta
-from autotune.knobs.checkpointing import Checkpointing
-from autotune.knobs.precision import torch_dtype
+from autotune.families import Family, Parts, add_adapter, build_on_meta
+from autotune.knobs import Checkpointing, torch_dtype
 from autotune.schema import Bucket, Workload
-from autotune.weights.building import attribute_tensors, cast_as_loaded
+from autotune.weights import attribute_tensors, cast_as_loaded
 
 if TYPE_CHECKING:
     from torch import nn

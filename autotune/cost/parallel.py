@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.cost.memory import Resident
-from autotune.machine import HardwareProfile
-from autotune.schema import Strategy
+from autotune.schema import HardwareProfile, Strategy
 
 if TYPE_CHECKING:
     from autotune.cost.model import Storage

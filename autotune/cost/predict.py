@@ -16,15 +16,23 @@ from autotune.cost.memory import PHASES, Resident, away_bytes, phases_of, reside
 from autotune.cost.model import TracedModel
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import RECOMPUTED_LAUNCHES, Rates
-from autotune.families.base import Family, Parts
-from autotune.knobs.base import Setting
-from autotune.knobs.caching import EncoderSize, choose_caching, size_of
-from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE
-from autotune.knobs.precision import Precision
-from autotune.machine import HardwareProfile
-from autotune.prediction import Prediction, StepTime
-from autotune.schema import CachingSettings, Candidate, Reason, Residual, TrialResult, Workload
-from autotune.typical import is_smaller, mean_text_tokens, padded_text_tokens, typical_bucket
+from autotune.families import Family, Parts
+from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, EncoderSize, Precision, Setting, choose_caching, size_of
+from autotune.schema import (
+    CachingSettings,
+    Candidate,
+    HardwareProfile,
+    Prediction,
+    Reason,
+    Residual,
+    StepTime,
+    TrialResult,
+    Workload,
+    is_smaller,
+    mean_text_tokens,
+    padded_text_tokens,
+    typical_bucket,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,8 +8,9 @@ nested statistics).
 from typing import TYPE_CHECKING, Any
 
 from autotune.cost.kernels import DeviceRules, int8_product, int8_rows
-from autotune.families.base import Family
-from autotune.knobs.quantization import NESTED_BLOCK, NF4_BLOCK, Quantization
+from autotune.families import Family
+from autotune.knobs import Quantization
+from autotune.quantization import NESTED_BLOCK, NF4_BLOCK
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from autotune.cost.kernels import CLASSES, Work
-from autotune.machine import Datasheet, HardwareProfile, Host
+from autotune.schema import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81

@@ -12,11 +12,17 @@ from typing import Any
 from autotune.errors import InvalidInput, first_line, nearest_of
 from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
-from autotune.frozen import digest_of
-from autotune.schema import ModelSpec
-from autotune.weights.components import component_class, empty_component, read_config, read_pipeline
-from autotune.weights.hub import fetch, missing_files, snapshot_in_cache
-from autotune.weights.sources import open_source
+from autotune.schema import ModelSpec, digest_of
+from autotune.weights import (
+    component_class,
+    empty_component,
+    fetch,
+    missing_files,
+    open_source,
+    read_config,
+    read_pipeline,
+    snapshot_in_cache,
+)
 
 CHECK_CONFIG = "check transformer/config.json, or update diffusers"
 REPO = re.compile(r"[\w.-]+/[\w.-]+")

@@ -9,8 +9,7 @@ import platformdirs
 
 from autotune.hardware.system import Unanswered
 from autotune.hardware.timing import Timings, timed
-from autotune.weights.loaders import LOADERS
-from autotune.weights.sources import open_source
+from autotune.weights import LOADERS, open_source
 
 if TYPE_CHECKING:
     import torch

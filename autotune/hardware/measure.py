@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import psutil
 
-from autotune.hardware.answers import RealSystem
 from autotune.hardware.rates import KERNELS, NOISY_ABOVE, Meter, is_noisy
 from autotune.hardware.reader import Facts, Reader, number, whole
+from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import System
-from autotune.machine import Conditions, HardwareProfile, Rate
-from autotune.quiet import silence_libraries
+from autotune.runtime import silence_libraries
+from autotune.schema import Conditions, HardwareProfile, Rate
 
 Report = Callable[[str, str], None]
 CONDITIONS: Facts = {

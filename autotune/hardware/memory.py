@@ -6,7 +6,7 @@ GB10 and Thor answer 1, 1; Orin 1, 0; GH200 and GB200 0, 1; every other card 0, 
 """
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.machine import HardwareProfile, MemoryKind
+from autotune.schema import HardwareProfile, MemoryKind
 
 GIB = 2**30
 OVERRIDES: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent")

@@ -15,8 +15,8 @@ from typing import Any
 from autotune.hardware.disk import disk_timings
 from autotune.hardware.system import Unanswered
 from autotune.hardware.timing import Timings, disagreement, timed
-from autotune.machine import Conditions, DeviceKind, HardwareProfile, Rate
-from autotune.weights.loaders import LOADERS
+from autotune.schema import Conditions, DeviceKind, HardwareProfile, Rate
+from autotune.weights import LOADERS
 
 NOISY_ABOVE = 0.10
 """Spread, or drift between the first and the last measurement, above which a machine is called noisy."""

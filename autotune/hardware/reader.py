@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, StrictBool, StringConstraints, TypeAdapter, ValidationError
 
 from autotune.hardware.system import System, Unanswered
-from autotune.machine import Provenance
+from autotune.schema import Provenance
 
 T = TypeVar("T")
 Facts = Mapping[str, tuple[TypeAdapter[Any], *tuple[str, ...]]]

@@ -11,12 +11,11 @@ from pathlib import Path
 import platformdirs
 from pydantic import ValidationError
 
-from autotune.atomic import write_whole
 from autotune.errors import InvalidInput, nearest_of
-from autotune.frozen import digest_of
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.hardware.probe import ABOUT_RATES, measured, probe, with_rates
-from autotune.machine import HardwareProfile
+from autotune.hardware.catalog import catalogue, profile_of_gpu
+from autotune.hardware.probing import ABOUT_RATES, measured, probe, with_rates
+from autotune.runtime import write_whole
+from autotune.schema import HardwareProfile, digest_of
 
 POWER_TOLERANCE = 0.1
 """Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""

@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.families.base import Family
-from autotune.hardware.gates import older
+from autotune.families import Family
+from autotune.hardware import older
 from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Choice
+from autotune.schema import Candidate, Choice, HardwareProfile
 
 if TYPE_CHECKING:
     from torch import nn

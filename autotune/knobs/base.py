@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from autotune.families.base import Family
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Choice, Workload
+from autotune.families import Family
+from autotune.schema import Candidate, Choice, HardwareProfile, Workload
 
 if TYPE_CHECKING:
     from torch import nn

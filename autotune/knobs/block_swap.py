@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autotune.weights.streaming import Transform
+from autotune.weights import Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from autotune.families.base import Family
+    from autotune.families import Family
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """A module, the name of one of its parameters, and that parameter on the host."""

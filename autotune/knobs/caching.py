@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from autotune.backends import STORAGES
 from autotune.errors import InvalidInput
-from autotune.families.base import Parts
-from autotune.hardware.memory import process_overhead_bytes
+from autotune.families import Parts
+from autotune.hardware import process_overhead_bytes
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import STORAGES, STRICTNESS
+from autotune.knobs.quantization import STRICTNESS
 from autotune.schema import CachingSettings, Reason, Rejected
 
 PIN = "caching."

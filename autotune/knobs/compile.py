@@ -3,10 +3,9 @@
 import math
 from typing import TYPE_CHECKING
 
-from autotune.families.base import Family
+from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, Setting, closed_because
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Choice, Workload
+from autotune.schema import Candidate, Choice, HardwareProfile, Workload
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,8 +5,7 @@ step before it runs. What a step waits for data is in every run's report.
 """
 
 from autotune.knobs.base import Choices, Knob, Setting
-from autotune.machine import HardwareProfile
-from autotune.schema import Choice, Workload
+from autotune.schema import Choice, HardwareProfile, Workload
 
 WORKERS = (2, 4)
 """Threads, beyond none and one, that can be asked for."""

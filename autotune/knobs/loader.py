@@ -1,8 +1,8 @@
 """How weights are read. The machine's own measurements settle it: the fastest loader that fits, no search."""
 
 from autotune.knobs.base import Choices, Knob, Setting
-from autotune.machine import HardwareProfile
-from autotune.weights.loaders import LOADERS
+from autotune.schema import HardwareProfile
+from autotune.weights import LOADERS
 
 DEFAULT = "safetensors"
 """What `from_pretrained` does, and nothing needs less memory of its own."""

@@ -7,17 +7,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autotune.cost.parallel import Parallel
-from autotune.cost.predict import Predictor
+from autotune.cost import Parallel, Predictor
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families.base import Family
-from autotune.hardware.memory import host_floor_bytes
-from autotune.knobs.base import Setting
-from autotune.knobs.registry import KNOBS
-from autotune.planning.question import Question
+from autotune.families import Family
+from autotune.hardware import host_floor_bytes
+from autotune.knobs import KNOBS, Setting
+from autotune.planning.request import Question
 from autotune.schema import Bucket, Candidate, Choice, Workload
-from autotune.search.residual import cautious_bytes
-from autotune.search.space import SearchSpace, without
+from autotune.search import SearchSpace, cautious_bytes, without
 
 GIB = 2**30
 SMALLER = (0.75, 0.5)

@@ -7,9 +7,9 @@ the longer trial's steps take at most a tenth of `--search-time` on top of it.
 
 from collections.abc import Callable
 
-from autotune.planning.case import Case
+from autotune.planning.problem import Case
 from autotune.schema import Candidate, TrialResult
-from autotune.search.winner import fallbacks_of, measured_scores, promised_scores, winner_of
+from autotune.search import fallbacks_of, measured_scores, promised_scores, winner_of
 
 MOST_CONFIRMATIONS = 3
 """Winners that are tried for longer, should the first fail or turn out slower than the next."""

@@ -13,16 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autotune.atomic import write_whole
-from autotune.cost.predict import Predictor
+from autotune.cost import Predictor
 from autotune.errors import InvalidInput
-from autotune.machine import HardwareProfile
-from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
-from autotune.search.study import Run
-from autotune.sharing.keys import match, usable_trials
-from autotune.sharing.query import Known, Survey
-from autotune.sharing.record import Record
+from autotune.planning.backend import Surroundings
+from autotune.runtime import write_whole
+from autotune.schema import Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload
+from autotune.search import Run
+from autotune.sharing import Known, Record, Survey, match, usable_trials
 
 MAX_RECORDING_BYTES = 64 << 20
 

@@ -14,12 +14,10 @@ import optuna
 import platformdirs
 
 from autotune.errors import NothingFits
-from autotune.frozen import digest_of
-from autotune.planning.case import Case
-from autotune.search.sampler import release_dead, standing_of
-from autotune.search.storage import StudyPlace, opened_study, safe_words
-from autotune.search.study import frozen_plan
-from autotune.trials.lock import locked
+from autotune.hardware import locked
+from autotune.planning.problem import Case
+from autotune.schema import digest_of
+from autotune.search import StudyPlace, frozen_plan, opened_study, release_dead, safe_words, standing_of
 
 
 @contextlib.contextmanager

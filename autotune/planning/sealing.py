@@ -8,22 +8,27 @@ memory than the one before. Work, quality and effective batch stay as they are.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autotune.cost.parallel import Parallel
-from autotune.cost.predict import Predictor
+from autotune.cost import Parallel, Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
-from autotune.families.resolve import parts_of, resolve_model
-from autotune.fit import key_misfits, model_misfits, require_fit
-from autotune.knobs.base import Setting, closed_because, parity_gate
-from autotune.knobs.caching import shown
-from autotune.knobs.registry import KNOBS
-from autotune.machine import HardwareProfile
-from autotune.plan_file import read_plan, seal, write_plan
-from autotune.planning.case import beside_kept
-from autotune.planning.freeze import expected, planned_hardware
-from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, FrozenPart, PlannedHardware, Reason, TrainingPlan, TrialResult
-from autotune.search.study import Run, search_cost_seconds
-from autotune.search.winner import measured_scores, winner_of
+from autotune.families import parts_of, resolve_model
+from autotune.knobs import KNOBS, Setting, closed_because, parity_gate, shown
+from autotune.planning.backend import Surroundings
+from autotune.planning.expectation import expected, planned_hardware
+from autotune.planning.problem import beside_kept
+from autotune.schema import (
+    Candidate,
+    FrozenPart,
+    HardwareProfile,
+    PlannedHardware,
+    Reason,
+    TrainingPlan,
+    TrialResult,
+    read_plan,
+    seal,
+    write_plan,
+)
+from autotune.search import Run, measured_scores, search_cost_seconds, winner_of
+from autotune.training import key_misfits, model_misfits, require_fit
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from autotune.prediction import Estimate
 from autotune.reporting.text import WIDTH, memory_text, seconds_text, wrapped
+from autotune.schema import Estimate
 
 PARTS = {
     "weight_bytes": "weights",

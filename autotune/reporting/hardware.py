@@ -6,10 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotune.hardware.catalogue import CatalogueGpu
-from autotune.hardware.doctor import Finding
-from autotune.machine import Gate, HardwareProfile, Rate
+from autotune.hardware import CatalogueGpu, Finding
 from autotune.reporting.text import memory_text
+from autotune.schema import Gate, HardwareProfile, Rate
 
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 

@@ -2,14 +2,11 @@
 
 from collections.abc import Sequence
 
-from autotune.knobs.caching import shown
-from autotune.knobs.registry import KNOBS
-from autotune.prediction import Prediction
+from autotune.knobs import KNOBS, shown
 from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
-from autotune.schema import Bucket, Candidate, TrainingPlan, TrialResult, Workload
-from autotune.search.space import SearchSpace
-from autotune.sharing.query import Survey
-from autotune.typical import mean_text_tokens
+from autotune.schema import Bucket, Candidate, Prediction, TrainingPlan, TrialResult, Workload, mean_text_tokens
+from autotune.search import SearchSpace
+from autotune.sharing import Survey
 
 TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step    memory outcome"
 

@@ -10,10 +10,8 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from autotune.cost.calibration import NOISE, Lesson, residual_of
-from autotune.cost.predict import Predictor
-from autotune.prediction import Prediction
-from autotune.schema import Candidate, Objective, TrialResult
+from autotune.cost import NOISE, Lesson, Predictor, residual_of
+from autotune.schema import Candidate, Objective, Prediction, TrialResult
 from autotune.search.space import SearchSpace
 
 OPTIMISM = 1.5

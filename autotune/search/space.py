@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs.base import Choices, Knob, Setting, parity_gate
-from autotune.knobs.registry import KNOBS
+from autotune.knobs import KNOBS, Choices, Knob, Setting, parity_gate
 from autotune.schema import Candidate, Choice, Rejected
 
 Wish = tuple[str, str]

@@ -9,8 +9,7 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState, create_trial
 
-from autotune.frozen import digest_of
-from autotune.schema import Candidate, TrialResult
+from autotune.schema import Candidate, TrialResult, digest_of
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.sampler import (
     CANDIDATE,

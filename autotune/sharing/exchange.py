@@ -6,9 +6,9 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import IO
 
-from autotune.atomic import replacing
 from autotune.errors import InvalidInput
-from autotune.frozen import TRIAL_PROTOCOL_VERSION
+from autotune.runtime import replacing
+from autotune.schema import TRIAL_PROTOCOL_VERSION
 from autotune.sharing.record import MAX_RECORD_BYTES, Record
 from autotune.sharing.store import MAX_RECORDS, Found, Merged, Store, examined
 

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autotune.fit import KEY_NAMES
-from autotune.knobs.attention import prefers_cudnn
-from autotune.machine import HardwareProfile
-from autotune.schema import TrialResult, Workload
+from autotune.knobs import prefers_cudnn
+from autotune.schema import HardwareProfile, TrialResult, Workload, mean_text_tokens
 from autotune.sharing.record import LIBRARIES, Machine, Record, class_of, machine_of
-from autotune.typical import mean_text_tokens
+from autotune.training import KEY_NAMES
 
 Value = str | float | None
 Kind = Literal["exact", "upgraded", "near", "none"]

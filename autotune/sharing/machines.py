@@ -1,9 +1,8 @@
 """A shared record's machine as hardware to plan for: what it measured, on the sheet of its GPU."""
 
 from autotune.errors import InvalidInput
-from autotune.hardware.catalogue import matching, profile_of_gpu
-from autotune.hardware.probe import with_budget, with_rates
-from autotune.machine import HardwareProfile
+from autotune.hardware import matching, profile_of_gpu, with_budget, with_rates
+from autotune.schema import HardwareProfile
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import Record
 

@@ -1,15 +1,15 @@
 """Spots records that cannot be true, by physics: what no device can do is a mistake or a lie, and is named.
 
 Bounds are loose on purpose: a true record must never be refused. What is merely unlikely is left to the cost model
-and to the local trials that verify a record before anything stands on it (`autotune.sharing.advice`).
+and to the local trials that verify a record before anything stands on it (`autotune.sharing.warm_start`).
 """
 
 import math
 from collections.abc import Iterator, Sequence
 
-from autotune.families.registry import FAMILIES
-from autotune.hardware.catalogue import CatalogueGpu, catalogue, matching
-from autotune.knobs.quantization import STORAGES
+from autotune.backends import STORAGES
+from autotune.families import FAMILIES
+from autotune.hardware import CatalogueGpu, catalogue, matching
 from autotune.schema import Candidate, TrialResult, Workload
 from autotune.sharing.record import Record
 

@@ -1,6 +1,6 @@
 """What the stores know about a question: exact records first, then neighbours, and what no longer counts.
 
-A record is advice: `autotune.sharing.advice` says what a search does with it. On the way it is a `Known`, a record that
+A record is advice: `warm_start.py` says what a search does with it. On the way it is a `Known`, a record that
 counts here, in the `Survey` that a question gets; then the `Ground` that a search stands on, with the `Lesson` that its
 trials taught the cost model.
 """
@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import AutotuneError
-from autotune.machine import HardwareProfile
-from autotune.schema import TrialResult, Workload
+from autotune.schema import HardwareProfile, TrialResult, Workload
 from autotune.sharing.keys import Match, compare_work, match, usable_trials
 from autotune.sharing.record import Record, architecture_folder, class_of, machine_folder, machine_of
 from autotune.sharing.store import Entry, Found, Store, own_store

@@ -16,18 +16,23 @@ from pydantic import Field, ValidationError, model_validator
 
 from autotune import __version__
 from autotune.errors import InvalidInput
-from autotune.frozen import Frozen, NaturalInt, PositiveInt, digest_of
-from autotune.machine import HardwareProfile, Rate, Versions
 from autotune.schema import (
     Bucket,
     Candidate,
     Expected,
+    Frozen,
     FrozenPart,
+    HardwareProfile,
     ModelSpec,
+    NaturalInt,
+    PositiveInt,
+    Rate,
     Residual,
     TrainingPlan,
     TrialResult,
+    Versions,
     Workload,
+    digest_of,
 )
 
 MAX_RECORD_BYTES = 1 << 18
@@ -304,7 +309,7 @@ def why_no_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> str | None
 
 def _without_names(workload: Workload) -> Workload:
     """The same work without the folder's name and without the shape of the data beyond its largest bucket."""
-    from autotune.families.registry import FAMILIES
+    from autotune.families import FAMILIES
 
     model, largest = workload.model, workload.largest_bucket
     family = FAMILIES.get(model.family)

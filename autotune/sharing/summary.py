@@ -9,8 +9,8 @@ from pathlib import Path
 import platformdirs
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.atomic import write_whole
-from autotune.frozen import Frozen
+from autotune.runtime import write_whole
+from autotune.schema import Frozen
 from autotune.sharing.record import Record, class_of
 from autotune.sharing.store import Store
 

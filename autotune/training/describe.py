@@ -3,16 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from autotune.cost.arguments import checked_bucket, positive
+from autotune.cost import checked_bucket, positive
+from autotune.data import EMPTY_CAPTION, Dataset, assign_buckets, make_buckets
 from autotune.errors import InvalidInput, first_line
-from autotune.families.base import Family
-from autotune.families.resolve import ResolvedModel
-from autotune.job import Job
-from autotune.schema import Bucket, Objective, Quality, Workload
-from autotune.training.data.buckets import assign_buckets, make_buckets
-from autotune.training.data.captions import EMPTY_CAPTION
-from autotune.training.data.dataset import Dataset
-from autotune.typical import quantiles_of
+from autotune.families import Family, ResolvedModel
+from autotune.schema import Bucket, Job, Objective, Quality, Workload, quantiles_of
 
 NUM_QUANTILES = 16
 """Lengths of captions that a workload names."""

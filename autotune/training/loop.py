@@ -11,30 +11,27 @@ from typing import cast
 
 import torch
 
+from autotune.data import BatchLoader, EncodedDataset, LoadedBatch, Order
 from autotune.errors import AutotuneError, InvalidInput, Preempted
-from autotune.families.base import Batch
-from autotune.knobs.registry import reload_key
-from autotune.schema import TrainingPlan
-from autotune.training.checkpoint import Checkpoint, Checkpoints
-from autotune.training.data.batches import Order
-from autotune.training.data.encode import EncodedDataset
-from autotune.training.data.loader import BatchLoader, LoadedBatch
-from autotune.training.events import RunEvents, StepEvent
-from autotune.training.memory import (
+from autotune.families import Batch
+from autotune.knobs import reload_key
+from autotune.runtime import (
     allocated_bytes,
     device_peak_bytes,
     give_back_memory,
-    live_tensors,
+    is_out_of_memory,
+    stop_requests,
     with_peak_memory,
 )
+from autotune.schema import TrainingPlan
+from autotune.training.checkpoint import Checkpoint, Checkpoints
+from autotune.training.events import RunEvents, StepEvent
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
 from autotune.training.monitor import MemoryWatch, Utilisation
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
-from autotune.training.shortage import is_out_of_memory
-from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, optimizer_step, to_device
-from autotune.training.stopping import stop_requests
+from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_tensors, optimizer_step, to_device
 
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""

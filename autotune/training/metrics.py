@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.atomic import write_whole
 from autotune.errors import InvalidInput
+from autotune.runtime import write_whole
 from autotune.training.events import StepEvent
 
 METRICS_FILE = "metrics.jsonl"

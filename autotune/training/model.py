@@ -7,20 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autotune.families.adapter import add_adapter, without_dropout
-from autotune.families.base import Family
-from autotune.families.resolve import ResolvedModel
-from autotune.knobs.block_swap import waits_on_host
-from autotune.knobs.precision import torch_dtype
-from autotune.knobs.quantization import quantize_inside
-from autotune.knobs.registry import KNOBS
-from autotune.knobs.swapping import Swapping
+from autotune.families import Family, ResolvedModel, add_adapter, without_dropout
+from autotune.knobs import KNOBS, Swapping, torch_dtype, waits_on_host
+from autotune.quantization import quantize_inside
 from autotune.schema import Candidate, QuantizationError, Workload
 from autotune.training.quality import ErrorMeter, require_quality
 from autotune.training.sharding import shard_on_arrival
-from autotune.weights.building import build_empty, dtype_of_from_pretrained
-from autotune.weights.sources import open_source, weights_in
-from autotune.weights.streaming import Transform, fill_random, load_into
+from autotune.weights import (
+    Transform,
+    build_empty,
+    dtype_of_from_pretrained,
+    fill_random,
+    load_into,
+    open_source,
+    weights_in,
+)
 
 MOST_GRAPHS = 32
 """Code is compiled for one shape, then for any, and again for micro-batches of one and for those with a mask."""

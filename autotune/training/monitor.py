@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import torch
 
+from autotune.runtime import device_peak_bytes, forget_host_peak, host_peak_bytes
 from autotune.schema import PhasePeak
-from autotune.training.memory import device_peak_bytes, forget_host_peak, host_peak_bytes
 
 ALARM_SHARE = 0.85
 """Of the budget: beyond it a run is one fragmented allocation away from its end."""

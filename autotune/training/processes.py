@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from autotune.errors import AutotuneError
-from autotune.fit import memory_misfits
-from autotune.hardware.probe import probe
-from autotune.machine import HardwareProfile
-from autotune.schema import PlannedHardware, Strategy, TrainingPlan
+from autotune.hardware import probe
+from autotune.schema import HardwareProfile, PlannedHardware, Strategy, TrainingPlan
+from autotune.training.fit import memory_misfits
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)

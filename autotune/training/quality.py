@@ -14,7 +14,7 @@ from autotune.errors import AutotuneError
 from autotune.schema import Quality, QuantizationError
 
 if TYPE_CHECKING:
-    from autotune.weights.streaming import Transform
+    from autotune.weights import Transform
 
 LIMITS: Mapping[Quality, float] = {"exact": 0.0, "high": 0.05, "compact": 0.15}
 """Largest error of a block. Of weights drawn from normal, Laplace and Student's t (5 degrees) distributions, 2048 x

@@ -9,28 +9,28 @@ from pathlib import Path
 import torch
 from PIL.Image import Image
 
-from autotune.atomic import write_whole
+from autotune.data import Cache, EncodedDataset, Encoders, encode_dataset
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.job import MAX_PREVIEW_PROMPTS
-from autotune.knobs.allocator import configure_allocator
-from autotune.machine import HardwareProfile
-from autotune.schema import AdapterVerdict, RunReport, TrainingPlan
-from autotune.training.checkpoint import Checkpoints
-from autotune.training.data.cache import Cache
-from autotune.training.data.encode import EncodedDataset, encode_dataset
-from autotune.training.encoders import Encoders
+from autotune.knobs import configure_allocator
+from autotune.runtime import (
+    is_out_of_memory,
+    stopped_at_once,
+    telling_of_full_disk,
+    telling_of_short_memory,
+    write_whole,
+)
+from autotune.schema import MAX_PREVIEW_PROMPTS, AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
+from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
 from autotune.training.events import RunEvents
-from autotune.training.folder import CHECKPOINTS, REPORT_FILE, run_key
+from autotune.training.folder import REPORT_FILE, run_key
 from autotune.training.loop import Loop, RunContext
 from autotune.training.metrics import Metrics
 from autotune.training.model import as_written, load_model
 from autotune.training.monitor import PhaseWatch
-from autotune.training.prepare import Prepared, prepare
+from autotune.training.preparation import Prepared, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge, grid, save_image
 from autotune.training.processes import join
 from autotune.training.save import ADAPTER_FILE, save_trained
-from autotune.training.shortage import is_out_of_memory, telling_of_full_disk, telling_of_short_memory
-from autotune.training.stopping import stopped_at_once
 from autotune.training.verdict import judge
 
 TRACE_FILE = "trace.json"

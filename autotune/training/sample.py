@@ -5,21 +5,17 @@ from pathlib import Path
 
 import torch
 
-from autotune.atomic import require_writable
+from autotune.data import Cache, Encoders
 from autotune.errors import InvalidInput
-from autotune.families.resolve import fetch_model
-from autotune.knobs.allocator import configure_allocator
-from autotune.knobs.swapping import Swapping
-from autotune.machine import HardwareProfile
-from autotune.plan_file import read_plan
-from autotune.training.data.cache import Cache
-from autotune.training.encoders import Encoders
+from autotune.families import fetch_model
+from autotune.knobs import Swapping, configure_allocator
+from autotune.runtime import require_writable, telling_of_short_memory
+from autotune.schema import HardwareProfile, read_plan
 from autotune.training.events import RunEvents
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
 from autotune.training.preview import Preview, PreviewSampler, save_image
 from autotune.training.save import ADAPTER_FILE
-from autotune.training.shortage import telling_of_short_memory
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,10 @@ from pathlib import Path
 import platformdirs
 
 from autotune import __version__
-from autotune.atomic import write_whole
-from autotune.families.base import Family
-from autotune.families.resolve import ResolvedModel
-from autotune.frozen import digest_of
-from autotune.knobs.base import Parity, Setting, parity_gate
-from autotune.knobs.precision import Precision
-from autotune.knobs.registry import KNOBS
-from autotune.machine import Gate, HardwareProfile
-from autotune.schema import Bucket, Candidate, Choice, Workload
+from autotune.families import Family, ResolvedModel
+from autotune.knobs import KNOBS, Parity, Precision, Setting, parity_gate
+from autotune.runtime import write_whole
+from autotune.schema import Bucket, Candidate, Choice, Gate, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure

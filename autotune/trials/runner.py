@@ -15,13 +15,26 @@ from typing import Any
 
 import psutil
 
-from autotune.hardware.memory import LEAST_MARGIN_BYTES, process_overhead_bytes, shares_host_memory, usual_reserve
-from autotune.knobs.registry import reload_key
-from autotune.machine import HardwareProfile
-from autotune.prediction import Prediction
-from autotune.quiet import stderr_in
-from autotune.schema import CachingSettings, Candidate, Choice, Outcome, TrialResult, Workload
-from autotune.trials.lock import DeviceLock, lock_path
+from autotune.hardware import (
+    LEAST_MARGIN_BYTES,
+    DeviceLock,
+    lock_path,
+    process_overhead_bytes,
+    shares_host_memory,
+    usual_reserve,
+)
+from autotune.knobs import reload_key
+from autotune.runtime import stderr_in
+from autotune.schema import (
+    CachingSettings,
+    Candidate,
+    Choice,
+    HardwareProfile,
+    Outcome,
+    Prediction,
+    TrialResult,
+    Workload,
+)
 from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
 from autotune.trials.requests import RehearsalRequest, Request, TrialRequest
 from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_watchdog

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from autotune.families.base import Batch, Family, Sample
-from autotune.families.resolve import resolve_model
-from autotune.schema import Bucket, Candidate, TrialResult, Workload
-from autotune.training.memory import (
-    device_peak_bytes,
-    give_back_memory,
-    host_peak_bytes,
+from autotune.families import Batch, Family, Sample, resolve_model
+from autotune.runtime import device_peak_bytes, give_back_memory, host_peak_bytes, with_peak_memory
+from autotune.schema import Bucket, Candidate, TrialResult, Workload, is_smaller, typical_bucket, typical_text_tokens
+from autotune.training import (
+    AdapterOptimizer,
+    StepOutcome,
+    TrainingModel,
+    apply_settings,
     live_tensors,
-    with_peak_memory,
+    load_model,
+    optimizer_step,
+    to_device,
 )
-from autotune.training.model import TrainingModel, apply_settings, load_model
-from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step, to_device
 from autotune.trials.requests import TrialRequest
-from autotune.typical import is_smaller, typical_bucket, typical_text_tokens
 
 COMPARED_STEP = 3
 """Of the steady ones: its loss is kept, so that losses of trials compare however many steps each took."""

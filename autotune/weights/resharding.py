@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.atomic import replacing
 from autotune.errors import InvalidInput
+from autotune.runtime import replacing
 from autotune.weights.loaders import read_tensor
 from autotune.weights.saving import MAX_SHARD_BYTES, save_shards
 from autotune.weights.sources import PIPELINE_INDEX, STEMS, open_source, weights_in

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.atomic import replacing, write_whole
+from autotune.runtime import replacing, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.knobs.base import Setting
-from autotune.schema import Candidate
+from autotune.schema.candidate import Candidate
 from autotune.training.describe import Wishes, describe_workload
 from tests import builders
 

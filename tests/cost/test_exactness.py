@@ -9,7 +9,7 @@ from tiny_models import TINY, cpu
 from autotune.cost.predict import Predictor
 from autotune.families.loss import flow_matching_loss
 from autotune.families.registry import FAMILIES
-from autotune.schema import Candidate
+from autotune.schema.candidate import Candidate
 from autotune.training.step import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, parts_of, run, storage_bytes
 from tests.builders import BITSANDBYTES

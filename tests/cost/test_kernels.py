@@ -9,10 +9,10 @@ from tiny_models import TINY, cpu, gpu, workload_of
 from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
-from autotune.cost.recorder import SCRATCH, Recorder
 from autotune.cost.timing import Rates, seconds_by_class
+from autotune.cost.trace.recorder import SCRATCH, Recorder
 from autotune.families.registry import FAMILIES
-from autotune.machine import Rate
+from autotune.schema.hardware import Rate
 
 
 def with_cudnn(card: str, version: str | None):

@@ -7,9 +7,9 @@ import pytest
 
 from autotune.cost.parallel import GATHERED_BLOCKS, PCIE_BANDWIDTH, Parallel
 from autotune.cost.predict import Predictor
-from autotune.job import Job
-from autotune.planning.freeze import expected
-from autotune.schema import Candidate
+from autotune.planning.expectation import expected
+from autotune.schema.candidate import Candidate
+from autotune.schema.job import Job
 from autotune.search.winner import Score
 from tests.builders import trial
 

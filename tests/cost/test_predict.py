@@ -7,16 +7,18 @@ import torch
 from diffusers.models.attention_dispatch import attention_backend
 from tiny_models import TINY, cpu, gpu, workload_of
 
+from autotune.backends import STORAGES
 from autotune.cost.memory import library_bytes
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import KERNELS
-from autotune.knobs.quantization import STORAGES
-from autotune.machine import Rate
-from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, TrialResult
-from autotune.typical import padded_text_tokens
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import Rate
+from autotune.schema.prediction import Prediction
+from autotune.schema.trial import TrialResult
+from autotune.schema.typical import padded_text_tokens
+from autotune.schema.workload import Bucket
 
 STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution", "optimizer", "overhead")
 

@@ -6,9 +6,9 @@ import torch
 
 from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.machine import Device, HardwareProfile, Host, Versions
-from autotune.schema import Bucket, ModelSpec, Workload
+from autotune.hardware.catalog import catalogue, profile_of_gpu
+from autotune.schema.hardware import Device, HardwareProfile, Host, Versions
+from autotune.schema.workload import Bucket, ModelSpec, Workload
 
 QWEN = {
     "num_layers": 5,

@@ -11,7 +11,7 @@ from torch import nn
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family, Sample
 from autotune.families.resolve import resolve_model
-from autotune.schema import Bucket, Workload
+from autotune.schema.workload import Bucket, Workload
 from autotune.training.describe import Wishes, describe_workload
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")

@@ -11,9 +11,10 @@ import torch
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.hardware.probe import probe
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Workload
+from autotune.hardware.probing import probe
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.runner import ProcessTrialRunner
 

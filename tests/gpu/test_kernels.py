@@ -2,11 +2,11 @@
 
 import pytest
 
+from autotune.backends import STORAGES
 from autotune.families.registry import FAMILIES, family_named
 from autotune.families.resolve import resolve_model
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import STORAGES
 from autotune.trials.parity import proven
 from tests.gpu.conftest import CAPTIONS, work
 

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from autotune.plan_file import seal
-from autotune.schema import Candidate
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan_file import seal
 from autotune.training.events import RunEvents
 from autotune.training.run import train
 from autotune.training.sample import Wanted, sample_run

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from autotune.backends import STORAGES
 from autotune.knobs.allocator import VARIABLES
 from autotune.knobs.attention import BACKENDS
-from autotune.knobs.quantization import STORAGES
-from autotune.schema import Candidate
+from autotune.schema.candidate import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from tests.gpu.conftest import GIB, candidate, work
 
@@ -53,8 +53,8 @@ def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, na
 @pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8", "layerwise-fp8"])
 def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     from autotune.families.registry import family_named
-    from autotune.knobs.quantization import quantize_inside
-    from autotune.training.memory import tensor_bytes
+    from autotune.quantization.layers import quantize_inside
+    from autotune.runtime.memory import tensor_bytes
     from autotune.weights.building import build_empty
     from autotune.weights.streaming import fill_random
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from autotune.hardware.system import Unanswered
-from autotune.machine import HardwareProfile
+from autotune.schema.hardware import HardwareProfile
 
 HERE = Path(__file__).parent
 ANSWERS: dict[str, Any] = {

@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from autotune.cli import app
-from autotune.hardware import doctor
-from autotune.hardware.catalogue import catalogue
+from autotune.cli.app import app
+from autotune.hardware import diagnosis as doctor
+from autotune.hardware.catalog import catalogue
 from tests.hardware.fleet import machine
 
 

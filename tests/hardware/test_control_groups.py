@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune.hardware import answers
-from autotune.hardware.answers import RealSystem
+from autotune.hardware import sources as answers
 from autotune.hardware.facts import read_host
 from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
+from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import Unanswered
 
 GIB = 2**30

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.machine import machine_for
+from autotune.cli.machine import machine_for
 from autotune.errors import InvalidInput
-from autotune.hardware.doctor import LEAST, findings
-from autotune.hardware.patient import examine
-from autotune.hardware.probe import profile_of, with_cap, with_reserve
+from autotune.hardware.diagnosis import LEAST, findings
+from autotune.hardware.doctor_facts import examine
+from autotune.hardware.probing import profile_of, with_cap, with_reserve
 from autotune.knobs.attention import BACKENDS
 from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
 
@@ -81,7 +81,7 @@ def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
     monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: free)
-    monkeypatch.setattr("autotune.hardware.probe.probe", lambda index: (free, busy)[index])
+    monkeypatch.setattr("autotune.hardware.probing.probe", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
     assert machine_for(None).device.budget_bytes == free.device.budget_bytes
     both = machine_for(None, num_devices=2).device

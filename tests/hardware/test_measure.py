@@ -12,9 +12,9 @@ import torch
 
 from autotune.hardware import disk, rates
 from autotune.hardware import measure as measuring
-from autotune.hardware.catalogue import catalogue
-from autotune.hardware.probe import measured, profile_of
-from autotune.machine import Rate
+from autotune.hardware.catalog import catalogue
+from autotune.hardware.probing import measured, profile_of
+from autotune.schema.hardware import Rate
 from tests.builders import BITSANDBYTES
 from tests.hardware.fleet import machine
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.hardware import nvidia
-from autotune.hardware.answers import RealSystem
 from autotune.hardware.nvidia import DriverSource, NvmlSource
 from autotune.hardware.reader import FLAG
+from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import Unanswered
 
 LIBCUDA = """

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.hardware import answers
-from autotune.hardware.answers import RealSystem
+from autotune.hardware import sources as answers
+from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import Unanswered
 
 XEON = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) 8480+\n"

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.knobs.quantization import quantize_inside
+from autotune.quantization.layers import quantize_inside
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from bitsandbytes import functional
 from bitsandbytes import nn as bnb
 
-from autotune.knobs.bitsandbytes_layer import layer_of
+from autotune.quantization.bitsandbytes_layer import layer_of
 from tests.profiled import peak_allocated_bytes
 
 STORAGES = ("bnb-nf4", "bnb-int8")
@@ -95,6 +95,6 @@ def test_a_layer_stays_in_the_mode_of_what_it_replaces() -> None:
 
 
 def test_importing_it_says_nothing() -> None:
-    script = "from autotune.quiet import silence_libraries; silence_libraries(); import bitsandbytes"
+    script = "from autotune.runtime.quiet import silence_libraries; silence_libraries(); import bitsandbytes"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""

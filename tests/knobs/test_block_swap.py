@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs import block_swap
 from autotune.knobs.block_swap import BlockSwap, waits_on_host
-from autotune.knobs.quantization import quantize_inside
+from autotune.quantization.layers import quantize_inside
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.knobs.base import Setting
 from autotune.knobs.caching import EncoderSize, choose_caching, pinned, shown, size_of
-from autotune.machine import HardwareProfile
-from autotune.schema import CachingSettings
+from autotune.schema.candidate import CachingSettings
+from autotune.schema.hardware import HardwareProfile
 from tests import builders
 
 GIB = 2**30

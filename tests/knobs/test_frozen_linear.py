@@ -7,7 +7,7 @@ from diffusers.hooks import apply_layerwise_casting
 from torch import nn
 from torchao.quantization import quantize_
 
-from autotune.knobs.quantization import quantize_inside, torchao_config
+from autotune.quantization.layers import quantize_inside, torchao_config
 
 STORAGES = ("torchao-int8", "torchao-fp8", "layerwise-fp8")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.knobs.loader import AS_FAST, WeightLoader
-from autotune.machine import HardwareProfile, Rate
+from autotune.schema.hardware import HardwareProfile, Rate
 from autotune.search.space import search_space
 from autotune.weights.loaders import LOADERS
 from tests import builders

@@ -7,7 +7,7 @@ import torch
 
 from autotune.cost.kernels import ATTENTION_KERNELS
 from autotune.families.registry import family_named
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
+from autotune.hardware.catalog import catalogue, profile_of_gpu
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
 from autotune.knobs.attention import BACKENDS, Attention
 from autotune.knobs.base import Setting
@@ -15,8 +15,8 @@ from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.quantization import Quantization
-from autotune.knobs.swapping import Swapping
-from autotune.schema import Candidate
+from autotune.knobs.swapped_blocks import Swapping
+from autotune.schema.candidate import Candidate
 from tests import builders
 from tests.builders import hardware, workload
 

@@ -6,7 +6,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from autotune.knobs import quantization
-from autotune.knobs.quantization import quantised_in_slices, torchao_config
+from autotune.quantization.layers import quantised_in_slices, torchao_config
 from tests.profiled import peak_allocated_bytes
 
 

@@ -13,9 +13,14 @@ from autotune.cost.parallel import Parallel
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import Setting
-from autotune.planning import alternatives, case, freeze, sealing
-from autotune.prediction import PhaseMemory, Prediction
-from autotune.schema import CachingSettings, Candidate, ModelSpec, Reason, Residual, TrialResult
+from autotune.planning import alternatives, sealing
+from autotune.planning import expectation as freeze
+from autotune.planning import problem as case
+from autotune.schema.candidate import CachingSettings, Candidate
+from autotune.schema.plan import Reason
+from autotune.schema.prediction import PhaseMemory, Prediction
+from autotune.schema.trial import Residual, TrialResult
+from autotune.schema.workload import ModelSpec
 
 GIB = 2**30
 KEPT_BYTES = 5 * GIB

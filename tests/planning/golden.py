@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.machine import HardwareProfile
-from autotune.plan_file import plan_text
-from autotune.planner import make_plan
-from autotune.planning.case import case_of
-from autotune.planning.question import Question
+from autotune.planning.planner import make_plan
+from autotune.planning.problem import case_of
 from autotune.planning.recording import Recording, read_recording, replayed, write_recording
-from autotune.schema import Candidate
+from autotune.planning.request import Question
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan_file import plan_text
 from autotune.sharing.record import Record, machine_of
 from autotune.training.describe import Wishes
 from tests import builders

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from autotune.cost.predict import Predictor
 from autotune.errors import AutotuneError
-from autotune.machine import HardwareProfile
-from autotune.plan_file import plan_text
-from autotune.planner import make_plan
-from autotune.planning.question import Question
-from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, TrialResult
+from autotune.planning.backend import Surroundings
+from autotune.planning.planner import make_plan
+from autotune.planning.request import Question
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan_file import plan_text
+from autotune.schema.trial import TrialResult
 from autotune.search import sampler
 from autotune.search.storage import StudyPlace
 from autotune.search.study import Run

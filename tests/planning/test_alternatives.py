@@ -9,11 +9,11 @@ from PIL import Image
 
 from autotune.errors import NothingFits
 from autotune.knobs.registry import KNOBS
-from autotune.planner import make_plan
 from autotune.planning.alternatives import larger_batch_advice
-from autotune.planning.question import question_of
-from autotune.prediction import Prediction
-from autotune.schema import Candidate
+from autotune.planning.planner import make_plan
+from autotune.planning.request import question_of
+from autotune.schema.candidate import Candidate
+from autotune.schema.prediction import Prediction
 from autotune.search.study import Limits
 from tests import builders
 from tests.planning.formula import FormulaPredictor

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.knobs.quantization import STORAGES
-from autotune.machine import HardwareProfile
+from autotune.backends import STORAGES
 from autotune.planning.alternatives import least_bytes
-from autotune.planning.case import case_of
-from autotune.schema import Candidate
+from autotune.planning.problem import case_of
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
 from tests import builders
 from tests.planning.formula import GIB, FormulaPredictor
 from tests.planning.machines import GATES, question, surroundings

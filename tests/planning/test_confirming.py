@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.fit import hardware_misfits
 from autotune.hardware.memory import process_overhead_bytes
-from autotune.planner import make_plan
-from autotune.planning.case import Case, case_of
 from autotune.planning.confirming import confirmed_winner, unverified_rung
-from autotune.schema import Candidate, Expected, PhasePeak, TrialResult
+from autotune.planning.planner import make_plan
+from autotune.planning.problem import Case, case_of
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan import Expected
+from autotune.schema.trial import PhasePeak, TrialResult
+from autotune.training.fit import hardware_misfits
 from tests import builders
 from tests.builders import GIB, trial
 from tests.conftest import Journey

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.plan_file import plan_text
-from autotune.planner import make_plan
+from autotune.planning.planner import make_plan
 from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
-from autotune.schema import TrainingPlan
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import plan_text
 from tests.planning.formula import by_formula
 from tests.planning.golden import FOLDER, GOLDEN, Golden, replayed_text
 from tests.planning.machines import HARDWARE, question, surroundings

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import DoesNotFit
-from autotune.hardware.probe import with_budget
+from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.knobs.base import parity_gate
-from autotune.machine import Gate, HardwareProfile
-from autotune.plan_file import read_plan, seal, with_job, write_plan
-from autotune.planner import make_plan
+from autotune.planning.planner import make_plan
 from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
-from autotune.schema import CachingSettings, Candidate, TrainingPlan, TrialResult
+from autotune.schema.candidate import CachingSettings, Candidate
+from autotune.schema.hardware import Gate, HardwareProfile
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import read_plan, seal, with_job, write_plan
+from autotune.schema.trial import TrialResult
 from tests import builders
 from tests.planning.formula import KEPT_BYTES
 from tests.planning.machines import answer, question, surroundings

@@ -13,27 +13,19 @@ import pytest
 from optuna.exceptions import StorageInternalError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
-from autotune.hardware.probe import with_budget
-from autotune.plan_file import plan_text, read_plan
-from autotune.planner import PlanEvents, make_plan
-from autotune.planning.case import case_of
-from autotune.planning.question import Question
+from autotune.hardware.probing import with_budget
+from autotune.planning.planner import PlanEvents, make_plan
+from autotune.planning.problem import case_of
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
+from autotune.planning.request import Question
 from autotune.planning.resuming import kept_study
-from autotune.schema import Candidate, TrialResult
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan_file import plan_text, read_plan
+from autotune.schema.trial import TrialResult
 from autotune.search.storage import StudyPlace, opened_study, safe_words
 from autotune.training.describe import Wishes
 from tests import builders
-from tests.planning.machines import (
-    GATES,
-    HARDWARE,
-    answer,
-    logged,
-    question,
-    start_worker,
-    surroundings,
-    wait_until,
-)
+from tests.planning.machines import GATES, HARDWARE, answer, logged, question, start_worker, surroundings, wait_until
 
 PASSWORD = "p@ss/word"
 

@@ -5,13 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from autotune.hardware.catalogue import catalogue
-from autotune.hardware.doctor import findings
-from autotune.hardware.patient import examine
-from autotune.hardware.probe import profile_of, with_rates
+from autotune.hardware.catalog import catalogue
+from autotune.hardware.diagnosis import findings
+from autotune.hardware.doctor_facts import examine
+from autotune.hardware.probing import profile_of, with_rates
 from autotune.hardware.store import hardware_named
-from autotune.machine import Rate
 from autotune.reporting.hardware import catalogue_view, findings_view, human_rate, profile_view
+from autotune.schema.hardware import Rate
 from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem, machine
 
 

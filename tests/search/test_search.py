@@ -11,7 +11,8 @@ from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
-from autotune.schema import Candidate, Outcome, TrialResult
+from autotune.schema.candidate import Candidate
+from autotune.schema.trial import Outcome, TrialResult
 from autotune.search import study
 from autotune.search.residual import GROWTH, SAFE_SHARE, Outlook, ResidualSearch, best_seconds, cautious_bytes
 from autotune.search.space import SearchSpace, search_space

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
-from autotune.machine import HardwareProfile
-from autotune.planner import PlanEvents, make_plan
-from autotune.planning.case import Case, case_of
-from autotune.planning.question import Question
-from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, Residual, TrainingPlan, TrialResult
+from autotune.planning.backend import Surroundings
+from autotune.planning.planner import PlanEvents, make_plan
+from autotune.planning.problem import Case, case_of
+from autotune.planning.request import Question
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.trial import Residual, TrialResult
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import Survey, survey
 from autotune.sharing.record import Record, record_of

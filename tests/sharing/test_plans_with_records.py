@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import autotune.planning.recording  # noqa: F401  before `Surroundings` is replaced: it would keep the replacement
-from autotune.plan_file import read_plan
-from autotune.schema import FrozenPart, TrialResult
-from autotune.sharing.advice import broken_promise
+from autotune.schema.plan import FrozenPart
+from autotune.schema.plan_file import read_plan
+from autotune.schema.trial import TrialResult
 from autotune.sharing.query import survey
 from autotune.sharing.record import Record
+from autotune.sharing.warm_start import broken_promise
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune_here
 from tests.planning.formula import by_formula
@@ -138,7 +139,7 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
     def plan(team: str, on: Simulated, *options: str) -> FrozenPart:
         monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: on.hardware)
         around = replace(on.around(), survey=survey)
-        monkeypatch.setattr("autotune.planning.surroundings.Surroundings", lambda: around)
+        monkeypatch.setattr("autotune.planning.backend.Surroundings", lambda: around)
         file = tmp_path / f"{team}.yaml"
         asked = ("--model", "kandinsky5-image-lite", "--resolution", "256", "--batch", 2, "-o", file)
         command(team, "plan", *asked, *options)

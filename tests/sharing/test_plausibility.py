@@ -2,8 +2,9 @@
 
 import pytest
 
-from autotune.hardware.catalogue import catalogue
-from autotune.schema import Expected, TrialResult
+from autotune.hardware.catalog import catalogue
+from autotune.schema.plan import Expected
+from autotune.schema.trial import TrialResult
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import Record
 from tests.builders import GIB, candidate, trial, workload

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.machine import HardwareProfile
-from autotune.schema import Workload
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
 from autotune.sharing.files import LocalFiles, Unreachable
 from autotune.sharing.query import MAX_CONSIDERED, Known, survey
 from autotune.sharing.record import Record

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
-from autotune.frozen import Frozen
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.machine import Gate, HardwareProfile, Provenance, Versions
-from autotune.schema import Candidate, ModelSpec, TrainingPlan
+from autotune.hardware.catalog import catalogue, profile_of_gpu
+from autotune.schema.base import Frozen
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import Gate, HardwareProfile, Provenance, Versions
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.workload import ModelSpec
 from autotune.sharing.files import KEY
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import (

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.data.cache import Cache
+from autotune.data.dataset import read_dataset
+from autotune.data.encode import EncodedDataset, encode_dataset
+from autotune.data.encoders import Encoders
 from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.machine import HardwareProfile
-from autotune.schema import CachingSettings, TrainingPlan
+from autotune.schema.candidate import CachingSettings
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan import TrainingPlan
 from autotune.training.checkpoint import Checkpoints
-from autotune.training.data.cache import Cache
-from autotune.training.data.dataset import read_dataset
-from autotune.training.data.encode import EncodedDataset, encode_dataset
-from autotune.training.encoders import Encoders
 from autotune.training.events import RunEvents, StepEvent
 from autotune.training.folder import run_key
 from autotune.training.loop import Loop, RunContext

@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from autotune import __version__
-from autotune.demo import draw_images
+from autotune.data.dataset import read_dataset
+from autotune.demo.folders import draw_images
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.hardware.probe import probe
-from autotune.job import Job
-from autotune.machine import HardwareProfile
-from autotune.plan_file import seal
-from autotune.schema import Candidate, Expected, FrozenPart, PlannedHardware, TrainingPlan
-from autotune.training.data.dataset import read_dataset
+from autotune.hardware.probing import probe
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.job import Job
+from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.schema.plan_file import seal
 from autotune.training.describe import Wishes, describe_workload
 
 RESOLUTION_PX = 32

@@ -17,16 +17,17 @@ from torch import nn
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.registry import family_named
-from autotune.plan_file import seal
-from autotune.schema import Candidate, FrozenPart
+from autotune.runtime.memory import host_memory_bytes
+from autotune.runtime.resources import telling_of_short_memory
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan import FrozenPart
+from autotune.schema.plan_file import seal
 from autotune.training.describe import check_job
 from autotune.training.events import StepEvent
 from autotune.training.loop import Loop
-from autotune.training.memory import host_memory_bytes
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
-from autotune.training.shortage import telling_of_short_memory
 from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
 from autotune.training.verdict import update_norm
 from autotune.weights.layer import Layer

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.knobs.quantization import STORAGES, quantize_inside
+from autotune.backends import STORAGES
+from autotune.quantization.layers import quantize_inside
 from autotune.reporting.run import error_lines
-from autotune.schema import QuantizationError
+from autotune.schema.trial import QuantizationError
 from autotune.training import quality
 from autotune.training.model import load_model, load_transformer
 from autotune.training.quality import LIMITS, ErrorMeter, QualityMissed, require_quality

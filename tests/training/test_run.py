@@ -20,19 +20,20 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from autotune.data.encoders import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
-from autotune.plan_file import seal, write_plan
-from autotune.planner import make_plan
-from autotune.planning.case import list_choices
-from autotune.planning.question import Question
+from autotune.planning.planner import make_plan
+from autotune.planning.problem import list_choices
+from autotune.planning.request import Question
 from autotune.reporting.run import report_lines, verdict_lines
-from autotune.schema import CachingSettings, RunReport
+from autotune.schema.candidate import CachingSettings
+from autotune.schema.plan_file import seal, write_plan
+from autotune.schema.run import RunReport
 from autotune.training.describe import Wishes
-from autotune.training.encoders import Encoders
 from autotune.training.events import RunEvents, StepEvent
 from autotune.training.metrics import Metrics
-from autotune.training.prepare import fetch_weights, prepare
+from autotune.training.preparation import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.run import train
 from autotune.training.sample import Wanted, sample_run
@@ -356,7 +357,7 @@ def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(bench:
 def test_a_disk_nearly_full_is_said_before_any_work(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.training.shortage.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("autotune.runtime.resources.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(AutotuneError, match="checkpoints and adapter, needs"):
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
@@ -416,7 +417,7 @@ def test_a_plan_of_another_machine_is_refused_before_its_weights_are_fetched(
     expected = plan.frozen.expected.model_copy(update={"evidence": evidence})
     plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
     device = bench.hardware.device.model_copy(update={"kind": "mps"})
-    monkeypatch.setattr("autotune.training.prepare.fetch_model", lambda name: pytest.fail("weights were fetched"))
+    monkeypatch.setattr("autotune.training.preparation.fetch_model", lambda name: pytest.fail("weights were fetched"))
     with pytest.raises(DoesNotFit, match="kind of device"):
         fetch_weights(plan, bench.hardware.model_copy(update={"device": device}))
 

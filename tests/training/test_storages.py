@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from autotune.plan_file import read_plan, seal
-from autotune.schema import TrainingPlan
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import read_plan, seal
 from autotune.training.events import RunEvents, StepEvent
 from autotune.training.run import train
 from autotune.training.sample import Wanted, sample_run

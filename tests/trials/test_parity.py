@@ -9,16 +9,18 @@ import torch
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES, family_named
 from autotune.families.resolve import resolve_model
-from autotune.hardware.probe import probe
+from autotune.hardware.probing import probe
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, Setting, parity_gate
 from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
-from autotune.knobs.quantization import Quantization, quantize_inside
+from autotune.knobs.quantization import Quantization
 from autotune.knobs.registry import KNOBS
-from autotune.machine import Gate, HardwareProfile
-from autotune.schema import Candidate, Choice, ModelSpec
+from autotune.quantization.layers import quantize_inside
+from autotune.schema.candidate import Candidate, Choice
+from autotune.schema.hardware import Gate, HardwareProfile
+from autotune.schema.workload import ModelSpec
 from autotune.search.space import search_space
 from autotune.trials import parity
 from autotune.trials.gradients import _plain_transformer, relative_error

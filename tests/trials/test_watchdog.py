@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune.machine import MemoryKind
+from autotune.schema.hardware import MemoryKind
 from autotune.trials import watchdog as watchdog_module
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.watchdog import Watchdog, available_bytes, usual_watchdog

@@ -8,14 +8,16 @@ from typing import Any
 
 from evidence import Evidence, ReservingTrial, begin, candidate, precision_of, workload_of
 
+from autotune.backends import LAYERWISE
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.knobs.quantization import LAYERWISE
 from autotune.knobs.registry import reload_key
-from autotune.machine import HardwareProfile
-from autotune.prediction import Prediction
-from autotune.schema import Candidate, TrialResult, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.prediction import Prediction
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 

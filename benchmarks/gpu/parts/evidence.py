@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries, silence_progress_bars
+from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.hardware.probe import probe
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Workload
+from autotune.hardware.probing import probe
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
 from autotune.training.describe import Wishes, describe_workload
 from autotune.trials.requests import Request, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner

@@ -9,13 +9,13 @@ from threading import Timer
 
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
+from autotune.backends import STORAGES
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import Setting
-from autotune.knobs.quantization import STORAGES
-from autotune.machine import HardwareProfile
+from autotune.schema.hardware import HardwareProfile
 from autotune.trials.parity import proven
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")

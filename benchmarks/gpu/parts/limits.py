@@ -13,7 +13,8 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.schema import Candidate, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.workload import Workload
 from autotune.trials.requests import TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
 

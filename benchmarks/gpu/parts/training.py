@@ -18,8 +18,9 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
 from autotune.trials.runner import ProcessTrialRunner
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2

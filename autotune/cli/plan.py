@@ -1,0 +1,246 @@
+"""`autotune plan`: options to a question, progress to the terminal, the answer to a file."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autotune.cli.options import (
+    Batch,
+    Data,
+    Frames,
+    JobOptions,
+    Json,
+    Price,
+    Rank,
+    Resolution,
+    Targets,
+    one_of,
+    takes,
+    tell,
+)
+from autotune.errors import AutotuneError
+
+if TYPE_CHECKING:
+    from autotune.cli.terminal import TrialDisplay
+    from autotune.planning import PlanEvents, Question
+    from autotune.schema import HardwareProfile, Residual, TrainingPlan
+    from autotune.sharing import Known, Survey
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `autotune plan` can be asked beside the job. None and empty: not said."""
+
+    model: Annotated[str | None, typer.Option(help="A folder in the diffusers layout, a known name, or a hub id.")] = (
+        None
+    )
+    data: Data = None
+    earlier: Annotated[
+        Path | None, typer.Option("--from", help="Ask again what this plan answered; other options go before it.")
+    ] = None
+    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU instead (see probe --list).")] = None
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
+    resolution: Resolution = None
+    frames: Frames = None
+    rank: Rank = None
+    alpha: Annotated[float | None, typer.Option(min=1e-3, max=1e6, help="By default in proportion to the rank.")] = None
+    dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="Of the adapter's inputs; default 0.")] = None
+    targets: Targets = None
+    batch: Batch = None
+    quality: Annotated[
+        str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
+    ] = None
+    objective: Annotated[str | None, typer.Option(help="throughput (default) or memory.")] = None
+    pin: Annotated[list[str] | None, typer.Option(help="Choose only this value.", metavar="KNOB=VALUE")] = None
+    exclude: Annotated[list[str] | None, typer.Option(help="Never choose this value.", metavar="KNOB=VALUE")] = None
+    list_knobs: Annotated[bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")] = False
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None
+    max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None
+    reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None
+    cap_memory: Annotated[str | None, typer.Option(help="Rehearse a device with only so much memory, e.g. 12GiB.")] = (
+        None
+    )
+    profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True
+    max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8
+    search_time: Annotated[
+        float | None, typer.Option(min=1, help="Most seconds of trials; by default 5% of the run, at least 60.")
+    ] = None
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an interrupted search has measured.")] = False
+    study: Annotated[str | None, typer.Option(help="Keep trials under this name, its plan too.")] = None
+    join: Annotated[
+        str | None,
+        typer.Option(
+            envvar="AUTOTUNE_JOIN", help="Share the search: postgresql+psycopg://user:password@host/database."
+        ),
+    ] = None
+    record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None
+    replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None
+    price: Price = None
+    run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None
+    as_json: Json = False
+
+
+@takes(PlanOptions, JobOptions)
+def plan(asked: PlanOptions, job: JobOptions) -> None:
+    """Search the fastest settings with short real trials, and freeze them into a plan."""
+    from autotune.cli.machine import machine_for
+    from autotune.cli.terminal import err, out, trial_display
+    from autotune.planning import (
+        Surroundings,
+        list_choices,
+        make_plan,
+        read_recording,
+        recording_of,
+        replayed,
+        write_recording,
+    )
+    from autotune.reporting import knob_lines, note_text, origin_lines, plan_lines
+    from autotune.runtime import require_writable
+    from autotune.sharing import remember, why_no_evidence
+
+    question = question_asked(asked, job)
+    recording = read_recording(asked.replay) if asked.replay else None
+    around = replayed(recording) if recording else Surroundings()
+    limits = {"max_memory": asked.max_memory, "reserve": asked.reserve, "cap_memory": asked.cap_memory}
+    machine = (
+        recording.hardware if recording else machine_for(asked.hardware, num_devices=question.num_processes, **limits)
+    )
+    if asked.list_knobs:
+        out.print("\n".join(knob_lines(list_choices(question, machine))))
+        return
+    for target in (asked.output, asked.record):
+        if target is not None:
+            require_writable(target)
+    heard = _Heard(machine)
+    with trial_display(asked.max_trials) as display:
+        made = make_plan(question, machine, heard.events(display), around)
+    _write(asked.output, made)
+    if asked.record is not None:
+        shared = question.study is not None
+        write_recording(asked.record, recording_of(made, heard.proven, heard.known, shared=shared))
+    if recording is None and why_no_evidence(made, machine) is None:
+        try:
+            remember(made, machine, tuple(heard.calibration))
+        except AutotuneError as error:  # the plan is made all the same
+            err.print(note_text(f"not kept for the next search: {error.message}", "profiles"), style="yellow")
+    written = f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}"
+    tell(made, asked.as_json, lambda _: [*plan_lines(made), *origin_lines(made), written])
+
+
+def _write(path: Path, made: "TrainingPlan") -> None:
+    """Write the plan, or print it where the disk has become full meanwhile: it took a search to find.
+
+    Raises:
+        AutotuneError: it could not be written.
+    """
+    from autotune.schema import plan_text, write_plan
+
+    try:
+        write_plan(path, made)
+    except OSError as error:
+        typer.echo(plan_text(made))
+        raise AutotuneError(
+            f"cannot write {path}: {error.strerror}; the plan is printed instead",
+            hint="keep what is printed above as a file: it is the whole plan",
+        ) from error
+
+
+def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
+    """The options as a question, over that of an earlier plan where one is named.
+
+    Raises:
+        BadParameter: an option's value cannot be, or two options do not go together.
+    """
+    from autotune.cost import parse_resolution
+    from autotune.planning import Question, question_of
+    from autotune.schema import read_plan
+    from autotune.search import StudyPlace
+
+    if asked.earlier is None and asked.model is None:
+        raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
+    live = (asked.hardware, asked.join, asked.study, asked.max_memory, asked.reserve, asked.cap_memory)
+    if asked.replay is not None and any(live):
+        raise typer.BadParameter("a recording brings its machine and its trials", param_hint="--replay")
+    base = question_of(read_plan(asked.earlier)) if asked.earlier else Question(model=str(asked.model))
+    wishes = _changed(
+        dataclasses.replace(base.wishes, lora_alpha=None) if asked.rank else base.wishes,
+        size_px=parse_resolution(asked.resolution) if asked.resolution else None,
+        num_frames=asked.frames,
+        rank=asked.rank,
+        lora_alpha=asked.alpha,
+        lora_dropout=asked.dropout,
+        targets=asked.targets,
+        effective_batch_size=asked.batch,
+        quality=one_of("--quality", asked.quality, ("exact", "high", "compact")),
+        objective=one_of("--objective", asked.objective, ("throughput", "memory")),
+    )
+    folders = {"data": asked.data, "output": asked.run_output}
+    return _changed(  # type: ignore[no-any-return]
+        base,
+        model=asked.model,
+        max_trials=asked.max_trials,
+        wishes=wishes,
+        said={**job.values(), **{name: folder for name, folder in folders.items() if folder}},
+        pins=_pairs("--pin", asked.pin),
+        exclusions=_pairs("--exclude", asked.exclude),
+        here=asked.hardware is None,
+        num_processes=asked.gpus,
+        use_profiles=asked.profiles,
+        price_per_hour=asked.price,
+        search_seconds=asked.search_time,
+        study=StudyPlace(asked.study or "search", asked.join) if asked.study or asked.join else None,
+        interrupted="ignored" if asked.replay else ("forgotten" if asked.fresh else "resumed"),
+    )
+
+
+class _Heard:
+    """What planning tells on the way: printed, and kept for the recording and the record."""
+
+    def __init__(self, machine: "HardwareProfile") -> None:
+        self.proven = machine
+        """The machine, with what parity has shown."""
+        self.known: list[Known] = []
+        self.calibration: list[Residual | None] = []
+
+    def events(self, display: "TrialDisplay") -> "PlanEvents":
+        """Progress to stderr, trials to `display`."""
+        from autotune.cli.terminal import err
+        from autotune.planning import PlanEvents
+        from autotune.reporting import note_text, prediction_lines, workload_lines
+
+        budget = self.proven.device.budget_bytes
+        return PlanEvents(
+            on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow"),
+            on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
+            on_machine=lambda machine: setattr(self, "proven", machine),
+            on_note=lambda note: err.print(note_text(note)),
+            on_survey=self._survey,
+            on_start=display.start,
+            on_trial=display.show,
+            on_doubt=lambda line: err.print(note_text(line, "profiles")),
+            on_calibration=self.calibration.extend,
+            on_predictions=lambda predictions: err.print("\n".join(prediction_lines(predictions, budget))),
+        )
+
+    def _survey(self, survey: "Survey") -> None:
+        from autotune.cli.terminal import err
+        from autotune.reporting import survey_lines
+
+        self.known.extend(survey.known)
+        err.print("\n".join(survey_lines(survey)), end="")
+
+
+def _changed(thing: Any, **values: object) -> Any:
+    """`thing` with all values that were given."""
+    return dataclasses.replace(thing, **{name: value for name, value in values.items() if value not in (None, (), {})})
+
+
+def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...]:
+    pairs = [text.partition("=") for text in texts or ()]
+    wrong = next((name for name, sign, value in pairs if not (name and sign and value)), None)
+    if wrong is not None:
+        raise typer.BadParameter(f"{wrong!r} is not KNOB=VALUE", param_hint=option)
+    return tuple((name, value) for name, _, value in pairs)

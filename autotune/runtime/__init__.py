@@ -1,0 +1,29 @@
+"""What every stage needs of the process it runs in: atomic writes, quiet libraries, threads, signals, launching."""
+
+from typing import TYPE_CHECKING
+
+from autotune.runtime.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from autotune.runtime.files import replacing, require_writable, write_whole
+    from autotune.runtime.launching import forget_other_launchers, is_first_process, launch, started_by_launcher
+    from autotune.runtime.memory import (
+        allocated_bytes,
+        device_peak_bytes,
+        forget_host_peak,
+        give_back_memory,
+        host_peak_bytes,
+        with_peak_memory,
+    )
+    from autotune.runtime.quiet import silence_libraries, silence_progress_bars, stderr_in
+    from autotune.runtime.resources import (
+        OUT_OF_MEMORY,
+        is_out_of_memory,
+        require_free,
+        telling_of_full_disk,
+        telling_of_short_memory,
+    )
+    from autotune.runtime.signals import interrupting, stop_requests, stopped_at_once
+    from autotune.runtime.threads import wait_briefly
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)
