@@ -158,8 +158,8 @@ def _line(row: dict[str, Any]) -> str:
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Mean and 95th percentile of absolute relative errors, and how many of the five fastest are found."""
     memory = sorted(abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rows)
-    judged = [r for r in rows if not r["calibrated_on"]]
-    times = sorted(abs(r["predicted_step_seconds"] / r["step_seconds"] - 1) for r in judged)
+    classify = [r for r in rows if not r["calibrated_on"]]
+    times = sorted(abs(r["predicted_step_seconds"] / r["step_seconds"] - 1) for r in classify)
     real = sorted(range(len(rows)), key=lambda i: rows[i]["step_seconds"])[:5]
     told = sorted(range(len(rows)), key=lambda i: rows[i]["predicted_step_seconds"])[:5]
     return {

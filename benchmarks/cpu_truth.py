@@ -55,7 +55,7 @@ def batches(family: Family, config: Mapping[str, Any], workload: Workload, candi
 
 
 def storage_bytes(tensors: Any) -> int:
-    """Bytes behind `tensors`, each storage counted once; quantised tensors by what they are made of."""
+    """Bytes behind `tensors`, each storage counted once; quantized tensors by what they are made of."""
     plain = [part for tensor in tensors for part in parts_of(tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 

@@ -7,7 +7,7 @@
 The reference is what a careful user writes by hand with diffusers, peft and torch alone: everything encoded once and
 kept in memory, the model with a LoRA, fused AdamW, gradient clipping, accumulation, one read of the loss per step.
 It gets the same settings, data order and shapes. Both run in this process, interleaved A B A B, so that other load
-on the machine meets both alike; the overhead is the median, over all pairs, of our step over its neighbour.
+on the machine meets both alike; the overhead is the median, over all pairs, of our step over its neighbor.
 `planned` lets autotune plan the job and compares its settings with that loop's as the README of diffusers' Qwen-Image
 script runs it: one image at a time, four accumulated, gradient checkpointing.
 """
@@ -32,10 +32,10 @@ from peft import LoraConfig
 from autotune.families.registry import family_named
 from autotune.hardware.store import cached_profile
 from autotune.planning.planner import make_plan as plan_job
-from autotune.planning.request import Question
+from autotune.planning.request import PlanRequest
 from autotune.runtime.memory import host_memory_bytes
 from autotune.schema.candidate import Candidate
-from autotune.training.describe import Wishes
+from autotune.training.describe import WorkloadOverrides
 from autotune.training.events import RunEvents, StepEvent
 from autotune.training.run import train
 from tests.training.small import machine, make_plan, write_model_and_images
@@ -210,15 +210,17 @@ def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, images = make_model(folder, size)
-        wishes = Wishes(size_px=(resolution_px, resolution_px), rank=RANK, effective_batch_size=BATCH, quality="exact")
-        question = Question(
+        workload_overrides = WorkloadOverrides(
+            size_px=(resolution_px, resolution_px), rank=RANK, effective_batch_size=BATCH, quality="exact"
+        )
+        request = PlanRequest(
             str(model),
-            wishes=wishes,
-            said={"data": str(images), "output": str(folder / "out"), "num_steps": steps},
+            workload_overrides=workload_overrides,
+            job_overrides={"data": str(images), "output": str(folder / "out"), "num_steps": steps},
             pins=(("precision", "fp32"),),
             use_profiles=False,
         )
-        plan = plan_job(question, hardware)
+        plan = plan_job(request, hardware)
         plain = PlainLoop(model, images, resolution_px, micro_batch=1, checkpointing=True)
         plain.step(0)
         both = Interleaved(plain)

@@ -17,7 +17,7 @@ from autotune.cli.app import app
 from autotune.cli.machine import parse_bytes
 from autotune.cli.options import JobOptions, option_of
 from autotune.errors import InvalidInput
-from autotune.runtime.threads import wait_briefly
+from autotune.runtime.threads import limit_thread_spinning
 from tests.conftest import autotune
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
@@ -52,10 +52,10 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
 def test_threads_wait_briefly_unless_the_user_says_how(own: dict[str, str]) -> None:
     environment = dict(own)
-    wait_briefly(environment)
+    limit_thread_spinning(environment)
     assert environment == own
     environment.clear()
-    wait_briefly(environment)
+    limit_thread_spinning(environment)
     assert int(environment["GOMP_SPINCOUNT"]) < 20_000
 
 

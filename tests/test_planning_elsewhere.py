@@ -14,21 +14,23 @@ from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.planning.planner import make_plan
 from autotune.planning.problem import list_choices
-from autotune.planning.request import Question
+from autotune.planning.request import PlanRequest
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan
 from autotune.schema.prediction import Estimate
-from autotune.training.describe import Wishes
+from autotune.training.describe import WorkloadOverrides
 from autotune.training.processes import device_misfits
 from tests.conftest import autotune, autotune_here
 
-SMALL = Wishes(size_px=(512, 512), effective_batch_size=2)
+SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 
 
 @pytest.fixture(scope="module")
 def predicted() -> TrainingPlan:
-    question = Question(model="kandinsky5-image-lite", wishes=SMALL, pins=(("quantization", "none"),), here=False)
-    return make_plan(question, hardware_named("nvidia-rtx-4090"))
+    request = PlanRequest(
+        model="kandinsky5-image-lite", workload_overrides=SMALL, pins=(("quantization", "none"),), is_local=False
+    )
+    return make_plan(request, hardware_named("nvidia-rtx-4090"))
 
 
 def test_a_predicted_plan_says_so_and_fits_its_budget(predicted: TrainingPlan) -> None:
@@ -120,13 +122,13 @@ def test_wrong_questions_name_the_nearest_right_one(
 
 def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
     hardware = hardware_named("nvidia-h100-sxm")
-    question = Question(
+    request = PlanRequest(
         model="kandinsky5-image-lite",
-        wishes=SMALL,
+        workload_overrides=SMALL,
         pins=(("micro_batch_size", "1"),),
         exclusions=(("quantization", "torchao-fp8"),),
     )
-    space = list_choices(question, hardware)
+    space = list_choices(request, hardware)
     assert space.choices["micro_batch_size"] == (1,)
     assert {candidate.micro_batch_size for candidate in space.candidates} == {1}
     assert "torchao-fp8" not in space.choices["quantization"]
@@ -136,16 +138,18 @@ def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
 
 @pytest.mark.parametrize("pins", [(("speed", "1"),), (("quantization", "int3"),), (("attention", "sage"),)])
 def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -> None:
-    question = Question(model="kandinsky5-image-lite", wishes=SMALL, pins=pins)
+    request = PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, pins=pins)
     with pytest.raises(InvalidInput):
-        list_choices(question, hardware_named("nvidia-h100-sxm"))
+        list_choices(request, hardware_named("nvidia-h100-sxm"))
 
 
 def test_where_nothing_fits_the_message_says_what_would_help() -> None:
-    wishes = Wishes(size_px=(512, 512), quality="high", effective_batch_size=1)
-    question = Question(model="qwen-image", wishes=wishes, here=False, pins=(("swapped_blocks", "0"),))
+    workload_overrides = WorkloadOverrides(size_px=(512, 512), quality="high", effective_batch_size=1)
+    request = PlanRequest(
+        model="qwen-image", workload_overrides=workload_overrides, is_local=False, pins=(("swapped_blocks", "0"),)
+    )
     with pytest.raises(NothingFits) as caught:
-        make_plan(question, hardware_named("nvidia-rtx-3060"))
+        make_plan(request, hardware_named("nvidia-rtx-3060"))
     assert "weights alone need 19." in caught.value.message
     assert "without --pin (" in caught.value.hint, "a smaller quality would not be enough with all blocks on the device"
 
@@ -153,17 +157,19 @@ def test_where_nothing_fits_the_message_says_what_would_help() -> None:
 def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them() -> None:
     """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only shared out."""
     card = hardware_named("nvidia-rtx-4090")
-    wishes = Wishes(size_px=(512, 512), effective_batch_size=4)
+    workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=4)
     pins = (("quantization", "none"), ("attention", "native"))
-    question = Question(model="kandinsky5-image-lite", wishes=wishes, pins=pins, here=False, num_processes=4)
-    whole, shared = make_plan(question, card).frozen, make_plan(question, with_budget(card, 10 << 30)).frozen
+    request = PlanRequest(
+        model="kandinsky5-image-lite", workload_overrides=workload_overrides, pins=pins, is_local=False, num_processes=4
+    )
+    whole, shared = make_plan(request, card).frozen, make_plan(request, with_budget(card, 10 << 30)).frozen
     assert (whole.hardware.num_processes, whole.hardware.strategy) == (4, "ddp")
     assert shared.hardware.strategy == "fsdp2"
     assert whole.workload.effective_batch_size == shared.workload.effective_batch_size == 4
     assert whole.settings.micro_batch_size == shared.settings.micro_batch_size == 1
     assert shared.expected.peak_memory_bytes < 10 << 30
     with pytest.raises(InvalidInput, match="cannot be shared evenly by 3"):
-        make_plan(replace(question, num_processes=3), card)
+        make_plan(replace(request, num_processes=3), card)
 
 
 def test_each_process_needs_a_gpu() -> None:
@@ -171,15 +177,15 @@ def test_each_process_needs_a_gpu() -> None:
     assert device_misfits(1, card) == ()
     assert device_misfits(2, card) == ("processes: 2 need a GPU each, 1 can be seen here",)
     with pytest.raises(NothingFits, match="2 need a GPU each"):
-        make_plan(Question(model="kandinsky5-image-lite", wishes=SMALL, num_processes=2), card)
+        make_plan(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, num_processes=2), card)
 
 
 def test_blocks_are_swapped_only_where_nothing_fits_without() -> None:
     """Qwen-Image in 4 bits fits in 10.5 GiB, and no step beside it; bitsandbytes' weights cannot be swapped."""
-    wishes = Wishes(size_px=(512, 512), effective_batch_size=1, quality="compact")
-    question = Question(model="qwen-image", wishes=wishes, here=False)
+    workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=1, quality="compact")
+    request = PlanRequest(model="qwen-image", workload_overrides=workload_overrides, is_local=False)
     card = with_budget(hardware_named("nvidia-rtx-3060"), 21 << 29)
-    small = make_plan(question, card).frozen.settings
+    small = make_plan(request, card).frozen.settings
     assert small.swapped_blocks > 0
-    large = make_plan(question, hardware_named("nvidia-rtx-4090")).frozen.settings
+    large = make_plan(request, hardware_named("nvidia-rtx-4090")).frozen.settings
     assert large.swapped_blocks == 0

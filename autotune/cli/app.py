@@ -22,7 +22,7 @@ from autotune.cli.probe import probe
 from autotune.cli.train import sample, train
 from autotune.errors import AutotuneError, Preempted, first_line
 from autotune.reporting import printable
-from autotune.runtime import OUT_OF_MEMORY, is_first_process, silence_libraries, wait_briefly
+from autotune.runtime import OUT_OF_MEMORY, is_first_process, limit_thread_spinning, silence_libraries
 
 INTERRUPTED = 130
 """What typer ends with on Ctrl-C."""
@@ -64,7 +64,7 @@ def main() -> None:
     _open_streams()
     sys.unraisablehook = _again
     silence_libraries()
-    wait_briefly(os.environ)
+    limit_thread_spinning(os.environ)
     try:
         status = app(standalone_mode=False, prog_name="autotune")
     except UsageError as error:

@@ -9,7 +9,7 @@ from autotune.cli.options import Batch, Frames, Json, Price, Rank, Resolution, S
 from autotune.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from autotune.knobs import Setting
+    from autotune.knobs import TuningContext
     from autotune.schema import Candidate
 
 
@@ -18,7 +18,7 @@ class EstimateOptions:
     """What `autotune estimate` can be asked. None: not said."""
 
     model: Annotated[str, typer.Option(help="A known model's name, or a folder in the diffusers layout.")]
-    hardware: Annotated[str | None, typer.Option(help="A GPU of the catalogue, or a saved probe; else here.")] = None
+    hardware: Annotated[str | None, typer.Option(help="A GPU of the catalog, or a saved probe; else here.")] = None
     resolution: Resolution = None
     frames: Frames = None
     text_tokens: Annotated[int | None, typer.Option(help="Length of an encoded caption.")] = None
@@ -48,15 +48,15 @@ def estimate(asked: EstimateOptions) -> None:
     from autotune.cost import Predictor, parse_resolution
     from autotune.cost import estimate as predict
     from autotune.families import parts_of, resolve_model
-    from autotune.knobs import Setting
+    from autotune.knobs import TuningContext
     from autotune.reporting import render
-    from autotune.training import Wishes, describe_workload, given
+    from autotune.training import WorkloadOverrides, describe_workload, given
 
     machine = machine_for(asked.hardware)
     with err.status("tracing the model"):
         resolved = resolve_model(asked.model)
         usual_batch = max(asked.micro_batch_size, resolved.family.defaults.effective_batch_size)
-        wishes = Wishes(
+        wishes = WorkloadOverrides(
             size_px=parse_resolution(asked.resolution) if asked.resolution else None,
             num_frames=asked.frames,
             text_tokens=asked.text_tokens,
@@ -64,27 +64,27 @@ def estimate(asked: EstimateOptions) -> None:
             targets=asked.targets or "attention",
             effective_batch_size=given(asked.batch, usual_batch),
         )
-        setting = Setting(machine, resolved.family, describe_workload(resolved, None, wishes))
-        predictor = Predictor(machine, setting.workload, resolved.family, resolved.config, parts_of(resolved))
-        candidate = _candidate(asked, setting)
+        context = TuningContext(machine, resolved.family, describe_workload(resolved, None, wishes))
+        predictor = Predictor(machine, context.workload, resolved.family, resolved.config, parts_of(resolved))
+        candidate = _candidate(asked, context)
         answer = predict(predictor, candidate, num_steps=asked.steps, price_per_hour=asked.price)
     tell(answer, asked.as_json, render)
 
 
-def _candidate(asked: EstimateOptions, setting: "Setting") -> "Candidate":
+def _candidate(asked: EstimateOptions, context: "TuningContext") -> "Candidate":
     """The settings that were asked for."""
     from autotune.knobs import Allocator
     from autotune.schema import Candidate
 
     return Candidate(
         micro_batch_size=asked.micro_batch_size,
-        checkpointed_blocks=_checkpointed(asked.checkpointing, setting.workload.model.num_blocks),
+        checkpointed_blocks=_checkpointed(asked.checkpointing, context.workload.model.num_blocks),
         quantization=asked.quantization,
         attention=asked.attention,
-        precision=asked.precision or ("fp32" if setting.hardware.device.kind == "cpu" else "bf16"),
+        precision=asked.precision or ("fp32" if context.hardware.device.kind == "cpu" else "bf16"),
         swapped_blocks=asked.swapped_blocks,
         compile=asked.compile,
-        allocator=asked.allocator or str(Allocator().choices(setting).admitted[0]),
+        allocator=asked.allocator or str(Allocator().choices(context).admitted[0]),
     )
 
 

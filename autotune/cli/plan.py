@@ -25,9 +25,9 @@ from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
     from autotune.cli.terminal import TrialDisplay
-    from autotune.planning import PlanEvents, Question
+    from autotune.planning import PlanEvents, PlanRequest
     from autotune.schema import HardwareProfile, Residual, TrainingPlan
-    from autotune.sharing import Known, Survey
+    from autotune.sharing import MatchedRecord, StoreMatches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     from autotune.cli.machine import machine_for
     from autotune.cli.terminal import err, out, trial_display
     from autotune.planning import (
-        Surroundings,
+        PlannerBackend,
         list_choices,
         make_plan,
         read_recording,
@@ -101,26 +101,26 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     from autotune.runtime import require_writable
     from autotune.sharing import remember, why_no_evidence
 
-    question = question_asked(asked, job)
+    request = request_from_options(asked, job)
     recording = read_recording(asked.replay) if asked.replay else None
-    around = replayed(recording) if recording else Surroundings()
+    backend = replayed(recording) if recording else PlannerBackend()
     limits = {"max_memory": asked.max_memory, "reserve": asked.reserve, "cap_memory": asked.cap_memory}
     machine = (
-        recording.hardware if recording else machine_for(asked.hardware, num_devices=question.num_processes, **limits)
+        recording.hardware if recording else machine_for(asked.hardware, num_devices=request.num_processes, **limits)
     )
     if asked.list_knobs:
-        out.print("\n".join(knob_lines(list_choices(question, machine))))
+        out.print("\n".join(knob_lines(list_choices(request, machine))))
         return
     for target in (asked.output, asked.record):
         if target is not None:
             require_writable(target)
     heard = _Heard(machine)
     with trial_display(asked.max_trials) as display:
-        made = make_plan(question, machine, heard.events(display), around)
+        made = make_plan(request, machine, heard.events(display), backend)
     _write(asked.output, made)
     if asked.record is not None:
-        shared = question.study is not None
-        write_recording(asked.record, recording_of(made, heard.proven, heard.known, shared=shared))
+        shared = request.study is not None
+        write_recording(asked.record, recording_of(made, heard.check_parity, heard.known, shared=shared))
     if recording is None and why_no_evidence(made, machine) is None:
         try:
             remember(made, machine, tuple(heard.calibration))
@@ -148,14 +148,14 @@ def _write(path: Path, made: "TrainingPlan") -> None:
         ) from error
 
 
-def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
+def request_from_options(asked: PlanOptions, job: JobOptions) -> "PlanRequest":
     """The options as a question, over that of an earlier plan where one is named.
 
     Raises:
         BadParameter: an option's value cannot be, or two options do not go together.
     """
     from autotune.cost import parse_resolution
-    from autotune.planning import Question, question_of
+    from autotune.planning import PlanRequest, request_from
     from autotune.schema import read_plan
     from autotune.search import StudyPlace
 
@@ -164,9 +164,9 @@ def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
     live = (asked.hardware, asked.join, asked.study, asked.max_memory, asked.reserve, asked.cap_memory)
     if asked.replay is not None and any(live):
         raise typer.BadParameter("a recording brings its machine and its trials", param_hint="--replay")
-    base = question_of(read_plan(asked.earlier)) if asked.earlier else Question(model=str(asked.model))
-    wishes = _changed(
-        dataclasses.replace(base.wishes, lora_alpha=None) if asked.rank else base.wishes,
+    base = request_from(read_plan(asked.earlier)) if asked.earlier else PlanRequest(model=str(asked.model))
+    workload_overrides = _changed(
+        dataclasses.replace(base.workload_overrides, lora_alpha=None) if asked.rank else base.workload_overrides,
         size_px=parse_resolution(asked.resolution) if asked.resolution else None,
         num_frames=asked.frames,
         rank=asked.rank,
@@ -182,11 +182,11 @@ def question_asked(asked: PlanOptions, job: JobOptions) -> "Question":
         base,
         model=asked.model,
         max_trials=asked.max_trials,
-        wishes=wishes,
-        said={**job.values(), **{name: folder for name, folder in folders.items() if folder}},
+        workload_overrides=workload_overrides,
+        job_overrides={**job.values(), **{name: folder for name, folder in folders.items() if folder}},
         pins=_pairs("--pin", asked.pin),
         exclusions=_pairs("--exclude", asked.exclude),
-        here=asked.hardware is None,
+        is_local=asked.hardware is None,
         num_processes=asked.gpus,
         use_profiles=asked.profiles,
         price_per_hour=asked.price,
@@ -200,9 +200,9 @@ class _Heard:
     """What planning tells on the way: printed, and kept for the recording and the record."""
 
     def __init__(self, machine: "HardwareProfile") -> None:
-        self.proven = machine
+        self.check_parity = machine
         """The machine, with what parity has shown."""
-        self.known: list[Known] = []
+        self.known: list[MatchedRecord] = []
         self.calibration: list[Residual | None] = []
 
     def events(self, display: "TrialDisplay") -> "PlanEvents":
@@ -211,13 +211,13 @@ class _Heard:
         from autotune.planning import PlanEvents
         from autotune.reporting import note_text, prediction_lines, workload_lines
 
-        budget = self.proven.device.budget_bytes
+        budget = self.check_parity.device.budget_bytes
         return PlanEvents(
             on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow"),
             on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
             on_machine=lambda machine: setattr(self, "proven", machine),
             on_note=lambda note: err.print(note_text(note)),
-            on_survey=self._survey,
+            on_matches=self._survey,
             on_start=display.start,
             on_trial=display.show,
             on_doubt=lambda line: err.print(note_text(line, "profiles")),
@@ -225,12 +225,12 @@ class _Heard:
             on_predictions=lambda predictions: err.print("\n".join(prediction_lines(predictions, budget))),
         )
 
-    def _survey(self, survey: "Survey") -> None:
+    def _survey(self, find_matches: "StoreMatches") -> None:
         from autotune.cli.terminal import err
         from autotune.reporting import survey_lines
 
-        self.known.extend(survey.known)
-        err.print("\n".join(survey_lines(survey)), end="")
+        self.known.extend(find_matches.known)
+        err.print("\n".join(survey_lines(find_matches)), end="")
 
 
 def _changed(thing: Any, **values: object) -> Any:

@@ -1,4 +1,4 @@
-"""What the commands show while they work: bars and rows on stderr, data on stdout, colour only where it is wanted."""
+"""What the commands show while they work: bars and rows on stderr, data on stdout, color only where it is wanted."""
 
 import contextlib
 import os
@@ -125,8 +125,8 @@ class TrainingDisplay:
             f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
             f"{memory_text(event.memory_bytes)}"
         )
-        if event.gpu_utilisation is not None:
-            note += f"  GPU {event.gpu_utilisation:.0%}"
+        if event.gpu_utilization is not None:
+            note += f"  GPU {event.gpu_utilization:.0%}"
         self._update("training", event.step, event.num_steps, note)
         every = max(1, event.num_steps // 10)
         due = event.step % every == 0 or event.step == event.num_steps or time.monotonic() > self.told + QUIET_SECONDS

@@ -6,7 +6,7 @@ from autotune.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.cost.arguments import checked_bucket, parse_resolution, positive
-    from autotune.cost.calibration import NOISE, Lesson, residual_of
+    from autotune.cost.calibration import NOISE, PriorResiduals, residual_of
     from autotune.cost.job_estimate import estimate, job_time
     from autotune.cost.parallel import Parallel
     from autotune.cost.predict import Predictor

@@ -3,7 +3,7 @@
 from autotune.cost.arguments import require_sound
 from autotune.cost.predict import Predictor
 from autotune.cost.timing import Rates, host_flops_per_second
-from autotune.knobs import Setting, startup_seconds
+from autotune.knobs import TuningContext, startup_seconds
 from autotune.schema import Candidate, Estimate, JobTime, Prediction, mean_text_tokens, num_previews
 
 DISK_BYTES_PER_SECOND = 1e9
@@ -31,7 +31,7 @@ def estimate(
         InvalidInput: the candidate cannot be.
     """
     workload, hardware = predictor.workload, predictor.hardware
-    require_sound(candidate, Setting(hardware, predictor.family, workload))
+    require_sound(candidate, TuningContext(hardware, predictor.family, workload))
     prediction = predictor.predict(candidate)
     images = max(1, sum(bucket.num_items for bucket in workload.buckets))
     steps = num_steps if num_steps is not None else predictor.family.defaults.num_steps(images)

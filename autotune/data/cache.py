@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.runtime import require_free, telling_of_full_disk
+from autotune.runtime import require_free, reraise_disk_full
 from autotune.weights import BadWeights, MissingWeights, read_whole, save_file
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Cache:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         path = self._path(key)
         try:
-            with telling_of_full_disk(self.folder, hint=f"{MAKE_ROOM}, then run again: what is cached so far is kept"):
+            with reraise_disk_full(self.folder, hint=f"{MAKE_ROOM}, then run again: what is cached so far is kept"):
                 save_file(path, plain, {"key": key, "digest": tensors_digest(plain)})
         except OSError as error:
             raise AutotuneError(

@@ -105,7 +105,7 @@ def encode_dataset(
     recipes, problems = _recipes(dataset, in_buckets, encoders.identity, with_empty=caption_dropout > 0)
     entries = {entry.key: entry for recipe in recipes.values() for entry in recipe.entries}
     cache.remove_stale()
-    store = _Store(cache, len(entries), on_progress)
+    store = _CacheWriter(cache, len(entries), on_progress)
     failed = _complete(encoders, store, entries.values())
     for index, recipe in recipes.items():
         if bad := recipe.keys & failed.keys():
@@ -145,7 +145,7 @@ def _broken(item: Item, message: str) -> Problem:
     return Problem(file=item.path.name, kind="broken", message=message)
 
 
-def _complete(encoders: "Encoders", store: "_Store", entries: Iterable[Entry]) -> dict[str, str]:
+def _complete(encoders: "Encoders", store: "_CacheWriter", entries: Iterable[Entry]) -> dict[str, str]:
     """Find or make every entry; why those failed whose files are damaged, by key."""
     missing = [entry for entry in entries if not store.load(entry.key)]
     encode = partial(_encode, encoders)
@@ -158,7 +158,7 @@ class _Unreadable(Exception):
     """A file that an entry is made from cannot be decoded."""
 
 
-def _encode_each(wanted: Sequence[Entry], encode: Callable[[Entry], Sample], store: "_Store") -> dict[str, str]:
+def _encode_each(wanted: Sequence[Entry], encode: Callable[[Entry], Sample], store: "_CacheWriter") -> dict[str, str]:
     import torch
 
     failed: dict[str, str] = {}
@@ -220,7 +220,7 @@ def _open(entry: Entry) -> "list[Tensor]":
     return pixels
 
 
-class _Store:
+class _CacheWriter:
     """Finds and adds entries, counts them as progress, and keeps the first `MEMORY_BYTES` of them in memory."""
 
     def __init__(self, cache: Cache, num_entries: int, on_progress: OnProgress | None) -> None:

@@ -23,7 +23,7 @@ class Encoders:
     Args:
         model: with its files.
         caching: where text encoders run and how they are stored.
-        settings: the precision of what is not quantised, and the loader.
+        settings: the precision of what is not quantized, and the loader.
         device: that trains; the VAE runs there.
     """
 
@@ -37,7 +37,7 @@ class Encoders:
     @property
     def key(self) -> str:
         """What of these settings decides the values of an embedding, beside the dtype; streaming does not."""
-        storage = self.caching.text_encoder_storage
+        storage = self.caching.text_encoder_quantization
         elsewhere = self._text_device.type != self.device.type
         return ("" if storage == "none" else storage) + (f" on {self._text_device.type}" if elsewhere else "")
 
@@ -94,12 +94,12 @@ class Encoders:
             cpu_offload(encoder, self.device, offload_buffers=True)
             return encoder  # type: ignore[no-any-return]
 
-        def quantised(model: nn.Module) -> Transform | None:
-            return quantize_inside(_repeated(model), caching.text_encoder_storage)
+        def quantized(model: nn.Module) -> Transform | None:
+            return quantize_inside(_repeated(model), caching.text_encoder_quantization)
 
         device = str(self._text_device)
         return load_component(  # type: ignore[no-any-return]
-            folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantised
+            folder, name, dtype=self.dtype, device=device, loader=self.loader, transform=quantized
         )
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""From image files to tensors: sizes from headers, honest decoding, conversion to RGB, resize and centre-crop."""
+"""From image files to tensors: sizes from headers, honest decoding, conversion to RGB, resize and center-crop."""
 
 import stat
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def crop_box(width: int, height: int, to_width: int, to_height: int) -> tuple[float, float, float, float]:
-    """The largest centred box (left, top, right, bottom) in an image with the aspect ratio of `to_width:to_height`."""
+    """The largest centerd box (left, top, right, bottom) in an image with the aspect ratio of `to_width:to_height`."""
     scale = min(width / to_width, height / to_height)
     left, top = (width - to_width * scale) / 2, (height - to_height * scale) / 2
     return max(0.0, left), max(0.0, top), min(float(width), width - left), min(float(height), height - top)

@@ -23,7 +23,7 @@ class Identity:
 
 
 WEIGHT_SAMPLE_BYTES = 1024**2
-"""Read from each end of a large file to recognise it: hashing a 16 GB text encoder would cost half a minute."""
+"""Read from each end of a large file to recognize it: hashing a 16 GB text encoder would cost half a minute."""
 
 
 def read_identity(model_folder: Path, family: Family, *, settings: str, text_settings: str = "") -> Identity:
@@ -33,7 +33,7 @@ def read_identity(model_folder: Path, family: Family, *, settings: str, text_set
         model_folder: holds `model_index.json` and a folder per component.
         family: its way to encode is part of the identity.
         settings: dtype of the encoders, e.g. `bfloat16`.
-        text_settings: what else decides the values of the text encoder's output, e.g. its quantisation.
+        text_settings: what else decides the values of the text encoder's output, e.g. its quantization.
     """
     base = f"{family.name} {settings} diffusers {version('diffusers')}"
     vae = _components_digest(model_folder, ("vae",))

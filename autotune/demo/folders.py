@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 NUM_IMAGES = 12
 SIZE_PX = 64
 CLIP_FRAMES = 5
-COLOURS = {"red": "#d62728", "blue": "#1f77b4", "green": "#2ca02c", "orange": "#ff7f0e"}
+COLORS = {"red": "#d62728", "blue": "#1f77b4", "green": "#2ca02c", "orange": "#ff7f0e"}
 SHAPES = ("circle", "square", "triangle")
-GROUNDS = {"white": "#ffffff", "grey": "#bbbbbb", "black": "#101010"}
+GROUNDS = {"white": "#ffffff", "gray": "#bbbbbb", "black": "#101010"}
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,15 @@ def draw_images(
 ) -> list[str]:
     """Draw shapes on plain grounds, each with a caption beside it; returns the captions.
 
-    With several frames each shape moves through a clip in a subfolder; `ink` draws all in one colour.
+    With several frames each shape moves through a clip in a subfolder; `ink` draws all in one color.
     """
     folder.mkdir(parents=True)
     rng = random.Random(0)
     captions = []
     for number in range(count):
-        shape, (colour, own_ink) = SHAPES[number % len(SHAPES)], list(COLOURS.items())[number % len(COLOURS)]
+        shape, (color, own_ink) = SHAPES[number % len(SHAPES)], list(COLORS.items())[number % len(COLORS)]
         ground, paper = list(GROUNDS.items())[number // 4 % len(GROUNDS)]
-        captions.append(f"a {colour} {shape} on a {ground} background")
+        captions.append(f"a {color} {shape} on a {ground} background")
         box = (rng.randint(4, 16), rng.randint(4, 16), rng.randint(32, 44))
         for frame in range(num_frames):
             path = folder / f"{number:02d}.png" if num_frames == 1 else folder / f"{number:02d}" / f"{frame:02d}.png"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from autotune.schema import Device, Gate, Host, Versions
+from autotune.schema import Capability, Device, Host, Versions
 
 
 @dataclass(frozen=True)
@@ -159,15 +159,15 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def gates_of(device: Device, host: Host, versions: Versions) -> tuple[Gate, ...]:
-    """Every gate of a machine, open or closed, in the table's order."""
+def capabilities_of(device: Device, host: Host, versions: Versions) -> tuple[Capability, ...]:
+    """Every capability of a machine, available or not, in the table's order."""
     machine = Machine(device, host, versions)
     return tuple(_gate(rule, machine) for rule in RULES)
 
 
-def _gate(rule: Rule, machine: Machine) -> Gate:
+def _gate(rule: Rule, machine: Machine) -> Capability:
     missing = next(filter(None, (need(machine) for need in rule.needs)), None)
-    return Gate(name=rule.name, available=missing is None, reason=missing or rule.why)
+    return Capability(name=rule.name, available=missing is None, reason=missing or rule.why)
 
 
 def _dotted(own: tuple[int, int] | None) -> str:

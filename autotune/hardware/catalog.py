@@ -1,6 +1,6 @@
 """The GPUs that autotune knows without seeing them: published figures, one file each in `profiles/hardware`.
 
-A catalogue profile plans for a card that nobody here owns. It has no rates, only a datasheet; its host and versions
+A catalog profile plans for a card that nobody here owns. It has no rates, only a datasheet; its host and versions
 are assumed, and its notes say so.
 """
 
@@ -13,7 +13,7 @@ from importlib.resources import files
 import yaml
 from pydantic import Field
 
-from autotune.hardware.capabilities import gates_of
+from autotune.hardware.capabilities import capabilities_of
 from autotune.hardware.facts import PACKAGES
 from autotune.hardware.memory import budget
 from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, MemoryKind, Versions
@@ -33,7 +33,7 @@ SAME_MEMORY = 0.15
 """Names are shared by cards of other sizes (RTX 3060 8 GB): sizes may differ by this share at most."""
 
 
-class CatalogueGpu(Frozen):
+class CatalogGpu(Frozen):
     """One GPU's published figures. Peaks are dense, with fp32 accumulation unless the name says otherwise."""
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
@@ -98,22 +98,22 @@ class CatalogueGpu(Frozen):
 
 
 @cache
-def catalogue() -> tuple[CatalogueGpu, ...]:
-    """Every GPU of the catalogue, by compute capability and then peak."""
+def load_catalog() -> tuple[CatalogGpu, ...]:
+    """Every GPU of the catalog, by compute capability and then peak."""
     folder = files("autotune") / "profiles" / "hardware"
     gpus = [
-        CatalogueGpu.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
+        CatalogGpu.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
         for entry in folder.iterdir()
         if entry.name.endswith(".yaml")
     ]
     return tuple(sorted(gpus, key=lambda gpu: (float(gpu.compute_capability), gpu.dense_tflops.get("bf16", 0))))
 
 
-def matching(name: str, total_memory_bytes: int | None) -> CatalogueGpu | None:
-    """The catalogue's card for a name that CUDA reports, or None: siblings, slices and other sizes match nothing."""
+def matching(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
+    """The catalog's card for a name that CUDA reports, or None: siblings, slices and other sizes match nothing."""
     if "MIG" in name:
         return None
-    for gpu in catalogue():
+    for gpu in load_catalog():
         if not re.search(gpu.match, name):
             continue
         if total_memory_bytes is None or abs(total_memory_bytes / gpu.memory_bytes - 1) <= SAME_MEMORY:
@@ -121,7 +121,7 @@ def matching(name: str, total_memory_bytes: int | None) -> CatalogueGpu | None:
     return None
 
 
-def profile_of_gpu(gpu: CatalogueGpu) -> HardwareProfile:
+def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
     """A profile to plan with, for a Linux host of 64 GiB with this environment's packages and CUDA 13."""
     device = _device(gpu)
     shared = gpu.memory_kind == "integrated"
@@ -138,14 +138,14 @@ def profile_of_gpu(gpu: CatalogueGpu) -> HardwareProfile:
     )
     versions = _assumed_versions()
     return HardwareProfile(
-        origin="catalogue",
+        origin="catalog",
         device=device,
         host=host,
         versions=versions,
-        gates=gates_of(device, host, versions),
+        capabilities=capabilities_of(device, host, versions),
         datasheet=gpu.datasheet,
         notes=(
-            f"from the catalogue, not measured; figures: {gpu.confidence} confidence",
+            f"from the catalog, not measured; figures: {gpu.confidence} confidence",
             f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA 13.0, driver 580, a C compiler, no display,"
             " and this environment's packages",
             *((gpu.notes,) if gpu.notes else ()),
@@ -153,7 +153,7 @@ def profile_of_gpu(gpu: CatalogueGpu) -> HardwareProfile:
     )
 
 
-def _device(gpu: CatalogueGpu) -> Device:
+def _device(gpu: CatalogGpu) -> Device:
     total = gpu.memory_bytes
     free = int(0.9 * total) if gpu.memory_kind == "integrated" else total
     budget_bytes, why = budget(gpu.memory_kind, total, free, None)
@@ -166,7 +166,7 @@ def _device(gpu: CatalogueGpu) -> Device:
         sm_count=gpu.sm_count,
         l2_bytes=None if gpu.l2_mib is None else int(gpu.l2_mib * 2**20),
         memory_kind=gpu.memory_kind,
-        memory_kind_reason=f"the catalogue says: {gpu.memory}",
+        memory_kind_reason=f"the catalog says: {gpu.memory}",
         total_memory_bytes=total,
         free_memory_bytes=free,
         budget_bytes=budget_bytes,

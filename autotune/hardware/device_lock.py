@@ -19,7 +19,7 @@ import psutil
 
 from autotune.errors import AutotuneError
 from autotune.hardware.nvidia import DriverSource
-from autotune.hardware.system import Unanswered
+from autotune.hardware.system import Unavailable
 from autotune.runtime import started_by_launcher
 from autotune.schema import Device
 
@@ -49,7 +49,7 @@ def _takes_files(folder: Path) -> bool:
 def _card(device: Device) -> str:
     """Which card it is, whatever CUDA_VISIBLE_DEVICES makes of its index; the index where no driver tells."""
     if device.kind == "cuda":
-        with contextlib.suppress(Unanswered, OSError, AttributeError):
+        with contextlib.suppress(Unavailable, OSError, AttributeError):
             return DriverSource().uuid(device.index)
     return str(device.index)
 

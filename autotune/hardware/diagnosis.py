@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from autotune.hardware.capabilities import older
 from autotune.hardware.catalog import matching
-from autotune.hardware.doctor_facts import Gpu, Patient, examine
+from autotune.hardware.doctor_facts import DoctorFacts, Gpu, examine
 from autotune.hardware.sources import RealSystem
 from autotune.schema import Frozen
 
@@ -53,9 +53,9 @@ def doctor() -> tuple[Finding, ...]:
     return findings(examine(RealSystem(torch=False), DEFAULT_DISK_BYTES))
 
 
-def findings(patient: Patient) -> tuple[Finding, ...]:
+def findings(facts: DoctorFacts) -> tuple[Finding, ...]:
     """All findings, worst first; equal ones in the order of the checks."""
-    found = [finding for check in CHECKS for finding in check(patient)]
+    found = [finding for check in CHECKS for finding in check(facts)]
     return tuple(sorted(found, key=lambda finding: get_args(Severity).index(finding.severity)))
 
 
@@ -72,17 +72,17 @@ def torch_for(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
     return f"{first}install the {build} build of torch 2.11 or newer (pytorch.org, 'Get started', 'Compute platform')"
 
 
-def check_torch(patient: Patient) -> Iterator[Finding]:
+def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
     """Torch is there, is for NVIDIA, and the driver can run it."""
-    versions, cuda = patient.versions, patient.versions.cuda_runtime
-    get = torch_for(versions.driver, patient.gpus)
+    versions, cuda = facts.versions, facts.versions.cuda_runtime
+    get = torch_for(versions.driver, facts.gpus)
     if versions.torch is None:
         yield Finding(severity="blocks", name="no-torch", what="torch is not installed", fix=get)
-    elif patient.rocm is not None:
+    elif facts.rocm is not None:
         what = f"torch {versions.torch} is a ROCm build: AMD GPUs are not supported here, only the processor is used"
         yield Finding(severity="blocks", name="rocm-torch", what=what, fix=get)
-    elif cuda is None and patient.gpus:
-        what = f"torch {versions.torch} is built without CUDA, so {patient.gpus[0].name} lies idle"
+    elif cuda is None and facts.gpus:
+        what = f"torch {versions.torch} is built without CUDA, so {facts.gpus[0].name} lies idle"
         yield Finding(severity="blocks", name="cpu-only-torch", what=what, fix=get)
     elif cuda is not None and versions.driver is not None:
         least = DRIVERS.get(cuda.split(".")[0])
@@ -100,10 +100,10 @@ def check_torch(patient: Patient) -> Iterator[Finding]:
         yield Finding(severity="hurts", name="old-torch", what=what, fix=get)
 
 
-def check_old_card(patient: Patient) -> Iterator[Finding]:
+def check_old_card(facts: DoctorFacts) -> Iterator[Finding]:
     """CUDA 13 dropped everything before 7.5."""
-    cuda13 = not older(patient.versions.cuda_runtime, "13.0")
-    for gpu in patient.gpus:
+    cuda13 = not older(facts.versions.cuda_runtime, "13.0")
+    for gpu in facts.gpus:
         own = gpu.compute_capability
         if cuda13 and own is not None and own < CUDA_13:
             what = f"{gpu.name} has compute capability {own[0]}.{own[1]}; CUDA 13 needs 7.5"
@@ -111,24 +111,24 @@ def check_old_card(patient: Patient) -> Iterator[Finding]:
             yield Finding(severity="blocks", name="card-too-old", what=what, fix=fix)
 
 
-def check_driver(patient: Patient) -> Iterator[Finding]:
+def check_driver(facts: DoctorFacts) -> Iterator[Finding]:
     """A card needs a driver, and without NVML much of this report is blind."""
-    if patient.nvidia_cards and not patient.gpus:
-        what = f"{patient.nvidia_cards} NVIDIA card(s) on the bus, and no driver answers"
+    if facts.nvidia_cards and not facts.gpus:
+        what = f"{facts.nvidia_cards} NVIDIA card(s) on the bus, and no driver answers"
         fix = "install NVIDIA's driver 580 or newer; in a container, pass the GPUs through (--gpus all)"
         yield Finding(severity="blocks", name="no-driver", what=what, fix=fix)
-    if patient.nvml_absent and patient.gpus:
+    if facts.nvml_absent and facts.gpus:
         fix = "install the driver's management library (libnvidia-ml.so.1), or give it to the container"
-        yield Finding(severity="note", name="no-nvml", what=patient.nvml_absent, fix=fix)
+        yield Finding(severity="note", name="no-nvml", what=facts.nvml_absent, fix=fix)
 
 
-def check_visible_devices(patient: Patient) -> Iterator[Finding]:
+def check_visible_devices(facts: DoctorFacts) -> Iterator[Finding]:
     """CUDA stops at the first entry that is no device; what the driver counts without NVML is what is left then."""
-    value = patient.visible_devices
+    value = facts.visible_devices
     if value is None:
         return
     entries = [entry.strip() for entry in value.split(",")]
-    count = len(patient.gpus) if patient.nvml_absent is None and patient.gpus else None
+    count = len(facts.gpus) if facts.nvml_absent is None and facts.gpus else None
     wrong = next((entry for entry in entries if not _names_device(entry, count)), None)
     if wrong is not None:
         hidden = "every GPU" if wrong == entries[0] else f"every GPU after {wrong!r}"
@@ -143,9 +143,9 @@ def _names_device(entry: str, count: int | None) -> bool:
     return entry.startswith(("GPU-", "MIG-"))
 
 
-def check_busy(patient: Patient) -> Iterator[Finding]:
+def check_busy(facts: DoctorFacts) -> Iterator[Finding]:
     """Memory that others hold cannot be planned with."""
-    for gpu in patient.gpus:
+    for gpu in facts.gpus:
         held = gpu.other_process_bytes
         if held is not None and held >= BUSY_BYTES:
             what = f"other processes hold {held / GIB:.1f} GiB of GPU {gpu.index} ({gpu.name})"
@@ -157,9 +157,9 @@ def check_busy(patient: Patient) -> Iterator[Finding]:
             yield Finding(severity="note", name="drives-display", what=what, fix=fix)
 
 
-def check_link_and_power(patient: Patient) -> Iterator[Finding]:
+def check_link_and_power(facts: DoctorFacts) -> Iterator[Finding]:
     """A card that cannot do what it was sold for."""
-    for gpu in patient.gpus:
+    for gpu in facts.gpus:
         limit, usual = gpu.power_limit_watts, gpu.default_power_limit_watts
         sheet = matching(gpu.name, gpu.total_memory_bytes)
         usual = usual or (sheet.power_watts if sheet else None)
@@ -167,7 +167,7 @@ def check_link_and_power(patient: Patient) -> Iterator[Finding]:
             what = f"GPU {gpu.index} ({gpu.name}) is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
             fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"
             yield Finding(severity="hurts", name="power-limited", what=what, fix=fix)
-        # NVML's greatest width is what card and slot can do together; every card of the catalogue has 16 lanes.
+        # NVML's greatest width is what card and slot can do together; every card of the catalog has 16 lanes.
         width, full = gpu.pcie_width, 16 if sheet and sheet.pcie_generation else gpu.pcie_max_width or 16
         if width is not None and width < full:
             what = f"GPU {gpu.index} ({gpu.name}) has {width} PCIe lanes of {full}: copies from the host are slow"
@@ -175,9 +175,9 @@ def check_link_and_power(patient: Patient) -> Iterator[Finding]:
             yield Finding(severity="hurts", name="narrow-pcie", what=what, fix=fix)
 
 
-def check_shared_memory(patient: Patient) -> Iterator[Finding]:
+def check_shared_memory(facts: DoctorFacts) -> Iterator[Finding]:
     """On GB10 and its like the page cache counts as used, and an over-allocation hangs the machine."""
-    for gpu in patient.gpus:
+    for gpu in facts.gpus:
         if gpu.integrated:
             what = (
                 f"{gpu.name} shares the host's memory: page cache counts as used, and taking too much hangs the machine"
@@ -186,9 +186,9 @@ def check_shared_memory(patient: Patient) -> Iterator[Finding]:
             yield Finding(severity="hurts", name="shared-memory", what=what, fix=fix)
 
 
-def check_host(patient: Patient) -> Iterator[Finding]:
+def check_host(facts: DoctorFacts) -> Iterator[Finding]:
     """The system can run plans at all; and the host's memory kills runs as often as the GPU's."""
-    host = patient.host
+    host = facts.host
     if host.memory_model == "windows":
         what = "plan and train need Linux or macOS: their locks and warm trial processes do not exist on Windows"
         fix = "install WSL2 (wsl --install) and autotune inside it; the GPU works there"
@@ -205,37 +205,35 @@ def check_host(patient: Patient) -> Iterator[Finding]:
         yield Finding(severity="hurts", name="little-host-memory", what=what, fix=fix)
 
 
-def check_disk(patient: Patient) -> Iterator[Finding]:
+def check_disk(facts: DoctorFacts) -> Iterator[Finding]:
     """Room for a model and its caches."""
-    free = patient.disk_free_bytes
-    if free is not None and free < patient.disk_needed_bytes:
-        what = (
-            f"{free / GIB:.0f} GiB free where models are kept; the largest take {patient.disk_needed_bytes / GIB:.0f}"
-        )
+    free = facts.disk_free_bytes
+    if free is not None and free < facts.disk_needed_bytes:
+        what = f"{free / GIB:.0f} GiB free where models are kept; the largest take {facts.disk_needed_bytes / GIB:.0f}"
         fix = "free space, or set HF_HOME to a larger disk; smaller models need less"
         yield Finding(severity="hurts", name="little-disk", what=what, fix=fix)
 
 
-def check_packages(patient: Patient) -> Iterator[Finding]:
+def check_packages(facts: DoctorFacts) -> Iterator[Finding]:
     """Packages that are chosen and harm, are too old, or are missing and would help."""
     for name, least in LEAST.items():
-        version = getattr(patient.versions, name)
+        version = getattr(facts.versions, name)
         if version is not None and older(version, least):
             what = f"{name} {version} is installed; autotune needs {least} or newer"
             yield Finding(severity="blocks", name=f"old-{name}", what=what, fix=f"pip install '{name}>={least}'")
-    if patient.attention is not None and patient.attention.startswith("sage"):
-        what = f"DIFFUSERS_ATTN_BACKEND={patient.attention}: SageAttention has no backward, so nothing is learned"
+    if facts.attention is not None and facts.attention.startswith("sage"):
+        what = f"DIFFUSERS_ATTN_BACKEND={facts.attention}: SageAttention has no backward, so nothing is learned"
         fix = "unset DIFFUSERS_ATTN_BACKEND; autotune chooses an attention that trains"
         yield Finding(severity="blocks", name="sage-chosen", what=what, fix=fix)
-    elif patient.versions.sageattention is not None:
-        what = f"sageattention {patient.versions.sageattention} is installed: it speeds up sampling and cannot train"
+    elif facts.versions.sageattention is not None:
+        what = f"sageattention {facts.versions.sageattention} is installed: it speeds up sampling and cannot train"
         yield Finding(severity="note", name="sage-installed", what=what, fix="nothing: autotune does not train with it")
-    needs, own = patient.torchvision_needs, patient.versions.torch
+    needs, own = facts.torchvision_needs, facts.versions.torch
     if needs is not None and own is not None and own.split("+")[0] != needs.removeprefix("torch=="):
         what = f"the installed torchvision was built for {needs}, this is torch {own}: transformers may fail to import"
         fix = "pip uninstall torchvision (autotune does not need it), or install the one that belongs to this torch"
         yield Finding(severity="blocks", name="torchvision-mismatch", what=what, fix=fix)
-    if patient.gpus and patient.host.compiler is None:
+    if facts.gpus and facts.host.compiler is None:
         what = "no C compiler: triton kernels and torch.compile fail at their first call"
         fix = "install gcc (Debian, Ubuntu: apt install build-essential)"
         yield Finding(severity="hurts", name="no-compiler", what=what, fix=fix)

@@ -36,7 +36,7 @@ PATIENT: Facts = {
 }
 
 
-class Patient(Frozen):
+class DoctorFacts(Frozen):
     """Everything the checks look at."""
 
     host: Host
@@ -57,7 +57,7 @@ class Patient(Frozen):
     """Why NVML gives no answers."""
 
 
-def examine(system: System, disk_needed_bytes: int) -> Patient:
+def examine(system: System, disk_needed_bytes: int) -> DoctorFacts:
     """Read what the checks need; asks everything but torch.
 
     Raises:
@@ -67,7 +67,7 @@ def examine(system: System, disk_needed_bytes: int) -> Patient:
     count = reader.fact("gpus", whole(0, 64), "nvml:count", "driver:count") or 0
     nvml = reader.provenance[-1]
     visible = reader.raw("environment:CUDA_VISIBLE_DEVICES")
-    return Patient(
+    return DoctorFacts(
         host=read_host(reader),
         versions=read_versions(reader),
         gpus=tuple(Gpu(index=index, **Reader(system, index).facts("device", GPU)) for index in range(count)),

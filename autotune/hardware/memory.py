@@ -63,7 +63,7 @@ def budget(
     if free is None and total is None:
         raise AutotuneError(
             "neither the CUDA runtime nor NVML says how much memory the device has",
-            hint="see `autotune doctor`; a GPU of the catalogue can be planned for with --hardware",
+            hint="see `autotune doctor`; a GPU of the catalog can be planned for with --hardware",
         )
     most = min(size for size in (free, total) if size is not None)
     whole = total if total is not None else most

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from autotune.hardware.capabilities import gates_of
+from autotune.hardware.capabilities import capabilities_of
 from autotune.hardware.catalog import matching
 from autotune.hardware.facts import read_device, read_host, read_versions
 from autotune.hardware.memory import budget
@@ -24,7 +24,7 @@ MEASURE = (sys.executable, "-m", "autotune.hardware.measure")
 
 
 def probe(*, index: int = 0, on_progress: Progress | None = None) -> HardwareProfile:
-    """Facts about device `index` of this machine; `measured` adds rates. Imports torch.
+    """Facts about device `index` of this machine; `measure_rates` adds rates. Imports torch.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
@@ -37,7 +37,7 @@ def probe(*, index: int = 0, on_progress: Progress | None = None) -> HardwarePro
 
 
 def profile_of(system: System, index: int = 0) -> HardwareProfile:
-    """Facts, budget and gates from what `system` answers; no rates.
+    """Facts, budget and capabilities from what `system` answers; no rates.
 
     Raises:
         InvalidInput: as `probe`.
@@ -52,7 +52,7 @@ def profile_of(system: System, index: int = 0) -> HardwareProfile:
         device=device,
         host=host,
         versions=versions,
-        gates=gates_of(device, host, versions),
+        capabilities=capabilities_of(device, host, versions),
         datasheet=known.datasheet if known else None,
         notes=notes_of(reader, device, versions),
         provenance=tuple(reader.provenance),
@@ -74,7 +74,7 @@ def notes_of(reader: Reader, device: Device, versions: Versions) -> tuple[str, .
     return tuple(notes)
 
 
-def measured(
+def measure_rates(
     profile: HardwareProfile, tell: Progress, command: tuple[str, ...] = MEASURE, limit_seconds: float = 60.0
 ) -> HardwareProfile:
     """The profile with rates measured now. What cannot be measured is left out, with a note.

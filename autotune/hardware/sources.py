@@ -1,6 +1,6 @@
 """The real machine behind `System`: torch, the operating system, installed packages, environment variables.
 
-NVML and the driver API are in `nvidia.py`. Every failure becomes `Unanswered` with its reason: a machine may lack
+NVML and the driver API are in `nvidia.py`. Every failure becomes `Unavailable` with its reason: a machine may lack
 any of these, and none may break the probe. `torch=False` keeps torch unimported: the doctor works that way.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from autotune.hardware.nvidia import DriverSource, NvmlSource
-from autotune.hardware.system import Unanswered
+from autotune.hardware.system import Unavailable
 from autotune.weights import has_gds
 
 Answer = Callable[[int], object]
@@ -41,7 +41,7 @@ class RealSystem:
         """The raw answer.
 
         Raises:
-            Unanswered: the source is missing, failed, or does not support the question.
+            Unavailable: the source is missing, failed, or does not support the question.
         """
         try:
             if source == "packages":
@@ -49,14 +49,14 @@ class RealSystem:
             if source == "environment":
                 return os.environ[question]
             return self._sources[source][question](index)
-        except Unanswered:
+        except Unavailable:
             raise
         except importlib.metadata.PackageNotFoundError:
-            raise Unanswered("not installed") from None
+            raise Unavailable("not installed") from None
         except KeyError:
-            raise Unanswered("not reported") from None
+            raise Unavailable("not reported") from None
         except Exception as error:  # whatever a driver or a library throws means the same here
-            raise Unanswered(f"{type(error).__name__}: {error}".split("\n")[0][:200]) from error
+            raise Unavailable(f"{type(error).__name__}: {error}".split("\n")[0][:200]) from error
 
 
 class TorchSource:
@@ -88,7 +88,7 @@ class TorchSource:
 
     def _cuda(self) -> Any:
         if self._kind() != "cuda":
-            raise Unanswered("torch sees no CUDA device")
+            raise Unavailable("torch sees no CUDA device")
         return _torch().cuda
 
     def _properties(self, index: int) -> Any:
@@ -103,7 +103,7 @@ def _torch() -> Any:
 
 def _known(value: object, otherwise: str) -> object:
     if value is None:
-        raise Unanswered(otherwise)
+        raise Unavailable(otherwise)
     return value
 
 
@@ -123,7 +123,7 @@ def _package(name: str) -> str:
     if name in ("torch_cuda", "torch_hip"):
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
-            raise Unanswered("torch is not installed")
+            raise Unavailable("torch is not installed")
         text = (Path(spec.origin).parent / "version.py").read_text()
         found = re.search(rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'", text, re.MULTILINE)
         return str(_known(found and found.group(1), "this torch is built without it"))
@@ -221,7 +221,7 @@ def _container_free_bytes(_: int) -> int:
     """What the memory limits of a container or a job leave."""
     limits = memory_limits()
     if not limits:
-        raise Unanswered("no limit")
+        raise Unavailable("no limit")
     return min(left for _, left in limits)
 
 
@@ -231,7 +231,7 @@ def _container(_: int) -> str:
     for marker, name in (("/.dockerenv", "docker"), ("/run/.containerenv", "podman")):
         if Path(marker).exists():
             return name
-    raise Unanswered("none seen")
+    raise Unavailable("none seen")
 
 
 def _wsl(_: int) -> bool:

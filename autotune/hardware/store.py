@@ -11,10 +11,10 @@ from pathlib import Path
 import platformdirs
 from pydantic import ValidationError
 
-from autotune.errors import InvalidInput, nearest_of
-from autotune.hardware.catalog import catalogue, profile_of_gpu
-from autotune.hardware.probing import ABOUT_RATES, measured, probe, with_rates
-from autotune.runtime import write_whole
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.hardware.probing import ABOUT_RATES, measure_rates, probe, with_rates
+from autotune.runtime import write_text_atomic
 from autotune.schema import HardwareProfile, digest_of
 
 POWER_TOLERANCE = 0.1
@@ -42,7 +42,7 @@ def cached_profile(
     if saved is not None and still_holds(saved, now):
         about_rates = (note for note in saved.notes if note.startswith(ABOUT_RATES))
         return with_rates(now, saved.rates, (*now.notes, *about_rates), saved.noisy)
-    profile = measured(now, on_progress or (lambda _: None))
+    profile = measure_rates(now, on_progress or (lambda _: None))
     try:
         save_profile(profile, path)
     except OSError as error:  # what was measured is true all the same
@@ -72,7 +72,7 @@ def profile_path(profile: HardwareProfile) -> Path:
 def save_profile(profile: HardwareProfile, path: Path) -> None:
     """Write the profile and its digest; readers see the old file or the whole new one."""
     text = json.dumps({"digest": digest_of(profile), "profile": profile.model_dump(mode="json")}, indent=1)
-    write_whole(path, text + "\n")
+    write_text_atomic(path, text + "\n")
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
@@ -96,19 +96,21 @@ def load_profile(path: Path | str) -> HardwareProfile:
 
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
-    """The profile of a catalogue GPU (`nvidia-rtx-4090`), or of a saved probe's file.
+    """The profile of a catalog GPU (`nvidia-rtx-4090`), or of a saved probe's file.
 
     Raises:
-        InvalidInput: the catalogue has no such GPU and there is no such file, or the file is damaged.
+        InvalidInput: the catalog has no such GPU and there is no such file, or the file is damaged.
     """
-    gpu = next((gpu for gpu in catalogue() if gpu.id == name_or_path.lower()), None)
+    gpu = next((gpu for gpu in load_catalog() if gpu.id == name_or_path.lower()), None)
     if gpu is not None:
         return profile_of_gpu(gpu)
     if Path(name_or_path).is_file():
         return load_profile(name_or_path)
     raise InvalidInput(
-        f"no hardware called {name_or_path!r}: neither a catalogue name nor a saved profile",
-        hint=nearest_of(name_or_path, (gpu.id for gpu in catalogue()), "`autotune probe --list` shows the catalogue"),
+        f"no hardware called {name_or_path!r}: neither a catalog name nor a saved profile",
+        hint=suggest_nearest(
+            name_or_path, (gpu.id for gpu in load_catalog()), "`autotune probe --list` shows the catalog"
+        ),
     )
 
 

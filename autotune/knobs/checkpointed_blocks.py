@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from autotune.families import Family, dropouts
-from autotune.knobs.base import Choices, Knob, Parity, Setting
+from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.schema import Choice, Workload
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 LEVELS = 15
-"""Steps between no and all but one block: a step of a 60-block model moves its peak by a few per cent."""
+"""Steps between no and all but one block: a step of a 60-block model moves its peak by a few percent."""
 
 
 class Checkpointing(Knob):
@@ -20,8 +20,8 @@ class Checkpointing(Knob):
     name = "checkpointed_blocks"
     title = "checkpointing"
 
-    def choices(self, setting: Setting) -> Choices:
-        blocks = setting.workload.model.num_blocks
+    def choices(self, context: TuningContext) -> Choices:
+        blocks = context.workload.model.num_blocks
         most = blocks - 1
         steps = sorted({round(most * step / LEVELS) for step in range(LEVELS + 1)}, reverse=True)
         dominated = (

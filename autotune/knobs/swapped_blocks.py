@@ -3,9 +3,9 @@
 import math
 from typing import TYPE_CHECKING
 
-from autotune.backends import STORAGES
+from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
-from autotune.knobs.base import Choices, Knob, Parity, Setting
+from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.knobs.quantization import Quantization
 from autotune.schema import Candidate, Choice, Workload
 
@@ -29,26 +29,26 @@ class Swapping(Knob):
     title = "swapped blocks"
     needs_reload = True
 
-    def choices(self, setting: Setting) -> Choices:
-        most = setting.workload.model.num_blocks - 1
+    def choices(self, context: TuningContext) -> Choices:
+        most = context.workload.model.num_blocks - 1
         levels = sorted({math.ceil(most * step / QUARTERS) for step in range(1, QUARTERS + 1)} - {0}, reverse=True)
-        device, host = setting.hardware.device, setting.hardware.host
+        device, host = context.hardware.device, context.hardware.host
         if device.kind != "cuda" or device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
             return Choices((0,), rejected=dict.fromkeys(levels, reason))
-        storages = [STORAGES[str(name)] for name in Quantization().choices(setting).admitted]
+        storages = [WEIGHT_FORMATS[str(name)] for name in Quantization().choices(context).admitted]
         least = min(each.bytes_per_parameter for each in storages if each.library != FIXED_LIBRARY)
-        weights = least * setting.workload.model.num_parameters
+        weights = least * context.workload.model.num_parameters
         fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
         too_many, against = [k for k in levels if k not in fitting], "the host has too little memory for the weights"
         reason = "each block crosses the bus twice a micro-batch: tried only where nothing fits without"
         return Choices((0,), rejected=dict.fromkeys(too_many, against), on_request=dict.fromkeys(fitting, reason))
 
-    def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.checkpointed_blocks:
             recompute = f"swapped blocks have to recompute, and {candidate.checkpointed_blocks} do"
             return f"{recompute}: autograd would keep their weights on the device"
-        if candidate.swapped_blocks and STORAGES[candidate.quantization].library == FIXED_LIBRARY:
+        if candidate.swapped_blocks and WEIGHT_FORMATS[candidate.quantization].library == FIXED_LIBRARY:
             return "bitsandbytes keeps what belongs to its weights on the GPU"
         if candidate.swapped_blocks and candidate.compile != "off":
             return "compiled blocks hold on to their weights"

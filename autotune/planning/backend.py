@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from autotune import __version__
 from autotune.cost import Predictor
 from autotune.families import ResolvedModel
-from autotune.knobs import Setting
+from autotune.knobs import TuningContext
 from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
 from autotune.search import Run
-from autotune.sharing import Survey, survey
-from autotune.trials import ProcessTrialRunner, proven
+from autotune.sharing import StoreMatches, find_matches
+from autotune.trials import ProcessTrialRunner, check_parity
 
 
 @contextmanager
@@ -28,15 +28,15 @@ def rehearsal(model: str, cost: Predictor, candidate: Candidate, most_seconds: f
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class PlannerBackend:
     """The side effects of planning, as functions: a replay or a test passes its own."""
 
     trials: Callable[[str, Predictor], AbstractContextManager[Run]] = child_processes
-    survey: Callable[[HardwareProfile, Workload], Survey] = survey
+    find_matches: Callable[[HardwareProfile, Workload], StoreMatches] = find_matches
     autotune_version: str = __version__
     needs_weights: bool = True
     """Whether trials read the model's files, so that they must be whole."""
-    prove: Callable[[Setting, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile] = proven
+    prove: Callable[[TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile] = check_parity
     """Adds to the machine which choices compute right on it."""
     rehearse: Callable[[str, Predictor, Candidate, float], TrialResult | None] = rehearsal
     """Tries a winner for longer; None where that cannot be."""

@@ -13,7 +13,7 @@ def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHa
         device_name=hardware.device.name,
         device_kind=hardware.device.kind,
         fingerprint=hardware.fingerprint,
-        hard_keys=hardware.hard_keys,
+        match_keys=hardware.match_keys,
         total_memory_bytes=hardware.device.total_memory_bytes,
         budget_bytes=hardware.device.budget_bytes,
         versions=hardware.versions,
@@ -22,7 +22,7 @@ def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHa
     )
 
 
-def expected(
+def build_expectation(
     best: Score,
     trials: Sequence[TrialResult],
     cost: Predictor,
@@ -57,13 +57,15 @@ def expected(
         host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
         overhead = host - best.peak_memory_bytes
     if trials:  # which ran in one process
-        overhead += prediction.allocated_memory_bytes - cost.as_tried.predict(best.candidate).allocated_memory_bytes
+        overhead += (
+            prediction.allocated_memory_bytes - cost.single_process.predict(best.candidate).allocated_memory_bytes
+        )
     return Expected(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=peak,
-        process_memory_bytes=max(0, overhead) + cost.kept_bytes,
+        process_memory_bytes=max(0, overhead) + cost.resident_encoder_bytes,
         phases=phases,
         other_seconds=job_time(
             cost,

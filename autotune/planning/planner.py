@@ -2,7 +2,7 @@
 
     model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
 
-Where the machine is not at hand (a GPU of the catalogue), predictions take the place of trials and the plan says so.
+Where the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the plan says so.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import optuna
 
 from autotune.hardware import shares_host_memory
 from autotune.planning.alternatives import larger_batch_advice
-from autotune.planning.backend import Surroundings
+from autotune.planning.backend import PlannerBackend
 from autotune.planning.confirming import (
     LEAST_SECONDS,
     SHARE_OF_SEARCH,
@@ -20,11 +20,11 @@ from autotune.planning.confirming import (
     rehearsed_in_part,
     unverified_rung,
 )
-from autotune.planning.expectation import expected, planned_hardware
-from autotune.planning.problem import Case, case_of
-from autotune.planning.request import Question
+from autotune.planning.expectation import build_expectation, planned_hardware
+from autotune.planning.problem import PlanningProblem, build_problem
+from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
-from autotune.runtime import interrupting
+from autotune.runtime import interrupt_on_signal
 from autotune.schema import (
     Candidate,
     FrozenPart,
@@ -41,18 +41,18 @@ from autotune.search import (
     SearchSpace,
     best_seconds,
     fallbacks_of,
-    freeze,
     frozen_plan,
     measured_scores,
-    once,
+    memoize,
     predicted_scores,
     promised_scores,
+    publish_plan,
     reasons_for,
     require_winner,
     run_search,
     search_cost_seconds,
 )
-from autotune.sharing import NO_ADVICE, Advice, Survey, advise
+from autotune.sharing import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PlanEvents:
     on_left_out: Callable[[tuple[str, ...]], None] = lambda lines: None
     on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
     on_note: Callable[[str], None] = lambda note: None
-    on_survey: Callable[[Survey], None] = lambda survey: None
+    on_matches: Callable[[StoreMatches], None] = lambda find_matches: None
     on_start: Callable[[Candidate], None] = lambda candidate: None
     on_trial: Callable[[TrialResult], None] = lambda result: None
     on_predictions: Callable[[list[Prediction]], None] = lambda predictions: None
@@ -74,10 +74,10 @@ class PlanEvents:
 
 
 def make_plan(
-    question: Question,
+    request: PlanRequest,
     hardware: HardwareProfile,
     events: PlanEvents | None = None,
-    around: Surroundings | None = None,
+    backend: PlannerBackend | None = None,
 ) -> TrainingPlan:
     """Find the best settings for the question on this machine and freeze them.
 
@@ -88,70 +88,72 @@ def make_plan(
         NothingFits: no settings run here.
         AutotuneError: the study's storage failed.
     """
-    events, around = events or PlanEvents(), around or Surroundings()
-    case = case_of(question, hardware, around)
-    events.on_machine(case.hardware)
-    events.on_left_out(case.left_out)
-    for note in case.notes:
+    events, backend = events or PlanEvents(), backend or PlannerBackend()
+    problem = build_problem(request, hardware, backend)
+    events.on_machine(problem.hardware)
+    events.on_left_out(problem.left_out)
+    for note in problem.notes:
         events.on_note(note)
-    events.on_space(case.space, case.work_of_all)
-    if not case.can_try:
-        predictions = [case.cost.predict(candidate) for candidate in case.space.candidates]
+    events.on_space(problem.space, problem.global_workload)
+    if not problem.can_try:
+        predictions = [problem.cost.predict(candidate) for candidate in problem.space.candidates]
         events.on_predictions(predictions)
-        return _plan(case, around.autotune_version, predictions)
+        return _plan(problem, backend.autotune_version, predictions)
     # Killed by a signal, it would seem to have been taken down by what it tried.
-    with interrupting(), kept_study(case, around.autotune_version, events.on_note) as study:
-        settled = frozen_plan(study) if question.study else None
+    with interrupt_on_signal(), kept_study(problem, backend.autotune_version, events.on_note) as study:
+        settled = frozen_plan(study) if request.study else None
         if settled is None:
-            advice = _advice(case, around, events)
-            trials = _search(case, around, advice, study, events)
+            advice = _advice(problem, backend, events)
+            trials = _search(problem, backend, advice, study, events)
             if not advice.kept(trials):  # else a record has confirmed them
-                trials = _confirmed(case, around, trials, study, events)
-            own = _plan(case, around.autotune_version, (), trials, advice).model_dump_json()
-            first = freeze(study, own)
-            settled = first if question.study else own
+                trials = _confirmed(problem, backend, trials, study, events)
+            own = _plan(problem, backend.autotune_version, (), trials, advice).model_dump_json()
+            first = publish_plan(study, own)
+            settled = first if request.study else own
     made = TrainingPlan.model_validate_json(settled)
-    events.on_calibration(tuple(case.cost.residual(trial) for trial in made.frozen.trials))
+    events.on_calibration(tuple(problem.cost.residual(trial) for trial in made.frozen.trials))
     return made
 
 
-def _advice(case: Case, around: Surroundings, events: PlanEvents) -> Advice:
-    if not case.question.use_profiles:
-        return NO_ADVICE
-    found = around.survey(case.trained_on, case.workload)
-    found, advice = advise(found, case.space.candidates, case.budget_bytes, case.workload, case.cost)
-    events.on_survey(found)
+def _advice(problem: PlanningProblem, backend: PlannerBackend, events: PlanEvents) -> WarmStart:
+    if not problem.request.use_profiles:
+        return NO_WARM_START
+    found = backend.find_matches(problem.device_profile, problem.workload)
+    found, advice = build_warm_start(
+        found, problem.space.candidates, problem.budget_bytes, problem.workload, problem.cost
+    )
+    events.on_matches(found)
     return advice
 
 
 def _search(
-    case: Case, around: Surroundings, advice: Advice, study: optuna.Study, events: PlanEvents
+    problem: PlanningProblem, backend: PlannerBackend, advice: WarmStart, study: optuna.Study, events: PlanEvents
 ) -> tuple[TrialResult, ...]:
-    question = case.question
+    request = problem.request
     search = ResidualSearch(
-        case.space,
-        case.cost,
-        case.budget_bytes,
-        lessons=advice.lessons,
+        problem.space,
+        problem.cost,
+        problem.budget_bytes,
+        priors=advice.priors,
         first=advice.first,
-        objective=case.workload.objective,
-        ascending=shares_host_memory(case.hardware.device.memory_kind),
+        objective=problem.workload.objective,
+        ascending=shares_host_memory(problem.hardware.device.memory_kind),
     )
-    with around.trials(question.model, case.cost) as run:
+    with backend.trials(request.model, problem.cost) as run:
 
         def tell_and_run(candidate: Candidate) -> TrialResult:
             events.on_start(candidate)
             return run(candidate)
 
-        if around.tried is None:
-            trials = run_search(search, tell_and_run, case.limits, events.on_trial, enough=advice.kept, study=study)
+        if backend.tried is None:
+            trials = run_search(search, tell_and_run, problem.limits, events.on_trial, enough=advice.kept, study=study)
         else:
-            trials = around.tried
+            trials = backend.tried
             for trial in trials:
                 events.on_trial(trial)
-        over = around.tried is not None or advice.kept(trials)
-        rung = None if over else unverified_rung(trials, case)
-        result = once(study, "rung", rung, tell_and_run) if rung is not None else None
+        over = backend.tried is not None or advice.kept(trials)
+        rung = None if over else unverified_rung(trials, problem)
+        result = memoize(study, "rung", rung, tell_and_run) if rung is not None else None
         if result is not None:
             trials = (*trials, result)
             events.on_trial(result)
@@ -161,55 +163,61 @@ def _search(
 
 
 def _confirmed(
-    case: Case, around: Surroundings, trials: tuple[TrialResult, ...], study: optuna.Study, events: PlanEvents
+    problem: PlanningProblem,
+    backend: PlannerBackend,
+    trials: tuple[TrialResult, ...],
+    study: optuna.Study,
+    events: PlanEvents,
 ) -> tuple[TrialResult, ...]:
-    question = case.question
-    seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * case.limits.allowed_seconds(best_seconds(trials)))
+    request = problem.request
+    seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * problem.limits.allowed_seconds(best_seconds(trials)))
 
     def longer_trial(candidate: Candidate) -> TrialResult | None:
         events.on_start(candidate)
-        return around.rehearse(question.model, case.cost, candidate, seconds)
+        return backend.rehearse(request.model, problem.cost, candidate, seconds)
 
     def rehearse(candidate: Candidate) -> TrialResult | None:
-        longer = once(study, "rehearsal", candidate, longer_trial)
+        longer = memoize(study, "rehearsal", candidate, longer_trial)
         if longer:
             events.on_trial(longer)
         return longer
 
-    return confirmed_winner(trials, case, rehearse)
+    return confirmed_winner(trials, problem, rehearse)
 
 
 def _plan(
-    case: Case,
+    problem: PlanningProblem,
     autotune_version: str,
     predictions: Sequence[Prediction],
     trials: tuple[TrialResult, ...] = (),
-    advice: Advice = NO_ADVICE,
+    advice: WarmStart = NO_WARM_START,
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
-    objective = case.workload.objective
-    scores = measured_scores(trials) if case.can_try else predicted_scores(predictions, case.budget_bytes)
-    best = require_winner(promised_scores(trials) if trials else scores, objective, case.relaxation)
+    objective = problem.workload.objective
+    scores = measured_scores(trials) if problem.can_try else predicted_scores(predictions, problem.budget_bytes)
+    best = require_winner(promised_scores(trials) if trials else scores, objective, problem.relaxation)
     scores += measured_scores(advice.evidence(trials))  # only what ran here may win
-    caching, why_caching = case.cost.caching
+    caching, why_caching = problem.cost.caching
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=autotune_version,
-        hardware=planned_hardware(case.hardware, case.cost.parallel),
-        workload=case.work_of_all,
+        hardware=planned_hardware(problem.hardware, problem.cost.parallel),
+        workload=problem.global_workload,
         settings=best.candidate,
         caching=caching,
-        expected=expected(best, trials, case.cost, case.work_of_all, case.job, case.question.price_per_hour),
-        reasons=(*reasons_for(case.space, scores, best, objective), why_caching),
+        expected=build_expectation(
+            best, trials, problem.cost, problem.global_workload, problem.job, problem.request.price_per_hour
+        ),
+        reasons=(*reasons_for(problem.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
         records=advice.records,
         search_seconds=search_cost_seconds(trials),
         trials=trials,
-        pins=case.question.pins,
-        exclusions=case.question.exclusions,
+        pins=problem.request.pins,
+        exclusions=problem.request.exclusions,
         advice=(
             *rehearsed_in_part(trials, best.candidate),
-            *larger_batch_advice(case.cost, best.candidate, best.step_seconds, case.budget_bytes),
+            *larger_batch_advice(problem.cost, best.candidate, best.step_seconds, problem.budget_bytes),
         ),
     )
-    return seal(case.job, frozen)
+    return seal(problem.job, frozen)

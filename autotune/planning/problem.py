@@ -6,10 +6,10 @@ from autotune.cost import Parallel, Predictor
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, require_weights, resolve_model
 from autotune.hardware import with_budget
-from autotune.knobs import Setting
+from autotune.knobs import TuningContext
 from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation, shareable, within_host
-from autotune.planning.backend import Surroundings
-from autotune.planning.request import Question, data_of, job_of
+from autotune.planning.backend import PlannerBackend
+from autotune.planning.request import PlanRequest, build_job, read_data
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
 from autotune.search import Limits, SearchSpace, without
 from autotune.training import KEY_NAMES, describe_workload, require_even_shares
@@ -17,13 +17,13 @@ from autotune.weights import BadWeights
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanningProblem:
     """What a search works on."""
 
-    question: Question
+    request: PlanRequest
     hardware: HardwareProfile
     """The whole machine."""
-    work_of_all: Workload
+    global_workload: Workload
     """Of all processes that train together."""
     workload: Workload
     """Of one process and its device."""
@@ -36,24 +36,24 @@ class Case:
     """What is wrong with files of the data folder, if anything."""
 
     @property
-    def trained_on(self) -> HardwareProfile:
+    def device_profile(self) -> HardwareProfile:
         """One process's device, without what stays on it beside training."""
         return self.cost.hardware
 
     @property
     def budget_bytes(self) -> int:
         """What training may take there."""
-        return self.trained_on.device.budget_bytes
+        return self.device_profile.device.budget_bytes
 
     @property
     def can_try(self) -> bool:
         """Whether trials run: the machine must be this one, and a trial has one device."""
-        return self.question.here and self.cost.parallel.strategy != "fsdp2"
+        return self.request.is_local and self.cost.parallel.strategy != "fsdp2"
 
     @property
     def limits(self) -> Limits:
         """When the search ends at the latest."""
-        return Limits(self.question.max_trials, self.question.search_seconds, self.job.num_steps)
+        return Limits(self.request.max_trials, self.request.search_seconds, self.job.num_steps)
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -61,81 +61,81 @@ class Case:
         model = {**dict(self.workload.model), "name": ""}  # folders may be called differently
         work = {**self.workload.model_dump(mode="json"), "model": model}
         choices: dict[str, object] = {name: list(values) for name, values in self.space.choices.items()}
-        keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.hard_keys.items()}
-        device, processes = self.hardware.device.name, str(self.question.num_processes)
+        keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.match_keys.items()}
+        device, processes = self.hardware.device.name, str(self.request.num_processes)
         own = {"device": device, "work": digest_of(work), "settings to choose from": digest_of(choices)}
         return {**keys, **own, "processes": processes}
 
     def relaxation(self) -> str:
         """What to ask instead where nothing fits."""
-        return relaxation(self.question, self.space, self.cost)
+        return relaxation(self.request, self.space, self.cost)
 
 
-def case_of(question: Question, hardware: HardwareProfile, around: Surroundings) -> Case:
+def build_problem(request: PlanRequest, hardware: HardwareProfile, backend: PlannerBackend) -> PlanningProblem:
     """Resolve model and data, enumerate what may be tried and learns the same, and build the cost model.
 
     Raises:
         InvalidInput: the model or the data cannot be used.
         NothingFits: the weights alone are too large in every storage, or nothing can be tried here.
     """
-    model, notes = _resolved(question)
-    if around.needs_weights:
+    model, notes = _resolved(request)
+    if backend.needs_weights:
         _require_weights_and_room(model, hardware)
-    dataset = data_of(question, model)
-    whole = describe_workload(model, dataset, question.wishes, drops_captions=question.drops_captions)
-    require_even_shares(whole, question.num_processes)
-    workload = whole.share(question.num_processes)
-    if question.here:
-        setting = Setting(hardware, model.family, workload)
-        hardware = around.prove(setting, question.space(setting, also=WHERE_NOTHING_FITS).choices, model)
-    cost, space = _strategy(question, model, workload, _of_one_process(question, hardware))
-    job = job_of(question, model, dataset, whole.effective_batch_size)
+    dataset = read_data(request, model)
+    whole = describe_workload(model, dataset, request.workload_overrides, drops_captions=request.drops_captions)
+    require_even_shares(whole, request.num_processes)
+    workload = whole.share(request.num_processes)
+    if request.is_local:
+        context = TuningContext(hardware, model.family, workload)
+        hardware = backend.prove(context, request.space(context, also=WHERE_NOTHING_FITS).choices, model)
+    cost, space = _strategy(request, model, workload, _of_one_process(request, hardware))
+    job = build_job(request, model, dataset, whole.effective_batch_size)
     left_out = dataset.left_out if dataset else ()
-    pinned = replace(question, model=job.pinned_model)
-    return Case(pinned, hardware, whole, workload, space, cost, job, notes, left_out)
+    pinned = replace(request, model=job.pinned_model)
+    return PlanningProblem(pinned, hardware, whole, workload, space, cost, job, notes, left_out)
 
 
-def _resolved(question: Question) -> tuple[ResolvedModel, tuple[str, ...]]:
+def _resolved(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
-    known = is_family(question.model)
-    if not is_on_hub(question.model) or (known and not (question.here and question.path("data"))):
-        return resolve_model(question.model), ()
+    known = is_family(request.model)
+    if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
+        return resolve_model(request.model), ()
     try:
-        return fetch_model(question.model, weights=False), ()
+        return fetch_model(request.model, weights=False), ()
     except BadWeights as error:
         if not known:
             raise
         note = f"captions are assumed to have the usual length: {error.message}"
-        return resolve_model(question.model), (note,)
+        return resolve_model(request.model), (note,)
 
 
-def _of_one_process(question: Question, hardware: HardwareProfile) -> HardwareProfile:
+def _of_one_process(request: PlanRequest, hardware: HardwareProfile) -> HardwareProfile:
     """Each process has a device of its own, but on CPU they share the memory."""
-    if question.num_processes == 1:
+    if request.num_processes == 1:
         return hardware
     from autotune.training import device_misfits
 
-    if question.here and (misfits := device_misfits(question.num_processes, hardware)):
+    if request.is_local and (misfits := device_misfits(request.num_processes, hardware)):
         raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
     if hardware.device.kind != "cpu":
         return hardware
-    return with_budget(hardware, hardware.device.budget_bytes // question.num_processes)
+    return with_budget(hardware, hardware.device.budget_bytes // request.num_processes)
 
 
 def _strategy(
-    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
+    request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
 ) -> tuple[Predictor, SearchSpace]:
     """The cost model of one device, and what it admits.
 
     The weights are shared out over the processes only where no device is predicted to hold them all.
     """
-    number = question.num_processes
+    number = request.num_processes
     replicated = Parallel("ddp", number) if number > 1 else Parallel()
-    cost = _cost_beside_kept(question, model, workload, hardware, replicated)
-    setting = Setting(cost.hardware, model.family, workload)
-    space = question.space(setting)
-    if number == 1 and not _fits(space, cost, cautious=question.here):
-        wider = within_host(question.space(setting, also=WHERE_NOTHING_FITS), cost)
+    cost = _cost_beside_kept(request, model, workload, hardware, replicated)
+    context = TuningContext(cost.hardware, model.family, workload)
+    space = request.space(context)
+    if number == 1 and not _fits(space, cost, cautious=request.is_local):
+        wider = within_host(request.space(context, also=WHERE_NOTHING_FITS), cost)
         space = wider if _fits(wider, cost) else space
     if number > 1:
         why = "several processes share the weights out instead"
@@ -143,7 +143,7 @@ def _strategy(
         if not space.candidates:
             raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
-        lighter = _without_too_heavy(question, space, cost)
+        lighter = _without_too_heavy(request, space, cost)
         if number == 1 or _fits(lighter, cost):
             return cost, lighter
     except NothingFits:
@@ -152,17 +152,17 @@ def _strategy(
     plain = shareable(space)
     if not plain.candidates:
         what = f"on each of {number} devices nothing fits, and weights must be plain to be shared out over them"
-        raise NothingFits(what, hint=relaxation(question, space, cost))
-    cost = _cost_beside_kept(question, model, workload, hardware, Parallel("fsdp2", number))
-    return cost, _without_too_heavy(question, plain, cost)
+        raise NothingFits(what, hint=relaxation(request, space, cost))
+    cost = _cost_beside_kept(request, model, workload, hardware, Parallel("fsdp2", number))
+    return cost, _without_too_heavy(request, plain, cost)
 
 
-def list_choices(question: Question, hardware: HardwareProfile) -> SearchSpace:
+def list_choices(request: PlanRequest, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the question could choose on this machine, and what it could not and why."""
-    model, _ = _resolved(question)
-    data, drops = data_of(question, model), question.drops_captions
-    workload = describe_workload(model, data, question.wishes, drops_captions=drops)
-    return question.space(Setting(hardware, model.family, workload))
+    model, _ = _resolved(request)
+    data, drops = read_data(request, model), request.drops_captions
+    workload = describe_workload(model, data, request.workload_overrides, drops_captions=drops)
+    return request.space(TuningContext(hardware, model.family, workload))
 
 
 def _fits(space: SearchSpace, cost: Predictor, *, cautious: bool = False) -> bool:
@@ -173,24 +173,24 @@ def _fits(space: SearchSpace, cost: Predictor, *, cautious: bool = False) -> boo
 
 
 def _cost_beside_kept(
-    question: Question, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
+    request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
 ) -> Predictor:
     """The cost model, of the machine without what stays on it beside training."""
-    known = (model.family, model.config, parts_of(model), question.caching_pins)
+    known = (model.family, model.config, parts_of(model), request.caching_pins)
     return beside_kept(Predictor(hardware, workload, *known, parallel))
 
 
 def beside_kept(cost: Predictor) -> Predictor:
     """The same cost model, of the machine without what stays on it beside training."""
-    if not cost.kept_bytes:
+    if not cost.resident_encoder_bytes:
         return cost
     hardware = cost.hardware
-    reduced = cost.beside(with_budget(hardware, max(0, hardware.device.budget_bytes - cost.kept_bytes)))
+    reduced = cost.beside(with_budget(hardware, max(0, hardware.device.budget_bytes - cost.resident_encoder_bytes)))
     reduced.caching = cost.caching  # chosen with all of the memory
     return reduced
 
 
-def _without_too_heavy(question: Question, space: SearchSpace, cost: Predictor) -> SearchSpace:
+def _without_too_heavy(request: PlanRequest, space: SearchSpace, cost: Predictor) -> SearchSpace:
     """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
     budget = cost.hardware.device.budget_bytes
     sizes: dict[str, int] = {}
@@ -204,7 +204,7 @@ def _without_too_heavy(question: Question, space: SearchSpace, cost: Predictor) 
     }
     if len(dropped) == len(sizes):
         least = min(dropped, key=lambda name: sizes[str(name)])
-        hint = relaxation(question, space, cost)
+        hint = relaxation(request, space, cost)
         raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
     return without(space, "quantization", dropped)
 

@@ -7,25 +7,25 @@ from typing import Literal
 
 from autotune.data import Dataset, Reading, read_dataset
 from autotune.families import ResolvedModel
-from autotune.knobs import PIN, Setting
+from autotune.knobs import PIN, TuningContext
 from autotune.schema import Job, TrainingPlan, job_from
 from autotune.search import SearchSpace, StudyPlace, search_space
-from autotune.training import Wishes, check_job, wishes_of
+from autotune.training import WorkloadOverrides, check_job, overrides_from
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """What the user asks for; None takes the family's default."""
 
     model: str
-    wishes: Wishes = field(default_factory=Wishes)
-    said: Mapping[str, object] = field(default_factory=dict)
+    workload_overrides: WorkloadOverrides = field(default_factory=WorkloadOverrides)
+    job_overrides: Mapping[str, object] = field(default_factory=dict)
     """Values of the job, by the names of its fields."""
     pins: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs: only this value may be chosen."""
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs: this value may not be chosen."""
-    here: bool = True
+    is_local: bool = True
     """Whether the hardware asked about is this machine's: only then can trials run."""
     num_processes: int = 1
     """GPUs that train together, one process each."""
@@ -50,7 +50,7 @@ class Question:
 
     def text(self, name: str) -> str | None:
         """The job's field called `name`, if it has one."""
-        value = self.said.get(name, getattr(self.job, name, None))
+        value = self.job_overrides.get(name, getattr(self.job, name, None))
         return None if value is None else str(value)
 
     @property
@@ -58,27 +58,27 @@ class Question:
         """Fields of `CachingSettings` that are pinned."""
         return {name.removeprefix(PIN): value for name, value in self.pins if name.startswith(PIN)}
 
-    def space(self, setting: Setting, also: str | None = None) -> SearchSpace:
-        """What may be tried for `setting`, with the values on request of the knob `also`.
+    def space(self, context: TuningContext, also: str | None = None) -> SearchSpace:
+        """What may be tried for `context`, with the values on request of the knob `also`.
 
         Raises:
             InvalidInput, NothingFits: as `search_space`.
         """
         pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
-        return search_space(setting, pins, self.exclusions, also=also)
+        return search_space(context, pins, self.exclusions, also=also)
 
     @property
     def drops_captions(self) -> bool:
         """Whether the job leaves captions out at random."""
-        return bool(self.said.get("caption_dropout", getattr(self.job, "caption_dropout", 0)))
+        return bool(self.job_overrides.get("caption_dropout", getattr(self.job, "caption_dropout", 0)))
 
 
-def question_of(plan: TrainingPlan) -> Question:
+def request_from(plan: TrainingPlan) -> PlanRequest:
     """The question that `plan` answered."""
     frozen, job = plan.frozen, plan.job
-    return Question(
+    return PlanRequest(
         model=job.pinned_model,
-        wishes=wishes_of(frozen.workload, has_data=job.data is not None),
+        workload_overrides=overrides_from(frozen.workload, has_data=job.data is not None),
         num_processes=frozen.hardware.num_processes,
         price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
@@ -87,17 +87,17 @@ def question_of(plan: TrainingPlan) -> Question:
     )
 
 
-def data_of(question: Question, model: ResolvedModel) -> Dataset | None:
+def read_data(request: PlanRequest, model: ResolvedModel) -> Dataset | None:
     """The question's data, if it names any."""
-    folder = question.path("data")
+    folder = request.path("data")
     if folder is None:
         return None
-    frames = question.wishes.num_frames or model.family.defaults.num_frames
-    caption, trigger = question.text("caption"), question.text("trigger")
-    return read_dataset(folder, Reading(caption, trigger, question.path("control"), num_frames=frames))
+    frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
+    caption, trigger = request.text("caption"), request.text("trigger")
+    return read_dataset(folder, Reading(caption, trigger, request.path("control"), num_frames=frames))
 
 
-def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:
+def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:
     """The job that the plan starts with: the user's words, else the earlier plan's, else the family's defaults.
 
     Raises:
@@ -118,11 +118,11 @@ def job_of(question: Question, model: ResolvedModel, dataset: Dataset | None, ef
         "preview_steps": defaults.preview_steps,
     }
     resolved = {
-        "model": question.model.partition("@")[0] if model.revision else question.model,
+        "model": request.model.partition("@")[0] if model.revision else request.model,
         "revision": model.revision,
-        "num_frames": question.wishes.num_frames or defaults.num_frames,
+        "num_frames": request.workload_overrides.num_frames or defaults.num_frames,
     }
-    job = job_from(dict(question.job) if question.job else usual, {**question.said, **resolved})
+    job = job_from(dict(request.job) if request.job else usual, {**request.job_overrides, **resolved})
     if dataset:
         job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
     check_job(job, model.family)

@@ -1,6 +1,6 @@
-"""bitsandbytes' layers around a weight that has just arrived: NF4 with double quantisation, and LLM.int8.
+"""bitsandbytes' layers around a weight that has just arrived: NF4 with double quantization, and LLM.int8.
 
-The weight is quantised in slices: on a processor bitsandbytes takes seven times what it is given (bf16) for a moment.
+The weight is quantized in slices: on a processor bitsandbytes takes seven times what it is given (bf16) for a moment.
 Slices end where a scale's values end, so the bits are those of the whole.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def layer_of(layer: "nn.Linear", choice: str, slice_bytes: int) -> "nn.Module":
-    """The layer that takes the place of `layer`, with its weight quantised, on its device.
+    """The layer that takes the place of `layer`, with its weight quantized, on its device.
 
     Built on the meta device: its constructor would draw initial weights on the host, a minute for 20B of them.
     """
@@ -72,7 +72,7 @@ def _nf4(weight: "Tensor", slice_bytes: int) -> Any:
 
 
 def _int8(weight: "Tensor", slice_bytes: int) -> Any:
-    # Int8Params quantise by themselves only on their way from the host; these weights may be on the device already.
+    # Int8Params quantize by themselves only on their way from the host; these weights may be on the device already.
     stored = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     step = max(1, slice_bytes // max(1, weight.shape[1] * weight.element_size()))

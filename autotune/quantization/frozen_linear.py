@@ -1,9 +1,9 @@
-"""A frozen Linear on quantised weights that keeps nothing but those weights for its backward pass.
+"""A frozen Linear on quantized weights that keeps nothing but those weights for its backward pass.
 
 The weights are torchao's, or plain float8 that each product casts to its own dtype: what diffusers calls layerwise
 casting, without hooks that hold a cast copy from the forward to the backward pass. torchao's own layers leave the
-dequantised copy of each product to autograd, so without checkpointing an int8 model needs more memory than a bf16 one.
-Here the backward pass dequantises again: one more read of the stored weights, and bit for bit the same gradient of the
+dequantized copy of each product to autograd, so without checkpointing an int8 model needs more memory than a bf16 one.
+Here the backward pass dequantizes again: one more read of the stored weights, and bit for bit the same gradient of the
 input. The weights themselves get none: they are frozen.
 """
 
@@ -55,7 +55,7 @@ class CastProduct(torch.autograd.Function):
 
 
 class FrozenLinear(nn.Linear):
-    """A Linear whose weight is quantised; `freeze` makes one of a layer in place."""
+    """A Linear whose weight is quantized; `freeze` makes one of a layer in place."""
 
     def forward(self, input: "Tensor") -> "Tensor":
         function = CastProduct if self.weight.dtype == torch.uint8 else FrozenProduct
@@ -72,5 +72,5 @@ def as_float8(layer: nn.Linear) -> nn.Parameter:
 
 
 def freeze(layer: nn.Linear) -> None:
-    """Let `layer`, whose weight is quantised, keep less for its backward pass. It stays a Linear to everyone else."""
+    """Let `layer`, whose weight is quantized, keep less for its backward pass. It stays a Linear to everyone else."""
     layer.__class__ = FrozenLinear

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from autotune.reporting.data import data_report_lines
     from autotune.reporting.difference import difference_lines, differences
     from autotune.reporting.estimate import render
-    from autotune.reporting.hardware import catalogue_view, findings_view, profile_view
+    from autotune.reporting.hardware import catalog_view, findings_view, profile_view
     from autotune.reporting.origins import origin_lines
     from autotune.reporting.plan import (
         TRIAL_HEADER,

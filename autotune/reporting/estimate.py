@@ -21,7 +21,7 @@ KINDS = {
     "adapter_seconds": "adapter",
     "attention_seconds": "attention",
     "elementwise_seconds": "norms and elementwise",
-    "dequantization_seconds": "dequantisation",
+    "dequantization_seconds": "dequantization",
     "convolution_seconds": "convolutions",
     "optimizer_seconds": "optimizer",
     "overhead_seconds": "launch overhead",

@@ -6,7 +6,7 @@ from autotune.knobs import KNOBS, shown
 from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
 from autotune.schema import Bucket, Candidate, Prediction, TrainingPlan, TrialResult, Workload, mean_text_tokens
 from autotune.search import SearchSpace
-from autotune.sharing import Survey
+from autotune.sharing import StoreMatches
 
 TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step    memory outcome"
 
@@ -75,15 +75,15 @@ MOST_TOLD = 5
 """Records of a kind that are named one by one."""
 
 
-def survey_lines(survey: Survey) -> list[str]:
+def survey_lines(find_matches: StoreMatches) -> list[str]:
     """What earlier measurements contribute, and which no longer count; nothing where there are none."""
     told = {
         "exact": "measured before on such a machine: one trial will verify it",
         "upgraded": "measured here before an upgrade: a trial or two will tell whether it still holds",
-        "near": f"{len(survey.known)} of similar machines or work start the search",
+        "near": f"{len(find_matches.known)} of similar machines or work start the search",
     }
-    known = [told[survey.known[0].match.kind]] if survey.known else []
-    for told_of, command in ((survey.stale, "list --why"), (survey.refused, "verify")):
+    known = [told[find_matches.known[0].match.kind]] if find_matches.known else []
+    for told_of, command in ((find_matches.stale, "list --why"), (find_matches.refused, "verify")):
         known += told_of[:MOST_TOLD]
         if len(told_of) > MOST_TOLD:
             known.append(f"... and {len(told_of) - MOST_TOLD} more: `autotune profiles {command}`")

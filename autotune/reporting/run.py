@@ -8,7 +8,7 @@ from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunRep
 
 def report_lines(report: RunReport) -> list[str]:
     """Promise against reality, memory by phase, the verdict: in a few lines."""
-    busy = "" if report.gpu_utilisation is None else f", GPU busy {report.gpu_utilisation:.0%}"
+    busy = "" if report.gpu_utilization is None else f", GPU busy {report.gpu_utilization:.0%}"
     change = report.measured_step_seconds / report.expected_step_seconds - 1
     lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",
@@ -27,7 +27,7 @@ def report_lines(report: RunReport) -> list[str]:
 
 
 def error_lines(error: QuantizationError, storage: str) -> list[str]:
-    """What quantising the real weights cost."""
+    """What quantizing the real weights cost."""
     return [
         f"base weights as {storage}: {error.overall:.1%} off their real outputs, "
         f"at most {error.worst:.1%} (block {error.worst_block})"

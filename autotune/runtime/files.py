@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; what was written there takes its place if nothing failed.
 
     The bytes are on disk before the name changes (fsync), and the name, where folders sync, before this returns.
@@ -29,9 +29,9 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` as UTF-8, whole or not at all."""
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
@@ -47,7 +47,7 @@ def _new_part(path: Path) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Find out before long work whether `replacing` will be able to write `path`.
+    """Find out before long work whether `atomic_write` will be able to write `path`.
 
     Raises:
         OSError: it will not.

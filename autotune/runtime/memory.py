@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`, looking inside quantised ones."""
+    """Bytes of the distinct storages behind `tensors`, looking inside quantized ones."""
     seen: dict[int, int] = {}
     pending = list(tensors)
     while pending:

@@ -20,7 +20,7 @@ def require_free(folder: Path, needed_bytes: int, what: str, *, hint: str) -> No
 
 
 @contextlib.contextmanager
-def telling_of_full_disk(folder: Path, *, hint: str) -> Iterator[None]:
+def reraise_disk_full(folder: Path, *, hint: str) -> Iterator[None]:
     """Whatever is written to `folder` inside: a disk that becomes full is an error that says how to go on.
 
     Raises:
@@ -59,7 +59,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def telling_of_short_memory() -> Iterator[None]:
+def reraise_oom() -> Iterator[None]:
     """Whatever a run does outside of steps that can be taken again: encoding, loading, saving, samples.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What SIGTERM, SIGINT and SIGHUP do to a run: the first is honoured after the step, or at once where none are taken.
+"""What SIGTERM, SIGINT and SIGHUP do to a run: the first is honored after the step, or at once where none are taken.
 
 With several processes only the first counts: an interrupt from the terminal is followed by their launcher's SIGTERM.
 Else the old handlers are back after it, so a second one ends at once.
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def stop_requests(*, second_ends: bool) -> Iterator[Callable[[], str | None]]:
+def catch_stop_signals(*, second_ends: bool) -> Iterator[Callable[[], str | None]]:
     """Yields what tells which signal came, for whoever finishes a step first."""
     came: list[str] = []
     with _heard(came.append, second_ends=second_ends):
@@ -30,7 +30,7 @@ class _Stopped(BaseException):
 
 
 @contextlib.contextmanager
-def stopped_at_once(*, second_ends: bool) -> Iterator[None]:
+def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
     """For what comes after the last step, whose checkpoint is written.
 
     Raises:
@@ -54,7 +54,7 @@ def stopped_at_once(*, second_ends: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupting() -> Iterator[None]:
+def interrupt_on_signal() -> Iterator[None]:
     """Where there is no step to finish and nothing to write: any of the signals is what Ctrl-C is.
 
     Raises:

@@ -8,7 +8,7 @@ another program of two threads, steps took 50 to 64 times as long with libgomp's
 the same (`benchmarks/threads.py` and its log)."""
 
 
-def wait_briefly(environment: MutableMapping[str, str]) -> None:
+def limit_thread_spinning(environment: MutableMapping[str, str]) -> None:
     """Tell libgomp, here and in children; what the user has set stays."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
     from autotune.schema.candidate import CachingSettings, Candidate, Choice
     from autotune.schema.hardware import (
+        Capability,
         Conditions,
         Datasheet,
         Device,
         DeviceKind,
-        Gate,
         HardwareProfile,
         Host,
         Link,
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
         Versions,
     )
     from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, TimestepSampling, Weighting, num_previews
+    from autotune.schema.migration import from_schema_1
     from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, Strategy, TrainingPlan
     from autotune.schema.plan_file import job_from, plan_text, read_plan, seal, with_job, write_plan
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport
-    from autotune.schema.trial import MOST_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
+    from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
     from autotune.schema.typical import (
-        is_smaller,
+        has_typical_shape,
         mean_text_tokens,
         padded_text_tokens,
         quantiles_of,

@@ -53,7 +53,7 @@ class CachingSettings(Frozen):
 
     text_encoder_device: str = Field(default="training", pattern=r"^(training|cpu|cuda:[0-9]{1,3})$")
     """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
-    text_encoder_storage: str = "none"
+    text_encoder_quantization: str = "none"
     """How the weights of their Linear layers are stored; names as for `Candidate.quantization`."""
     text_encoder_streamed: bool = False
     """Their weights wait on the host, and visit the device module by module."""

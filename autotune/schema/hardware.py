@@ -118,8 +118,8 @@ class Versions(Frozen):
     sageattention: str | None = None
 
 
-class Gate(Frozen):
-    """Whether this machine can use a feature, and why or why not. Names: see `autotune/hardware/gates.py`."""
+class Capability(Frozen):
+    """Whether this machine can use a feature, and why or why not. Names: see `autotune/hardware/capabilities.py`."""
 
     name: str
     available: bool
@@ -151,7 +151,7 @@ class Datasheet(Frozen):
     """A GPU's published figures, dense and with fp32 accumulation. Never a measurement of this machine."""
 
     id: str
-    """Name in the catalogue, e.g. `nvidia-rtx-4090`."""
+    """Name in the catalog, e.g. `nvidia-rtx-4090`."""
     bf16_flops_per_second: float | None = None
     reached_bf16_flops_per_second: float | None = None
     """By large products alone, where somebody measured it or a sibling."""
@@ -177,12 +177,12 @@ class Provenance(Frozen):
 class HardwareProfile(Frozen):
     """A machine with one device, in a form that two teams can compare."""
 
-    origin: Literal["probe", "catalogue"] = "probe"
-    """`catalogue`: a GPU that nobody measured here; host and versions are assumed, and `notes` says so."""
+    origin: Literal["probe", "catalog"] = "probe"
+    """`catalog`: a GPU that nobody measured here; host and versions are assumed, and `notes` says so."""
     device: Device
     host: Host
     versions: Versions
-    gates: tuple[Gate, ...] = ()
+    capabilities: tuple[Capability, ...] = ()
     rates: tuple[Rate, ...] = ()
     datasheet: Datasheet | None = None
     noisy: bool = False
@@ -192,7 +192,7 @@ class HardwareProfile(Frozen):
     provenance: tuple[Provenance, ...] = ()
 
     @property
-    def hard_keys(self) -> dict[str, str | None]:
+    def match_keys(self) -> dict[str, str | None]:
         """The facts that decide whether a tuning carries over to another machine."""
         capability = self.device.compute_capability
         return {
@@ -210,12 +210,12 @@ class HardwareProfile(Frozen):
     @property
     def fingerprint(self) -> str:
         """Digest of the hard keys: equal where a tuning may be reused."""
-        return digest_of(dict(self.hard_keys))
+        return digest_of(dict(self.match_keys))
 
-    def gate(self, name: str) -> Gate:
-        """The gate called `name`; an unknown name is a closed gate that says so."""
-        found = next((gate for gate in self.gates if gate.name == name), None)
-        return found or Gate(name=name, available=False, reason=f"this profile says nothing about {name}")
+    def capability(self, name: str) -> Capability:
+        """The capability called `name`; one that the profile does not list is unavailable, and says so."""
+        found = next((capability for capability in self.capabilities if capability.name == name), None)
+        return found or Capability(name=name, available=False, reason=f"this profile says nothing about {name}")
 
     def rate(self, name: str) -> float | None:
         """The measured rate called `name` in its unit, or None."""

@@ -67,7 +67,7 @@ class PlannedHardware(Frozen):
     device_name: str
     device_kind: DeviceKind
     fingerprint: str
-    hard_keys: dict[str, str | None]
+    match_keys: dict[str, str | None]
     """Shown so that a refusal can say which key differs."""
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt

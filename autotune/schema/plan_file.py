@@ -15,9 +15,10 @@ import yaml
 from pydantic import ValidationError
 
 from autotune.errors import InvalidPlan
-from autotune.runtime import write_whole
+from autotune.runtime import write_text_atomic
 from autotune.schema.base import digest_of
 from autotune.schema.job import Job
+from autotune.schema.migration import from_schema_1
 from autotune.schema.plan import PLAN_SCHEMA_VERSION, FrozenPart, TrainingPlan
 
 MAX_PLAN_BYTES = 4 << 20
@@ -112,7 +113,7 @@ def plan_text(plan: TrainingPlan) -> str:
 
 def write_plan(path: Path, plan: TrainingPlan) -> None:
     """Write the plan whole or not at all."""
-    write_whole(path, plan_text(plan))
+    write_text_atomic(path, plan_text(plan))
 
 
 def read_plan(path: Path) -> TrainingPlan:
@@ -171,7 +172,9 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 def _validated(path: Path, data: dict[str, Any]) -> TrainingPlan:
     try:
-        return TrainingPlan.model_validate_json(json.dumps(data))  # NaN passes here, so that the field is named
+        return TrainingPlan.model_validate_json(
+            json.dumps(from_schema_1(data))
+        )  # NaN passes here, so that the field is named
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

@@ -43,7 +43,7 @@ class RunReport(Frozen):
     """Of the rehearsal; empty where the plan was predicted."""
     phases: tuple[PhasePeak, ...] = ()
     images_per_second: float
-    gpu_utilisation: float | None = None
+    gpu_utilization: float | None = None
     """Mean share of time in [0, 1] that the GPU computed; None without NVML."""
     first_loss: float
     final_loss: float

@@ -10,15 +10,15 @@ from autotune.schema.candidate import Candidate
 
 Outcome = Literal["ok", "oom", "host_oom", "spill", "timeout", "unsupported", "numerics", "crash"]
 """`host_oom`: beside a device with memory of its own it was the host's that ran out; where both are one it is `oom`."""
-MOST_RESIDUAL = 5.0
+MAX_RESIDUAL = 5.0
 """A factor of 148: what is further from its prediction is counted as this far."""
 
 
 class QuantizationError(Frozen):
-    """How far quantised layers are from the real weights: relative error of their outputs on random inputs."""
+    """How far quantized layers are from the real weights: relative error of their outputs on random inputs."""
 
     overall: float = Field(ge=0)
-    """Of all quantised layers together."""
+    """Of all quantized layers together."""
     worst: float = Field(ge=0)
     """Of the block that is furthest off."""
     worst_block: int = NaturalInt
@@ -63,7 +63,7 @@ class TrialResult(Frozen):
     """What the trial cost, from the request to the answer."""
     final_loss: float | None = None
     quantization_error: QuantizationError | None = None
-    """None without quantisation, and where the weights were random."""
+    """None without quantization, and where the weights were random."""
     message: str = ""
     """Why the outcome is not `ok`, in one line."""
 
@@ -76,5 +76,5 @@ class TrialResult(Frozen):
 class Residual(Frozen):
     """How far a trial was from its prediction before any calibration: logarithms of measured over predicted."""
 
-    time: float = Field(ge=-MOST_RESIDUAL, le=MOST_RESIDUAL)
-    memory: float = Field(ge=-MOST_RESIDUAL, le=MOST_RESIDUAL)
+    time: float = Field(ge=-MAX_RESIDUAL, le=MAX_RESIDUAL)
+    memory: float = Field(ge=-MAX_RESIDUAL, le=MAX_RESIDUAL)

@@ -10,7 +10,7 @@ NEARLY = 0.95
 GOLDEN_RATIO = 0.618034
 
 
-def is_smaller(workload: Workload) -> bool:
+def has_typical_shape(workload: Workload) -> bool:
     """Whether the usual step has less to do than one in the largest shapes."""
     return bool(workload.text_token_quantiles) or typical_bucket(workload) != workload.largest_bucket
 

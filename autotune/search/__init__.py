@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from autotune.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.search.residual import ResidualSearch, best_seconds, cautious_bytes
-    from autotune.search.sampler import release_dead, standing_of
+    from autotune.search.residual import ResidualSearch, best_seconds, memory_upper_bound
+    from autotune.search.sampler import release_dead, take_snapshot
     from autotune.search.space import SearchSpace, search_space, without
-    from autotune.search.storage import StudyPlace, opened_study, safe_words
-    from autotune.search.study import Limits, Run, freeze, frozen_plan, once, run_search, search_cost_seconds
+    from autotune.search.storage import StudyPlace, opened_study, translate_storage_errors
+    from autotune.search.study import Limits, Run, frozen_plan, memoize, publish_plan, run_search, search_cost_seconds
     from autotune.search.winner import (
         Score,
         fallbacks_of,

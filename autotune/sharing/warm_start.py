@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autotune import __version__
-from autotune.cost import Lesson, Predictor
+from autotune.cost import Predictor, PriorResiduals
 from autotune.schema import Candidate, Prediction, Residual, TrialResult, Workload
-from autotune.sharing.query import KINDS, Known, Survey, same_work
+from autotune.sharing.query import KINDS, MatchedRecord, StoreMatches, same_work
 from autotune.sharing.record import Record
 
 MOST_RECORDS = 3
@@ -36,7 +36,7 @@ are that far off at most in 95 of 100 cases, and trials have a cap."""
 
 
 @dataclass(frozen=True)
-class Ground:
+class WarmStartSource:
     """A record that a search stands on."""
 
     name: str
@@ -44,23 +44,25 @@ class Ground:
     """Those that count, of settings that are in the local search space."""
     promises: tuple[TrialResult, ...]
     """What must be reproduced here before nothing else need be tried; empty where another machine measured it."""
-    lesson: Lesson
+    prior_residuals: PriorResiduals
     """What its trials taught the cost model there."""
 
 
 @dataclass(frozen=True)
-class Advice:
+class WarmStart:
     """What the records say to one search."""
 
-    grounds: tuple[Ground, ...]
+    grounds: tuple[WarmStartSource, ...]
     """One that is exact or from before an upgrade, else the nearest few."""
     first: tuple[Candidate, ...]
     """Tried before all others."""
     cost: Predictor
 
-    def lessons(self, results: Sequence[TrialResult]) -> tuple[Lesson, ...]:
+    def priors(self, results: Sequence[TrialResult]) -> tuple[PriorResiduals, ...]:
         """What the records taught the cost model, less those that `results` contradict; the most alike first."""
-        return tuple(g.lesson for g in self.grounds if g.lesson.residuals and not self._doubt(g, results))
+        return tuple(
+            g.prior_residuals for g in self.grounds if g.prior_residuals.residuals and not self._doubt(g, results)
+        )
 
     def doubts(self, results: Sequence[TrialResult]) -> tuple[str, ...]:
         """Records that `results` contradict, one line each."""
@@ -71,12 +73,12 @@ class Advice:
         """Names of the records, those that turned out wrong too: without them the search would have gone otherwise."""
         return tuple(ground.name for ground in self.grounds)
 
-    def _doubt(self, ground: Ground, results: Sequence[TrialResult]) -> str | None:
+    def _doubt(self, ground: WarmStartSource, results: Sequence[TrialResult]) -> str | None:
         here = {result.candidate: result for result in results}
         for promised in ground.promises:
             if promised.candidate in here and (broken := broken_promise(promised, here[promised.candidate])):
                 return f"does not hold here: {broken}"
-        for candidate, there in ground.lesson.residuals:
+        for candidate, there in ground.prior_residuals.residuals:
             residual = self.cost.residual(here[candidate]) if candidate in here else None
             if residual and abs(residual.time - there.time) > MISLEADING:
                 times = math.exp(residual.time - there.time)
@@ -87,7 +89,7 @@ class Advice:
         """Whether `results` reproduce all that a record promises, so that nothing else need be tried."""
         return self._kept(results) is not None
 
-    def _kept(self, results: Sequence[TrialResult]) -> Ground | None:
+    def _kept(self, results: Sequence[TrialResult]) -> WarmStartSource | None:
         here = {result.candidate: result for result in results}
         for ground in self.grounds:
             winner, *others = ground.promises or (None,)
@@ -103,15 +105,15 @@ class Advice:
         return tuple(trial for trial in ground.trials if trial.candidate not in here) if ground else ()
 
 
-NO_ADVICE = Advice((), (), None)  # type: ignore[arg-type]
+NO_WARM_START = WarmStart((), (), None)  # type: ignore[arg-type]
 
 
-def advise(
-    found: Survey, candidates: Iterable[Candidate], budget_bytes: int, workload: Workload, cost: Predictor
-) -> tuple[Survey, Advice]:
+def build_warm_start(
+    found: StoreMatches, candidates: Iterable[Candidate], budget_bytes: int, workload: Workload, cost: Predictor
+) -> tuple[StoreMatches, WarmStart]:
     """What of `found` a search among `candidates` stands on; and `found` with that alone, and what is not believed."""
-    used: list[Known] = []
-    grounds: list[Ground] = []
+    used: list[MatchedRecord] = []
+    grounds: list[WarmStartSource] = []
     odd: list[str] = []
     space = frozenset(candidates)
     as_asked = (_as_asked(item, space) for item in found.known)
@@ -124,14 +126,16 @@ def advise(
                 continue
             local = tuple(trial for trial in item.trials if trial.candidate in space)
             used.append(item)
-            grounds.append(Ground(item.name, local, _promises(item), Lesson(tuple(_residuals(item)), item.weight)))
+            grounds.append(
+                WarmStartSource(item.name, local, _promises(item), PriorResiduals(tuple(_residuals(item)), item.weight))
+            )
     proposed = [t.candidate for g in grounds for t in g.promises] or [item.record.settings for item in used]
     fitting = [c for c in dict.fromkeys(proposed) if c in space and _has_room(cost.uncalibrated(c), budget_bytes)]
-    advice = Advice(tuple(grounds), tuple(fitting[:MOST_FIRST]), cost)
+    advice = WarmStart(tuple(grounds), tuple(fitting[:MOST_FIRST]), cost)
     return replace(found, known=tuple(used), refused=(*found.refused, *odd)), advice
 
 
-def _as_asked(item: Known, space: frozenset[Candidate]) -> Known:
+def _as_asked(item: MatchedRecord, space: frozenset[Candidate]) -> MatchedRecord:
     """A prior only where knobs were pinned or had values excluded that are free here: else it answers the question."""
     free = [name for name in item.record.narrowed if len({getattr(c, name, None) for c in space}) > 1]
     if not free:
@@ -144,7 +148,7 @@ def _has_room(prediction: Prediction, budget_bytes: int) -> bool:
     return prediction.required_memory_bytes <= ROOM * budget_bytes
 
 
-def _promises(item: Known) -> tuple[TrialResult, ...]:
+def _promises(item: MatchedRecord) -> tuple[TrialResult, ...]:
     """The winner's trial; and where a library was upgraded, the fastest that ran on it, since it may be faster now."""
     if item.match.kind == "near":
         return ()
@@ -157,7 +161,7 @@ def _promises(item: Known) -> tuple[TrialResult, ...]:
     return tuple(dict.fromkeys((winner, fastest)))
 
 
-def _residuals(item: Known) -> Iterator[tuple[Candidate, Residual]]:
+def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
     """Of the trials that count, if they were compared with the cost model of this version."""
     record = item.record
     if record.autotune_version == __version__:

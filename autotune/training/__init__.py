@@ -6,7 +6,14 @@ from autotune.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.training.checkpoint import checkpoints_of
-    from autotune.training.describe import Wishes, check_job, describe_workload, given, require_even_shares, wishes_of
+    from autotune.training.describe import (
+        WorkloadOverrides,
+        check_job,
+        describe_workload,
+        given,
+        overrides_from,
+        require_even_shares,
+    )
     from autotune.training.events import RunEvents, StepEvent
     from autotune.training.fit import KEY_NAMES, hardware_misfits, key_misfits, model_misfits, require_fit
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model

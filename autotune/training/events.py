@@ -21,7 +21,7 @@ class StepEvent:
     images_per_second: float
     memory_bytes: int
     """Held between steps."""
-    gpu_utilisation: float | None = None
+    gpu_utilization: float | None = None
     """In [0, 1]; None without NVML."""
     remaining_seconds: float | None = None
     """Until the last step, previews and checkpoints on the way included; None after the first step of a start."""

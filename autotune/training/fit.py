@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from autotune.backends import STORAGES
+from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import DoesNotFit
-from autotune.knobs import KNOBS, Setting
+from autotune.knobs import KNOBS, TuningContext
 from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
 
 KEY_NAMES: Mapping[str, str] = {
@@ -37,15 +37,17 @@ def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str
 def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Why the machine is of another kind than the plan's, however much memory it has."""
     planned = plan.frozen.hardware
-    here = hardware.hard_keys
+    here = hardware.match_keys
     measured = plan.frozen.expected.evidence == "measured"
-    used = (plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_storage)
+    used = (plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_quantization)
     stored = (*used, *(fallback.quantization for fallback in plan.frozen.fallbacks))
-    libraries = {storage.library for name, storage in STORAGES.items() if storage.library}
-    idle = libraries - {STORAGES[name].library for name in stored if name in STORAGES}  # their versions are nothing
+    libraries = {storage.library for name, storage in WEIGHT_FORMATS.items() if storage.library}
+    idle = libraries - {
+        WEIGHT_FORMATS[name].library for name in stored if name in WEIGHT_FORMATS
+    }  # their versions are nothing
     misfits = [
         f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is {here.get(key) or 'none'}"
-        for key, value in planned.hard_keys.items()
+        for key, value in planned.match_keys.items()
         if key not in idle and here.get(key) != value and (measured or key in PREDICTED_KEYS)
     ]
     encoder = plan.frozen.caching.text_encoder_device
@@ -56,7 +58,7 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
 
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Which of the settings' names mean nothing to this autotune, or something that does not work here."""
-    settings, storage = plan.frozen.settings, plan.frozen.caching.text_encoder_storage
+    settings, storage = plan.frozen.settings, plan.frozen.caching.text_encoder_quantization
     used = [(knob.name, knob, getattr(settings, knob.name)) for knob in KNOBS if knob.names]
     used += [("storage of text encoders", knob, storage) for _, knob, _ in used if knob.name == "quantization"]
     misfits = []
@@ -89,14 +91,14 @@ def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
     return (f"model: the plan is for the architecture of {planned.name}, {model.name} has another",)
 
 
-def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
-    """Why this data is outside the class that the plan was made for; `setting.workload` describes the data."""
-    planned, actual = plan.frozen.workload, setting.workload
+def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
+    """Why this data is outside the class that the plan was made for; `context.workload` describes the data."""
+    planned, actual = plan.frozen.workload, context.workload
     misfits = []
     largest, allowed = actual.largest_bucket, planned.largest_bucket
     if largest.num_pixels > allowed.num_pixels:
         misfits.append(f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
-    room = int(CAPTION_ROOM * setting.family.tokens_per_frame(allowed))
+    room = int(CAPTION_ROOM * context.family.tokens_per_frame(allowed))
     if actual.max_text_tokens > planned.max_text_tokens + room:
         misfits.append(
             f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"
@@ -104,7 +106,7 @@ def data_misfits(plan: TrainingPlan, setting: Setting) -> tuple[str, ...]:
     controls = actual.num_control_images
     if controls > planned.num_control_images:
         misfits.append(f"data: {controls} control images for an item, the plan is for {planned.num_control_images}")
-    conflicts = (knob.conflict(plan.frozen.settings, setting) for knob in KNOBS)
+    conflicts = (knob.conflict(plan.frozen.settings, context) for knob in KNOBS)
     misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
     share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size
     if plan.frozen.settings.micro_batch_size > share:

@@ -17,10 +17,10 @@ from autotune.families import Batch
 from autotune.knobs import reload_key
 from autotune.runtime import (
     allocated_bytes,
+    catch_stop_signals,
     device_peak_bytes,
     give_back_memory,
     is_out_of_memory,
-    stop_requests,
     with_peak_memory,
 )
 from autotune.schema import TrainingPlan
@@ -28,7 +28,7 @@ from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.events import RunEvents, StepEvent
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
-from autotune.training.monitor import MemoryWatch, Utilisation
+from autotune.training.monitor import MemoryWatch, Utilization
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
 from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_tensors, optimizer_step, to_device
@@ -111,7 +111,7 @@ class Loop:
         self.peak_bytes = 0
         self.seconds: list[float] = []
         self.data_seconds: list[float] = []
-        self.utilisation = Utilisation(model.device)
+        self.utilization = Utilization(model.device)
         self.warnings: list[str] = []
         self.paced_from: tuple[float, int] | None = None
 
@@ -126,7 +126,7 @@ class Loop:
         processes = self.context.processes
         self.network = processes.replicate(self.model.transformer)
         single = processes.world_size == 1
-        with stop_requests(second_ends=single) as signal_name, _tracing(self.context.trace) as trace:
+        with catch_stop_signals(second_ends=single) as signal_name, _tracing(self.context.trace) as trace:
             while self.done < self.num_steps:
                 try:
                     self._take_steps(signal_name, trace)
@@ -239,7 +239,7 @@ class Loop:
             data_seconds=waited,
             images_per_second=self.order.effective_batch_size / seconds,
             memory_bytes=allocated_bytes(self.model.device),
-            gpu_utilisation=self.utilisation.read(),
+            gpu_utilization=self.utilization.read(),
             remaining_seconds=self._remaining_seconds(step + 1),
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from autotune.errors import InvalidInput
-from autotune.runtime import write_whole
+from autotune.runtime import write_text_atomic
 from autotune.training.events import StepEvent
 
 METRICS_FILE = "metrics.jsonl"
@@ -32,7 +32,7 @@ class Metrics:
     def __init__(self, folder: Path, *, resumed_at: int, report_to: str) -> None:
         path = folder / METRICS_FILE
         earlier = [event for event in read_metrics(path) if event.step <= resumed_at]
-        write_whole(path, "".join(_line(event) for event in earlier))
+        write_text_atomic(path, "".join(_line(event) for event in earlier))
         self.losses = [event.loss for event in earlier]
         self.seconds = [event.seconds for event in earlier]
         self._file = path.open("a", encoding="utf-8")

@@ -108,7 +108,7 @@ def leak_bytes_per_step(floors: list[int]) -> float:
     return usual / WINDOW_STEPS if usual * len(growth) >= floors[0] * LEAK_SHARE else 0.0
 
 
-class Utilisation:
+class Utilization:
     """How busy the GPU is, asked once a second: NVML averages over about as long, and asking takes milliseconds."""
 
     def __init__(self, device: torch.device) -> None:

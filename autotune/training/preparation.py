@@ -18,10 +18,10 @@ from autotune.families import (
     require_weights,
     resolve_model,
 )
-from autotune.knobs import Setting
+from autotune.knobs import TuningContext
 from autotune.runtime import is_first_process, started_by_launcher
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
-from autotune.training.describe import check_job, describe_workload, require_even_shares, wishes_of
+from autotune.training.describe import check_job, describe_workload, overrides_from, require_even_shares
 from autotune.training.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
 from autotune.training.folder import claim_folder
 from autotune.training.metrics import require_tracker
@@ -59,8 +59,8 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     require_weights(model)
     control = Path(job.control) if job.control else None
     dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
-    workload = describe_workload(model, dataset, wishes_of(planned), drops_captions=job.caption_dropout > 0)
-    require_fit(data_misfits(plan, Setting(hardware, model.family, workload)))
+    workload = describe_workload(model, dataset, overrides_from(planned), drops_captions=job.caption_dropout > 0)
+    require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     needed_bytes = _output_bytes(plan, model, dataset)
     claim = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first_process())  # for all
     return Prepared(model, dataset, workload, Path(job.output), claim)
@@ -83,7 +83,7 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan
 
     Raises:
         DoesNotFit: the plan was made for another machine.
-        BadWeights: there is no such repository, its licence is not accepted, or offline files are missing.
+        BadWeights: there is no such repository, its license is not accepted, or offline files are missing.
     """
     job = plan.job
     if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():

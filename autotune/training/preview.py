@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autotune.data import Cache, Encoders, Identity, entry_key, moved, open_image, prompt_of, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import ADAPTER, build_on_meta
-from autotune.runtime import give_back_memory, is_out_of_memory, replacing
+from autotune.runtime import atomic_write, give_back_memory, is_out_of_memory
 from autotune.schema import Bucket
 from autotune.weights import read_adapter
 
@@ -238,5 +238,5 @@ def grid(pairs: Sequence[tuple[Image.Image, Image.Image]]) -> Image.Image:
 
 def save_image(image: Image.Image, path: Path) -> None:
     """Write a PNG, whole or not at all."""
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         image.save(part, format="PNG")

@@ -12,13 +12,7 @@ from PIL.Image import Image
 from autotune.data import Cache, EncodedDataset, Encoders, encode_dataset
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs import configure_allocator
-from autotune.runtime import (
-    is_out_of_memory,
-    stopped_at_once,
-    telling_of_full_disk,
-    telling_of_short_memory,
-    write_whole,
-)
+from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
 from autotune.schema import MAX_PREVIEW_PROMPTS, AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
 from autotune.training.events import RunEvents
@@ -61,7 +55,7 @@ def train(
     configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
     go_on = "free some space, then go on from the last checkpoint: --resume"
     try:
-        with telling_of_full_disk(prepared.output, hint=go_on), telling_of_short_memory():
+        with reraise_disk_full(prepared.output, hint=go_on), reraise_oom():
             run = _Run(plan, prepared, hardware, Cache(cache_folder), events or RunEvents())
             return run.train(started, resume=resume, trace=trace)
     finally:
@@ -121,7 +115,7 @@ class _Run:
             with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):
                 loop = Loop(plan, trained, encoded, checkpoint, context)
                 loop.run()
-        with as_written(trained.transformer), stopped_at_once(second_ends=processes.world_size == 1):
+        with as_written(trained.transformer), preempt_on_signal(second_ends=processes.world_size == 1):
             report = self._finish(loop, started)
             processes.wait()
         return report
@@ -203,7 +197,7 @@ class _Run:
             verdict = judge(adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss)
         report = self._report(loop, verdict, time.monotonic() - started)
         if self.processes.is_first:
-            write_whole(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
+            write_text_atomic(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
         return report
 
     def _sample(self, adapter: Path) -> None:
@@ -226,7 +220,7 @@ class _Run:
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
         waits = loop.data_seconds[2:] or loop.data_seconds or [0.0]
-        expected, busy = self.plan.frozen.expected, loop.utilisation.readings
+        expected, busy = self.plan.frozen.expected, loop.utilization.readings
         return RunReport(
             plan_digest=self.plan.digest,
             num_steps=loop.num_steps,
@@ -240,7 +234,7 @@ class _Run:
             expected_phases=expected.phases,
             phases=tuple(self.watch.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
-            gpu_utilisation=sum(busy) / len(busy) if busy else None,
+            gpu_utilization=sum(busy) / len(busy) if busy else None,
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=(*loop.warnings, *self.warnings),

@@ -9,7 +9,7 @@ from autotune.data import Cache, Encoders
 from autotune.errors import InvalidInput
 from autotune.families import fetch_model
 from autotune.knobs import Swapping, configure_allocator
-from autotune.runtime import require_writable, telling_of_short_memory
+from autotune.runtime import require_writable, reraise_oom
 from autotune.schema import HardwareProfile, read_plan
 from autotune.training.events import RunEvents
 from autotune.training.folder import PLAN_FILE
@@ -35,7 +35,7 @@ class Wanted:
     """File to write, with a number added where there are several; None for one in the run's folder."""
 
 
-@telling_of_short_memory()
+@reraise_oom()
 def sample_run(
     folder: Path, hardware: HardwareProfile, wanted: Wanted, cache_folder: Path, events: RunEvents | None = None
 ) -> list[Path]:

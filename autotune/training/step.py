@@ -172,10 +172,10 @@ def optimizer_step(
     """
     total = torch.zeros((), dtype=torch.float32)
     position, end = first_position, first_position + effective_batch_size
-    unsynchronised = getattr(transformer, "no_sync", contextlib.nullcontext)
+    unsynchronized = getattr(transformer, "no_sync", contextlib.nullcontext)
     for batch in micro_batches:
         size = len(batch["latents"])
-        with contextlib.nullcontext() if position + size == end else unsynchronised():
+        with contextlib.nullcontext() if position + size == end else unsynchronized():
             _seed_dropout(batch["latents"].device, _seed_at(-1 - noising.seed, step, position))
             loss = noising.loss(family, transformer, batch, step, position) * (size / effective_batch_size)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ UPDATED = ((4, 64), (96, 4), (7,))
 
 
 def gradient_error(request: GradientRequest, kept: dict[str, Any]) -> float:
-    """Relative error against fp32 with native attention, nothing quantised, nothing recomputed."""
+    """Relative error against fp32 with native attention, nothing quantized, nothing recomputed."""
     torch.set_float32_matmul_precision("highest")
     if "plain" not in kept:
         kept["plain"] = _plain_transformer(request)

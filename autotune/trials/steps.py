@@ -10,7 +10,15 @@ import torch
 
 from autotune.families import Batch, Family, Sample, resolve_model
 from autotune.runtime import device_peak_bytes, give_back_memory, host_peak_bytes, with_peak_memory
-from autotune.schema import Bucket, Candidate, TrialResult, Workload, is_smaller, typical_bucket, typical_text_tokens
+from autotune.schema import (
+    Bucket,
+    Candidate,
+    TrialResult,
+    Workload,
+    has_typical_shape,
+    typical_bucket,
+    typical_text_tokens,
+)
 from autotune.training import (
     AdapterOptimizer,
     StepOutcome,
@@ -62,7 +70,7 @@ def load(request: TrialRequest) -> Loaded:
     known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
     largest = synthetic_samples(*known, workload.largest_bucket, longest_captions(workload, size), model.dtype)
     typical = largest
-    if is_smaller(workload):
+    if has_typical_shape(workload):
         typical = synthetic_samples(*known, typical_bucket(workload), typical_text_tokens(workload), model.dtype)
     initial = [parameter.detach().clone() for parameter in model.adapter]
     return Loaded(model, largest, typical, initial, time.perf_counter() - started, device_peak_bytes(device))

@@ -6,7 +6,7 @@ import torch
 
 from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
-from autotune.hardware.catalog import catalogue, profile_of_gpu
+from autotune.hardware.catalog import load_catalog, profile_of_gpu
 from autotune.schema.hardware import Device, HardwareProfile, Host, Versions
 from autotune.schema.workload import Bucket, ModelSpec, Workload
 
@@ -71,7 +71,7 @@ def cpu() -> HardwareProfile:
 
 
 def gpu(name: str) -> HardwareProfile:
-    return profile_of_gpu(next(card for card in catalogue() if card.id == name))
+    return profile_of_gpu(next(card for card in load_catalog() if card.id == name))
 
 
 def workload_of(name: str, **changes: Any) -> Workload:

@@ -355,12 +355,12 @@ def test_a_pipe_that_takes_an_images_place_meanwhile_is_not_waited_for(data: Pat
 
 
 def test_a_configuration_that_encodes_nothing_is_an_error_that_names_the_image(data: Path, pipeline: Any) -> None:
-    class Unnormalised(CountingFamily):
+    class Unnormalized(CountingFamily):
         def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
             return pixels.new_tensor(None)
 
     with pytest.raises(InvalidInput, match=r"cannot encode the pixels of .*000\.png: must be real number"):
-        encode(data, pipeline, Unnormalised())
+        encode(data, pipeline, Unnormalized())
 
 
 def test_numbers_that_are_not_finite_are_never_cached(data: Path, pipeline: Any) -> None:

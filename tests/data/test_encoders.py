@@ -1,4 +1,4 @@
-"""Each way to place a text encoder gives the plain pipeline's embeddings, or close ones where it is quantised."""
+"""Each way to place a text encoder gives the plain pipeline's embeddings, or close ones where it is quantized."""
 
 from typing import Any
 
@@ -61,8 +61,8 @@ def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
         assert all(parameter.is_meta for parameter in getattr(pipeline, name).parameters())
 
 
-def test_a_quantised_encoder_stays_close_and_is_smaller(small: Small) -> None:
-    encoders = encoders_of(small, CachingSettings(text_encoder_storage="torchao-int8"))
+def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small) -> None:
+    encoders = encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8"))
     expected, found = embeddings(small, small.pipeline), embeddings(small, encoders.pipeline())
     for name, tensor in expected.items():
         similarity = torch.nn.functional.cosine_similarity(found[name].double(), tensor.double(), dim=-1)
@@ -82,7 +82,7 @@ def test_every_loader_gives_the_same_encoders(small_pipelines: Any, loader: str)
 def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> None:  # noqa: F811
     small = small_pipelines("qwen-image")
     assert encoders_of(small, EXACT["training"]).key == encoders_of(small, EXACT["streamed"]).key == ""
-    assert encoders_of(small, CachingSettings(text_encoder_storage="torchao-int8")).key == "torchao-int8"
+    assert encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).key == "torchao-int8"
     elsewhere = encoders_of(small, CachingSettings(text_encoder_device="cuda:1"))
     assert elsewhere.key == " on cuda"
 

@@ -13,8 +13,8 @@ from autotune.data.pixels import ORIENTATION, crop_box, open_pixels, read_size
 from tests.data.pictures import picture
 
 
-def colour_of(path: Path) -> list[int]:
-    """The one colour of a plain image, 0 to 255."""
+def color_of(path: Path) -> list[int]:
+    """The one color of a plain image, 0 to 255."""
     pixels = open_pixels([path], 32, 32)
     assert pixels.shape == (3, 1, 32, 32)
     assert float(pixels.amax((1, 2, 3)).sub(pixels.amin((1, 2, 3))).max()) < 0.03
@@ -22,7 +22,7 @@ def colour_of(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "colour", "expected"),
+    ("mode", "color", "expected"),
     [
         ("RGB", (200, 100, 50), [200, 100, 50]),
         ("L", 77, [77, 77, 77]),
@@ -34,9 +34,9 @@ def colour_of(path: Path) -> list[int]:
         ("I;16", 256 * 128 + 128, [128, 128, 128]),
     ],
 )
-def test_modes_of_png(tmp_path: Path, mode: str, colour: object, expected: list[int]) -> None:
-    Image.new(mode, (48, 40), colour).save(tmp_path / "a.png")  # type: ignore[arg-type]
-    assert colour_of(tmp_path / "a.png") == expected
+def test_modes_of_png(tmp_path: Path, mode: str, color: object, expected: list[int]) -> None:
+    Image.new(mode, (48, 40), color).save(tmp_path / "a.png")  # type: ignore[arg-type]
+    assert color_of(tmp_path / "a.png") == expected
 
 
 def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
@@ -44,13 +44,13 @@ def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
     image.putpalette([0, 0, 0, 10, 20, 30])
     image.save(tmp_path / "opaque.png")
     image.save(tmp_path / "clear.png", transparency=1)
-    assert colour_of(tmp_path / "opaque.png") == [10, 20, 30]
-    assert colour_of(tmp_path / "clear.png") == [255, 255, 255]
+    assert color_of(tmp_path / "opaque.png") == [10, 20, 30]
+    assert color_of(tmp_path / "clear.png") == [255, 255, 255]
 
 
 def test_cmyk_jpeg(tmp_path: Path) -> None:
     Image.new("CMYK", (48, 40), (0, 255, 255, 0)).save(tmp_path / "a.jpg", quality=95)
-    red, green, blue = colour_of(tmp_path / "a.jpg")
+    red, green, blue = color_of(tmp_path / "a.jpg")
     assert red > 240
     assert max(green, blue) < 15
 
@@ -85,7 +85,7 @@ sides = st.integers(1, 5000)
 
 
 @given(sides, sides, sides, sides)
-def test_the_crop_is_centred_inside_and_of_the_right_ratio(width: int, height: int, to_w: int, to_h: int) -> None:
+def test_the_crop_is_centerd_inside_and_of_the_right_ratio(width: int, height: int, to_w: int, to_h: int) -> None:
     left, top, right, bottom = crop_box(width, height, to_w, to_h)
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height

@@ -1,4 +1,4 @@
-"""The catalogue finds a card by the name that CUDA reports, and mistakes no sibling for it."""
+"""The catalog finds a card by the name that CUDA reports, and mistakes no sibling for it."""
 
 import subprocess
 import sys
@@ -6,17 +6,17 @@ import sys
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.hardware.catalog import catalogue, matching
+from autotune.hardware.catalog import load_catalog, matching
 from autotune.hardware.store import hardware_named
 
 GIB = 2**30
 
 
 def test_every_name_finds_its_own_entry_alone():
-    assert len(catalogue()) == 26
-    for gpu in catalogue():
+    assert len(load_catalog()) == 26
+    for gpu in load_catalog():
         assert matching(gpu.name, gpu.memory_bytes) is gpu
-        others = [other for other in catalogue() if other is not gpu and other.name != gpu.name]
+        others = [other for other in load_catalog() if other is not gpu and other.name != gpu.name]
         assert all(matching(other.name, None) is not gpu for other in others)
 
 
@@ -76,7 +76,7 @@ def test_pcie_cards_are_not_taken_for_their_sxm_siblings(name, id_, gb_per_secon
 
 
 def test_what_products_reach_was_measured_with_products():
-    known = [gpu for gpu in catalogue() if "bf16" in gpu.measured_tflops]
+    known = [gpu for gpu in load_catalog() if "bf16" in gpu.measured_tflops]
     assert [gpu.id for gpu in known if "cuBLAS" not in gpu.source + gpu.notes] == []
 
 
@@ -88,9 +88,9 @@ def test_weights_of_a_grace_hopper_wait_behind_nvlink():
 
 
 def test_every_entry_gives_a_profile_that_says_what_is_assumed():
-    for gpu in catalogue():
+    for gpu in load_catalog():
         profile = hardware_named(gpu.id)
-        assert profile.origin == "catalogue"
+        assert profile.origin == "catalog"
         assert not profile.rates
         assert profile.datasheet is not None
         assert profile.datasheet.bf16_flops_per_second == gpu.dense_tflops["bf16"] * 1e12
@@ -105,7 +105,7 @@ def test_an_unknown_name_is_refused_with_the_way_to_a_known_one():
     assert "--list" in caught.value.hint
 
 
-def test_planning_doctor_and_catalogue_import_no_torch():
+def test_planning_doctor_and_catalog_import_no_torch():
     modules = "autotune.hardware.diagnosis, autotune.hardware.store, autotune.reporting.hardware, sys"
     use = "autotune.hardware.diagnosis.doctor(); autotune.hardware.store.hardware_named('nvidia-h200-sxm')"
     check = "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'transformers', 'optuna')))"

@@ -160,8 +160,8 @@ def test_memory_kind_can_be_overridden_and_says_so():
         ("apple-m3-max", "attention._native_flash", False, "mps"),
     ],
 )
-def test_gates_are_true_and_say_why(name, gate, available, because):
-    told = profile_of(machine(name)).gate(gate)
+def test_gates_are_true_and_say_why(name, capability, available, because):
+    told = profile_of(machine(name)).capability(capability)
     assert told.available == available
     assert because in told.reason
 
@@ -169,14 +169,14 @@ def test_gates_are_true_and_say_why(name, gate, available, because):
 @pytest.mark.parametrize("storage", ["bnb-nf4", "bnb-int8"])
 def test_bitsandbytes_runs_on_a_processor_from_the_version_that_was_tried(storage):
     newer = profile_of(changed("cpu-only-torch", packages={"bitsandbytes": "0.50.2"}))
-    assert newer.gate(f"quantization.{storage}").available
+    assert newer.capability(f"quantization.{storage}").available
 
 
 @pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8"])
 @pytest.mark.parametrize(("version", "usable"), [("0.17.0", False), ("0.18.0", True)])
 def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was_tried(storage, version, usable):
-    gate = profile_of(changed("rtx-4090", packages={"torchao": version})).gate(f"quantization.{storage}")
-    assert gate.available is usable
+    capability = profile_of(changed("rtx-4090", packages={"torchao": version})).capability(f"quantization.{storage}")
+    assert capability.available is usable
 
 
 @pytest.mark.parametrize(
@@ -259,6 +259,10 @@ def test_findings_come_worst_first():
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_backend_that_the_machine_is_said_to_have_is_one_that_a_plan_can_choose(name):
-    gates = [gate for gate in profile_of(machine(name)).gates if gate.name.startswith("attention.")]
-    assert {gate.name.removeprefix("attention.") for gate in gates if gate.available} <= set(BACKENDS)
-    assert {f"attention.{backend}" for backend in BACKENDS} <= {gate.name for gate in gates}
+    capabilities = [
+        capability for capability in profile_of(machine(name)).capabilities if capability.name.startswith("attention.")
+    ]
+    assert {capability.name.removeprefix("attention.") for capability in capabilities if capability.available} <= set(
+        BACKENDS
+    )
+    assert {f"attention.{backend}" for backend in BACKENDS} <= {capability.name for capability in capabilities}

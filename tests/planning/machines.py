@@ -15,9 +15,9 @@ from pathlib import Path
 
 from autotune.cost.predict import Predictor
 from autotune.errors import AutotuneError
-from autotune.planning.backend import Surroundings
+from autotune.planning.backend import PlannerBackend
 from autotune.planning.planner import make_plan
-from autotune.planning.request import Question
+from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan_file import plan_text
@@ -25,19 +25,25 @@ from autotune.schema.trial import TrialResult
 from autotune.search import sampler
 from autotune.search.storage import StudyPlace
 from autotune.search.study import Run
-from autotune.sharing.query import Survey
-from autotune.training.describe import Wishes
+from autotune.sharing.query import StoreMatches
+from autotune.training.describe import WorkloadOverrides
 from tests import builders
 
 GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
 HARDWARE = builders.hardware(*GATES, compute_capability=(9, 0))
 
 
-def question(study: StudyPlace | None = None, **changes: object) -> Question:
+def request(study: StudyPlace | None = None, **changes: object) -> PlanRequest:
     """A small image model without data."""
-    wishes = Wishes(size_px=(256, 256), effective_batch_size=2)
-    values = {"model": "kandinsky5-image-lite", "wishes": wishes, "max_trials": 8, "study": study, **changes}
-    return Question(**values)  # type: ignore[arg-type]
+    workload_overrides = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
+    values = {
+        "model": "kandinsky5-image-lite",
+        "workload_overrides": workload_overrides,
+        "max_trials": 8,
+        "study": study,
+        **changes,
+    }
+    return PlanRequest(**values)  # type: ignore[arg-type]
 
 
 def answer(candidate: Candidate) -> TrialResult:
@@ -48,19 +54,19 @@ def answer(candidate: Candidate) -> TrialResult:
     return builders.trial(candidate, seconds, memory, wall_seconds=2.5)
 
 
-def surroundings(run: Run = answer) -> Surroundings:
+def surroundings(run: Run = answer) -> PlannerBackend:
     """Trials by `run`, no records of others."""
 
     @contextmanager
     def trials(model: str, cost: Predictor) -> Iterator[Run]:
         yield run
 
-    return Surroundings(
+    return PlannerBackend(
         trials,
-        lambda hardware, workload: Survey((), (), ()),
+        lambda hardware, workload: StoreMatches((), (), ()),
         "0.0",
         needs_weights=False,
-        prove=lambda setting, choices, model: setting.hardware,
+        prove=lambda context, choices, model: context.hardware,
         rehearse=lambda model, cost, candidate, most_seconds: None,
     )
 
@@ -77,7 +83,7 @@ class Worker:
 def start_worker(
     folder: Path,
     name: str,
-    asked: Question,
+    asked: PlanRequest,
     *,
     seconds: float = 0.0,
     hardware: HardwareProfile = HARDWARE,
@@ -113,7 +119,7 @@ def start_worker(
     def work() -> str:
         if far_away:
             sampler._place = lambda: name
-        return plan_text(make_plan(asked, hardware, around=surroundings(run)))
+        return plan_text(make_plan(asked, hardware, backend=surroundings(run)))
 
     worker.process.start()
     return worker

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.runtime.files import require_writable, write_whole
+from autotune.runtime.files import require_writable, write_text_atomic
 
 
 def test_only_files_are_replaced(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_only_files_are_replaced(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     folder.mkdir()
     for place in (pipe, folder):
-        for write in (require_writable, lambda path: write_whole(path, "text")):
+        for write in (require_writable, lambda path: write_text_atomic(path, "text")):
             with pytest.raises(OSError, match="not a regular file"):
                 write(place)
     assert pipe.is_fifo()
@@ -25,7 +25,7 @@ def test_only_files_are_replaced(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
     wanted = tmp_path / ("x" * 255)
     with pytest.raises(OSError, match="too long") as refused:
-        write_whole(wanted, "text")
+        write_text_atomic(wanted, "text")
     assert refused.value.filename == str(wanted)
 
 
@@ -41,7 +41,7 @@ def test_permissions_follow_the_mask_of_the_process_without_setting_it(
     set_mask, before = os.umask, os.umask(0o027)
     monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("set by a writer"))
     try:
-        write_whole(tmp_path / "plan.yaml", "text")
+        write_text_atomic(tmp_path / "plan.yaml", "text")
     finally:
         set_mask(before)
     assert stat.S_IMODE((tmp_path / "plan.yaml").stat().st_mode) == 0o640
@@ -59,5 +59,5 @@ def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    write_whole(tmp_path / "file", "text")
+    write_text_atomic(tmp_path / "file", "text")
     assert (tmp_path / "file").read_text() == "text"

@@ -41,7 +41,7 @@ def make_plan(**job: Any) -> TrainingPlan:
             device_name="NVIDIA GeForce RTX 4090",
             device_kind="cuda",
             fingerprint="sha256:1",
-            hard_keys={"torch": "2.13", "cuda": None},
+            match_keys={"torch": "2.13", "cuda": None},
             total_memory_bytes=None,
             budget_bytes=24 << 30,
             versions=Versions(python="3.11.7"),

@@ -15,7 +15,7 @@ from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import Candidate
 from autotune.schema.typical import mean_text_tokens, padded_text_tokens, spread_of, typical_bucket, typical_text_tokens
 from autotune.schema.workload import Bucket, Workload
-from autotune.training.describe import Wishes, describe_workload
+from autotune.training.describe import WorkloadOverrides, describe_workload
 from autotune.trials.parity import small_work
 from autotune.trials.requests import TrialRequest
 from autotune.trials.steps import Steps, load
@@ -69,7 +69,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     first = min(images.glob("*.txt"))
     first.write_text(" ".join(["sail"] * 60))
     work = describe_workload(
-        resolve_model(str(model)), read_dataset(images), Wishes(size_px=(32, 32), effective_batch_size=2)
+        resolve_model(str(model)), read_dataset(images), WorkloadOverrides(size_px=(32, 32), effective_batch_size=2)
     )
     assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
     request = TrialRequest(str(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2)

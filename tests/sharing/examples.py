@@ -60,7 +60,7 @@ def plan(
             device_name=here.device.name,
             device_kind=here.device.kind,
             fingerprint=here.fingerprint,
-            hard_keys=here.hard_keys,
+            match_keys=here.match_keys,
             total_memory_bytes=here.device.total_memory_bytes,
             budget_bytes=here.device.budget_bytes,
             versions=here.versions,

@@ -14,7 +14,7 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.job import Job
 from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
 from autotune.schema.plan_file import seal
-from autotune.training.describe import Wishes, describe_workload
+from autotune.training.describe import WorkloadOverrides, describe_workload
 
 RESOLUTION_PX = 32
 SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
@@ -42,7 +42,7 @@ def make_plan(
     resolution_px: int = RESOLUTION_PX,
     **job: Any,
 ) -> TrainingPlan:
-    wishes = Wishes(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
+    wishes = WorkloadOverrides(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
     workload = describe_workload(resolve_model(str(model)), read_dataset(images), wishes)
     frozen = FrozenPart(
         schema_version=1,
@@ -51,7 +51,7 @@ def make_plan(
             device_name=hardware.device.name,
             device_kind=hardware.device.kind,
             fingerprint=hardware.fingerprint,
-            hard_keys=hardware.hard_keys,
+            match_keys=hardware.match_keys,
             total_memory_bytes=hardware.device.total_memory_bytes,
             budget_bytes=hardware.device.budget_bytes,
             versions=hardware.versions,

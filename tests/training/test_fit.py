@@ -3,7 +3,7 @@
 import pytest
 
 from autotune.schema.candidate import CachingSettings
-from autotune.schema.hardware import Gate, HardwareProfile
+from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal
 from autotune.schema.workload import Bucket
@@ -12,18 +12,18 @@ from tests import builders
 from tests.schema.test_plan_file import make_plan
 
 
-def machine(*closed: Gate, kind: str = "cuda") -> HardwareProfile:
+def machine(*closed: Capability, kind: str = "cuda") -> HardwareProfile:
     open_ = builders.hardware(kind=kind)
-    return open_.model_copy(update={"gates": (*open_.gates, *closed)})
+    return open_.model_copy(update={"capabilities": (*open_.capabilities, *closed)})
 
 
 def planned(storage: str = "none", **settings: object) -> TrainingPlan:
     plan = make_plan()
-    hardware = plan.frozen.hardware.model_copy(update={"hard_keys": {}})
+    hardware = plan.frozen.hardware.model_copy(update={"match_keys": {}})
     changes = {
         "hardware": hardware,
         "settings": builders.candidate(**settings),
-        "caching": CachingSettings(text_encoder_storage=storage),
+        "caching": CachingSettings(text_encoder_quantization=storage),
     }
     return seal(plan.job, plan.frozen.model_copy(update=changes))
 
@@ -43,7 +43,9 @@ def test_a_plan_whose_settings_work_here_fits() -> None:
     ],
 )
 def test_what_does_not_work_here_is_named_with_the_reason(settings: dict[str, str], closed: str) -> None:
-    here = machine().model_copy(update={"gates": (Gate(name=closed, available=False, reason="package: not there"),)})
+    here = machine().model_copy(
+        update={"capabilities": (Capability(name=closed, available=False, reason="package: not there"),)}
+    )
     (misfit,) = hardware_misfits(planned(**settings), here)
     assert next(iter(settings.values())) in misfit
     assert "package: not there" in misfit
@@ -71,7 +73,7 @@ def test_page_locked_memory_needs_cuda() -> None:
 @pytest.mark.parametrize(("storage", "matters"), [("none", False), ("torchao-int8", True)])
 def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(storage: str, matters: bool) -> None:
     plan = planned(quantization=storage)
-    keyed = plan.frozen.hardware.model_copy(update={"hard_keys": {"torchao": "0.1.0"}})
+    keyed = plan.frozen.hardware.model_copy(update={"match_keys": {"torchao": "0.1.0"}})
     misfits = hardware_misfits(seal(plan.job, plan.frozen.model_copy(update={"hardware": keyed})), machine())
     assert bool(misfits) == matters
 
@@ -80,9 +82,9 @@ def test_more_control_images_than_planned_are_another_class_of_data() -> None:
     plan = planned()
     work = builders.workload(num_control_images=1)
     plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
-    setting = builders.setting(machine(), builders.workload(num_control_images=3, max_text_tokens=64))
-    assert data_misfits(plan, builders.setting(machine(), work)) == ()
-    assert data_misfits(plan, setting) == ("data: 3 control images for an item, the plan is for 1",)
+    context = builders.context(machine(), builders.workload(num_control_images=3, max_text_tokens=64))
+    assert data_misfits(plan, builders.context(machine(), work)) == ()
+    assert data_misfits(plan, context) == ("data: 3 control images for an item, the plan is for 1",)
 
 
 @pytest.mark.parametrize(("side_px", "more", "fits"), [(1024, 40, True), (1024, 41, False), (128, 1, False)])
@@ -92,4 +94,4 @@ def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(side_px: int, more:
     plan = planned()
     plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
     longer = work.model_copy(update={"max_text_tokens": 64 + more})
-    assert (data_misfits(plan, builders.setting(machine(), longer)) == ()) == fits
+    assert (data_misfits(plan, builders.context(machine(), longer)) == ()) == fits

@@ -18,7 +18,7 @@ from torch import nn
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.registry import family_named
 from autotune.runtime.memory import host_memory_bytes
-from autotune.runtime.resources import telling_of_short_memory
+from autotune.runtime.resources import reraise_oom
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import seal
@@ -90,14 +90,14 @@ class Replica(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.unsynchronised = 0
+        self.unsynchronized = 0
 
     def forward(self, *values: Any, **named: Any) -> Any:
         return self.module(*values, **named)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.unsynchronised += 1
+        self.unsynchronized += 1
         yield
 
 
@@ -115,7 +115,7 @@ def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: 
         step=0,
         average=averaged.append,
     )
-    assert replica.unsynchronised == 2
+    assert replica.unsynchronized == 2
     assert len(averaged) == 1  # the loss
 
 
@@ -296,13 +296,13 @@ def test_a_plans_guidance_reaches_the_model() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError("cannot allocate")])
 def test_memory_that_runs_out_outside_of_steps_is_no_bug_of_ours(error: Exception) -> None:
-    with pytest.raises(AutotuneError, match="memory ran out") as told, telling_of_short_memory():
+    with pytest.raises(AutotuneError, match="memory ran out") as told, reraise_oom():
         raise error
     assert "--reserve" in told.value.hint
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), InvalidInput("out of memory?", hint="no")])
 def test_other_errors_are_not_taken_for_short_memory(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, telling_of_short_memory():
+    with pytest.raises(type(error)) as raised, reraise_oom():
         raise error
     assert raised.value is error

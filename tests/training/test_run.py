@@ -25,12 +25,12 @@ from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
 from autotune.planning.planner import make_plan
 from autotune.planning.problem import list_choices
-from autotune.planning.request import Question
+from autotune.planning.request import PlanRequest
 from autotune.reporting.run import report_lines, verdict_lines
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.plan_file import seal, write_plan
 from autotune.schema.run import RunReport
-from autotune.training.describe import Wishes
+from autotune.training.describe import WorkloadOverrides
 from autotune.training.events import RunEvents, StepEvent
 from autotune.training.metrics import Metrics
 from autotune.training.preparation import fetch_weights, prepare
@@ -406,7 +406,7 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
         prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput):  # and before any trial
-        make_plan(Question(str(model), said={"data": str(bench.images)}), bench.hardware)
+        make_plan(PlanRequest(str(model), job_overrides={"data": str(bench.images)}), bench.hardware)
 
 
 @pytest.mark.parametrize("evidence", ["measured", "predicted"])
@@ -442,7 +442,8 @@ def test_control_images_that_the_model_does_not_take_are_refused_before_any_work
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput, match="qwen-image takes none"):
         make_plan(
-            Question(str(bench.model_folder), said={"data": str(bench.images), "control": str(control)}), bench.hardware
+            PlanRequest(str(bench.model_folder), job_overrides={"data": str(bench.images), "control": str(control)}),
+            bench.hardware,
         )
 
 
@@ -475,8 +476,8 @@ def test_a_plan_without_masks_is_refused_where_captions_are_dropped_among_ones_o
 
 def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> None:
     plain = {"data": str(alike)}
-    asked = Question(str(bench.model_folder), Wishes(size_px=(32, 32), effective_batch_size=2), plain)
-    dropping = replace(asked, said={**plain, "caption_dropout": 0.1})
+    asked = PlanRequest(str(bench.model_folder), WorkloadOverrides(size_px=(32, 32), effective_batch_size=2), plain)
+    dropping = replace(asked, job_overrides={**plain, "caption_dropout": 0.1})
     again = replace(asked, job=bench.plan(caption_dropout=0.1).job)
     for question, masked in ((asked, False), (dropping, True), (again, True)):
         candidates = list_choices(question, bench.hardware).candidates

@@ -1,6 +1,6 @@
 """Trace one micro-batch's forward and backward pass of a family's real transformer without data.
 
-The model is the real class with the real adapter, checkpointing and quantisation, on the meta device, shortened to
+The model is the real class with the real adapter, checkpointing and quantization, on the meta device, shortened to
 three blocks of each kind: the first (whose input needs no gradient), one from the middle, and the last. All blocks
 between are alike, so `composition` repeats the middle one to any depth.
 """
@@ -71,7 +71,7 @@ def trace_pass(
     """
     import torch
 
-    from autotune.cost.trace.recorder import Recorder, summarise
+    from autotune.cost.trace.recorder import Recorder, summarize
     from autotune.families import flow_matching_loss
 
     recorder = Recorder(rules)
@@ -92,7 +92,7 @@ def trace_pass(
             family.predict(transformer, noise, sigmas, batch)
     for parameter in transformer.parameters():
         parameter.grad = None
-    summarise(recorder.segments)
+    summarize(recorder.segments)
     by_name = {segment.name: segment for segment in recorder.segments}
     names = range(len(blocks))
     recorder.segments[0].growth_bytes += inputs_bytes
@@ -110,7 +110,7 @@ def trace_inference(call: Callable[[], object], module: "nn.Module", rules: Devi
     """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and does."""
     import torch
 
-    from autotune.cost.trace.recorder import Recorder, summarise
+    from autotune.cost.trace.recorder import Recorder, summarize
 
     recorder = Recorder(rules)
     recorder.seed(stored_tensors(module))
@@ -118,12 +118,12 @@ def trace_inference(call: Callable[[], object], module: "nn.Module", rules: Devi
     kernel = kernel_for("native", rules, masked=False)
     with substitutes(kernel, rules), recorder, torch.no_grad():
         call()
-    summarise(recorder.segments)
+    summarize(recorder.segments)
     return recorder.segments[0]
 
 
 def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
-    """Every plain tensor behind a parameter, or a module's parameters and buffers: quantised ones have several."""
+    """Every plain tensor behind a parameter, or a module's parameters and buffers: quantized ones have several."""
     import torch
 
     for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):

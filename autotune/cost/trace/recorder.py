@@ -36,7 +36,7 @@ FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "ali
 
 
 STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
-"""Dtypes that only quantised weights have."""
+"""Dtypes that only quantized weights have."""
 
 Call = tuple[Any, Any, dict[str, Any], Any, list[torch.Tensor], list[torch.Tensor]]
 """An operation, its arguments, its result, and the tensors among arguments and results."""
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
-            return NotImplemented  # a quantised weight: let it say which plain operations it is made of
+            return NotImplemented  # a quantized weight: let it say which plain operations it is made of
         inputs = _tensors(args)
         self.seed(inputs)  # what nobody did before: plain attributes and caches of modules
         out = called(func, args, kwargs or {})
@@ -181,7 +181,7 @@ def _is_narrow(name: str, inputs: "list[Tensor]") -> bool:
     return name == "sum" or any(t.shape != whole[0].shape or not t.is_contiguous() for t in whole)
 
 
-def summarise(segments: Iterable[Segment]) -> None:
+def summarize(segments: Iterable[Segment]) -> None:
     """Fill in growth and peak of each segment from its events."""
     for segment in segments:
         level = peak = scratch = 0

@@ -21,7 +21,7 @@ from autotune.hardware.probing import probe
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
-from autotune.training.describe import Wishes, describe_workload
+from autotune.training.describe import WorkloadOverrides, describe_workload
 from autotune.trials.requests import Request, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
@@ -127,8 +127,10 @@ def machine() -> dict[str, Any]:
 def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str = "attention",
                 padding: str = "exact", text_tokens: int | None = None) -> Workload:  # fmt: skip
     """A square of `side_px`, captions of one length unless `masked`."""
-    wishes = Wishes((side_px, side_px), rank=rank, effective_batch_size=batch, targets=targets, text_tokens=text_tokens)
-    asked = describe_workload(resolve_model(model), None, wishes)
+    workload_overrides = WorkloadOverrides(
+        (side_px, side_px), rank=rank, effective_batch_size=batch, targets=targets, text_tokens=text_tokens
+    )
+    asked = describe_workload(resolve_model(model), None, workload_overrides)
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
 
 

@@ -22,7 +22,7 @@ KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
     ("matmul", r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|addmm|aten::mm|bmm"),
     ("norm", r"norm"),
-    ("quantised weights", r"quant|dequant|kdequantize"),
+    ("quantized weights", r"quant|dequant|kdequantize"),
     ("copy and cast", r"memcpy|memset|copy|cast|_to_copy|cat"),
     ("optimizer", r"adam|multi_tensor"),
     ("reduce", r"reduce|sum|mean"),

@@ -1,5 +1,5 @@
 """Seconds until the transformer with its adapter is ready, by every loader, from cold and warm page cache, plain and
-quantised; with the peaks of device and host. (Random weights in every storage: `load_seconds` of the part accuracy.)"""
+quantized; with the peaks of device and host. (Random weights in every storage: `load_seconds` of the part accuracy.)"""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from autotune.weights.loaders import LOADERS
 
 @dataclass(frozen=True)
 class LoadOnce:
-    """Build, load, quantise, add the adapter; nothing else."""
+    """Build, load, quantize, add the adapter; nothing else."""
 
     model: str
     workload: Workload

@@ -23,7 +23,7 @@ CAPTIONS = ("a red square", "a blue circle on the left")
 
 @dataclass(frozen=True)
 class WriteTransformer:
-    """Random weights made on the device, quantised by nobody, saved in shards."""
+    """Random weights made on the device, quantized by nobody, saved in shards."""
 
     config: dict[str, Any]
     folder: str
