@@ -26,7 +26,7 @@ from configs import MID
 from cpu_truth import run
 
 from autotune.cost.kernels import kernel_for
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import build_on_meta
 from autotune.hardware.probing import probe
@@ -52,7 +52,7 @@ def timed(call: Any, num_calls: int) -> float:
     return best
 
 
-def measured(hardware: HardwareProfile, predictor: Predictor) -> HardwareProfile:
+def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile:
     """`hardware` with rates at the shapes that do most of the work, as a probe would measure them."""
     trace = predictor.model.traced("fp32", "none", kernel_for("native", "cpu", False), 2, 0)
     work: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -118,16 +118,16 @@ def workload_of(name: str) -> Workload:
 
 def measure_family(name: str, hardware: HardwareProfile) -> list[dict[str, Any]]:
     family, config, workload = FAMILIES[name], MID[name], workload_of(name)
-    known = measured(hardware, Predictor(hardware, workload, family, config))
-    predictor = Predictor(known, workload, family, config)
+    known = measured(hardware, CostModel.build(hardware, workload, family, config))
+    predictor = CostModel.build(known, workload, family, config)
     rows: list[dict[str, Any]] = []
     for candidate in candidates(workload.model.num_blocks):
-        before = predictor.uncalibrated(candidate)
+        before = predictor.predict_uncalibrated(candidate)
         truth = run(family, config, workload, candidate)
         if not rows:
             seconds, peak = (min(truth.step_seconds),), truth.peak_bytes
             trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=seconds, peak_memory_bytes=peak)
-            predictor.calibrate([trial])
+            predictor = predictor.with_calibration([trial])
         after = predictor.predict(candidate)
         rows.append(
             {

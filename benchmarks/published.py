@@ -47,7 +47,7 @@ from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.cost.timing import STEP_OVER_KERNELS
 from autotune.families.resolve import resolve_model
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
@@ -216,7 +216,7 @@ def predicted(row: Row, rules: str) -> "Reading":
     )
     stay = rules == "today" and (row.get("other_models") == "resident" or row["id"] in FOUND_RESIDENT)
     pins = WHOLE_PIPELINE if stay else None
-    cost = Predictor(hardware, workload, model.family, model.config, caching_pins=pins)
+    cost = CostModel.build(hardware, workload, model.family, model.config, caching_pins=pins)
     return Reading(row, cost.predict(candidate), cost.resident_encoder_bytes, hardware.device.total_memory_bytes or 0)
 
 

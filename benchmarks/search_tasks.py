@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import hardware_named
@@ -53,7 +53,7 @@ class Task:
     measured: bool
     prior: Prior | None
     space: SearchSpace
-    cost: Predictor
+    cost: CostModel
     budget_bytes: int
     truth: Mapping[Candidate, TrialResult]
 
@@ -100,7 +100,7 @@ def _table_task(path: Path) -> Task:
     workload = Workload.model_validate_json(json.dumps(head["workload"]))
     trials = [TrialResult.model_validate_json(line) for line in lines]
     candidates = tuple(trial.candidate for trial in trials)
-    cost = Predictor(hardware, workload, FAMILIES[head["family"]], head["config"])
+    cost = CostModel.build(hardware, workload, FAMILIES[head["family"]], head["config"])
     choices = {name: _values(candidates, name) for name in Candidate.model_fields}
     space = SearchSpace(candidates, choices, {}, {})
     return Task(path.stem, True, None, space, cost, hardware.device.budget_bytes, {t.candidate: t for t in trials})
@@ -116,7 +116,7 @@ def simulated_tasks(prior: Prior, *, development: bool, seeds: range) -> list[Ta
 
 
 @cache
-def _base(family: str, gpu: str) -> tuple[SearchSpace, Predictor, HardwareProfile]:
+def _base(family: str, gpu: str) -> tuple[SearchSpace, CostModel, HardwareProfile]:
     hardware, model = hardware_named(gpu), resolve_model(family)
     workload = Workload(
         model=model.spec,
@@ -131,14 +131,13 @@ def _base(family: str, gpu: str) -> tuple[SearchSpace, Predictor, HardwareProfil
         quality="high",
     )
     space = search_space(TuningContext(hardware, model.family, workload))
-    return space, Predictor(hardware, workload, model.family, model.config), hardware
+    return space, CostModel.build(hardware, workload, model.family, model.config), hardware
 
 
 def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
     space, cost, hardware = _base(family, gpu)
     rng = random.Random(f"{family} {gpu} {prior} {seed}")
     speed, memory = BIAS[prior]
-    cost.calibrate(())
     bend = _Bend(rng, speed, memory, wall_bytes=hardware.device.budget_bytes)
     truth = {}
     for candidate in space.candidates:

@@ -26,7 +26,7 @@ silence_libraries()
 import optuna
 from search_tasks import Task, table_tasks
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.runtime.version import __version__
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
@@ -52,7 +52,7 @@ class Bench:
     """A machine of which every answer is known."""
 
     task: Task
-    cost: Predictor
+    cost: CostModel
     times: dict[Candidate, float]
     """Without noise; infinite where nothing runs."""
 
@@ -68,7 +68,7 @@ class Bench:
 
 
 def alice(task: Task) -> Bench:
-    assert isinstance(task.cost, Predictor)
+    assert isinstance(task.cost, CostModel)
     times = {c: truth.median_step_seconds or math.inf for c, truth in task.truth.items()}
     return Bench(task, task.cost, times)
 
@@ -88,7 +88,7 @@ def bob(task: Task, pace: float, seed: int) -> Bench:
         keys = (candidate.quantization, candidate.attention, candidate.micro_batch_size)
         return pace * math.exp(sum(own.setdefault(key, rng.gauss(0, CHOICE_SIGMA)) for key in keys))
 
-    return Bench(task, known.cost.beside(hardware), {c: t * factor(c) for c, t in known.times.items()})
+    return Bench(task, known.cost.for_hardware(hardware), {c: t * factor(c) for c, t in known.times.items()})
 
 
 def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[TrialResult, ...]:

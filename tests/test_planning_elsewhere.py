@@ -10,11 +10,11 @@ import pytest
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import parts_of, resolve_model
-from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.planning.planner import PlanningResult
 from autotune.planning.problem import list_choices
 from autotune.planning.request import PlanRequest
+from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan
 from autotune.schema.prediction import Estimate
@@ -163,7 +163,8 @@ def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them
     request = PlanRequest(
         model="kandinsky5-image-lite", workload_overrides=workload_overrides, pins=pins, is_local=False, num_processes=4
     )
-    whole, shared = make_plan(request, card).frozen, make_plan(request, with_budget(card, 10 << 30)).frozen
+    small = replace(request, memory_budget=MemoryBudget(num_bytes=10 << 30))
+    whole, shared = make_plan(request, card).frozen, make_plan(small, card).frozen
     assert (whole.hardware.num_processes, whole.hardware.strategy) == (4, "ddp")
     assert shared.hardware.strategy == "fsdp2"
     assert whole.workload.effective_batch_size == shared.workload.effective_batch_size == 4
@@ -185,8 +186,8 @@ def test_blocks_are_swapped_only_where_nothing_fits_without() -> None:
     """Qwen-Image in 4 bits fits in 10.5 GiB, and no step beside it; bitsandbytes' weights cannot be swapped."""
     workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=1, quality="compact")
     request = PlanRequest(model="qwen-image", workload_overrides=workload_overrides, is_local=False)
-    card = with_budget(hardware_named("nvidia-rtx-3060"), 21 << 29)
-    small = make_plan(request, card).frozen.settings
+    tight = replace(request, memory_budget=MemoryBudget(num_bytes=21 << 29))
+    small = make_plan(tight, hardware_named("nvidia-rtx-3060")).frozen.settings
     assert small.swapped_blocks > 0
     large = make_plan(request, hardware_named("nvidia-rtx-4090")).frozen.settings
     assert large.swapped_blocks == 0

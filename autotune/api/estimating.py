@@ -4,7 +4,7 @@ from pydantic import ValidationError
 
 from autotune.api.amounts import ImageSize, image_size
 from autotune.api.machines import hardware_for
-from autotune.cost import Predictor
+from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import parts_of, resolve_model
@@ -73,7 +73,7 @@ def estimate(
     context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
     blocks = context.workload.model.num_blocks if checkpointed_blocks is None else checkpointed_blocks
     candidate = _candidate(context, {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks, **settings})
-    cost = Predictor(profile, context.workload, resolved.family, resolved.config, parts_of(resolved))
+    cost = CostModel.build(profile, context.workload, resolved.family, resolved.config, parts_of(resolved))
     return estimate_candidate(cost, candidate, num_steps=num_steps, price_per_hour=price_per_hour)
 
 

@@ -10,14 +10,12 @@ from autotune.hardware import (
     Finding,
     cached_profile,
     hardware_named,
+    limited_budget,
     load_catalog,
-    with_budget,
-    with_cap,
-    with_reserve,
 )
 from autotune.hardware import doctor as diagnose
 from autotune.hardware import probe as read_machine
-from autotune.schema import HardwareProfile, Notice, OnEvent, PhaseStarted, StatusChanged, ignore_event
+from autotune.schema import HardwareProfile, MemoryBudget, Notice, OnEvent, PhaseStarted, StatusChanged, ignore_event
 from autotune.sharing import own_store, profile_of_record
 
 RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
@@ -66,45 +64,45 @@ def probe(*, quick: bool = False, device: int = 0, on_event: OnEvent = ignore_ev
     return cached_profile(fresh=True, index=device, on_progress=on_progress)
 
 
-def hardware_for(
-    hardware: str | HardwareProfile | None,
+def hardware_for(hardware: str | HardwareProfile | None, *, on_event: OnEvent = ignore_event) -> HardwareProfile:
+    """The profile to plan with: of this machine, or the one that is named.
+
+    Args:
+        hardware: None for this machine; else a profile, a catalog name, a saved probe's file or a record's name.
+        on_event: listener to progress.
+
+    Raises:
+        InvalidInput: there is no such hardware.
+    """
+    return _this_machine(on_event) if hardware is None else _named(hardware)
+
+
+def memory_budget_for(
+    profile: HardwareProfile,
     *,
     num_devices: int = 1,
     max_memory: MemoryAmount | None = None,
     reserve_memory: MemoryAmount | None = None,
     cap_memory: MemoryAmount | None = None,
-    on_event: OnEvent = ignore_event,
-) -> HardwareProfile:
-    """The profile to plan with: of this machine, or the one that is named.
+) -> MemoryBudget:
+    """What a run may take of each device of the machine.
 
     Args:
-        hardware: None for this machine; else a profile, a catalog name, a saved probe's file or a record's name.
-        num_devices: GPUs that train together; the budget is that of the one with the least memory.
+        profile: of the machine's first device.
+        num_devices: GPUs of this machine that train together; the budget is that of the one with the least memory.
         max_memory: the most that a run may take.
         reserve_memory: memory to leave to other programs.
         cap_memory: rehearse a device that has only so much memory.
-        on_event: listener to progress.
 
     Raises:
-        InvalidInput: there is no such hardware, or an amount of memory cannot be read.
+        InvalidInput: an amount of memory cannot be read.
     """
-    named = hardware is not None
-    profile = _named(hardware) if hardware is not None else _this_machine(on_event)
-
-    def limited(profile: HardwareProfile) -> HardwareProfile:
-        if reserve_memory is not None:
-            profile = with_reserve(profile, memory_bytes(reserve_memory))
-        if cap_memory is not None:
-            profile = with_cap(profile, memory_bytes(cap_memory))
-        if max_memory is not None:
-            profile = with_budget(profile, memory_bytes(max_memory), by_user=True)
-        return profile
-
-    profile = limited(profile)
-    several = not named and profile.device.kind == "cuda"
-    for index in range(1, min(num_devices, profile.device.count) if several else 1):
-        profile = with_budget(profile, limited(read_machine(index=index)).device.budget_bytes)
-    return profile
+    amounts = {"max_bytes": max_memory, "reserve_bytes": reserve_memory, "cap_bytes": cap_memory}
+    limits = {name: memory_bytes(amount) for name, amount in amounts.items() if amount is not None}
+    several = profile.device.kind == "cuda"
+    others = range(1, min(num_devices, profile.device.count) if several else 1)
+    devices = [profile.device, *(read_machine(index=index).device for index in others)]
+    return min((limited_budget(device, **limits) for device in devices), key=lambda budget: budget.num_bytes)
 
 
 def _named(hardware: str | HardwareProfile) -> HardwareProfile:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autotune.api.amounts import image_size
-from autotune.api.machines import hardware_for
+from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.hardware import probe as read_machine
@@ -83,17 +83,24 @@ def plan(
             require_writable(Path(target))
     replay = options.get("replay")
     if replay is None:
-        profile = _hardware(request, options, on_event)
+        request, profile = _on_hardware(request, options, on_event)
         result = make_plan(request, profile, on_event)
         _remember(result, profile, on_event)
     else:
         recording = read_recording(Path(replay))
+        request = replace(request, memory_budget=recording.memory_budget)
         result = make_plan(request, recording.hardware, on_event, replayed(recording))
     if (path := options.get("path")) is not None:
         _write(result.plan, Path(path))
     if (record := options.get("record")) is not None:
         shared = request.study is not None
-        recorded = recording_of(result.plan, result.hardware, result.matches.known, shared=shared)
+        recorded = recording_of(
+            result.plan,
+            result.hardware,
+            result.matches.known,
+            shared=shared,
+            memory_budget=request.memory_budget,
+        )
         write_recording(Path(record), recorded)
     return result.plan
 
@@ -111,8 +118,7 @@ def list_choices(
         >>> space = autotune.list_choices("qwen-image", hardware="4090")
         >>> space.choices["quantization"], space.rejected["quantization"]
     """
-    request = _request(model, data, options)
-    return choices_for(request, _hardware(request, options, on_event))
+    return choices_for(*_on_hardware(_request(model, data, options), options, on_event))
 
 
 def load_plan(path: str | Path) -> TrainingPlan:
@@ -155,10 +161,12 @@ def _as_plan(plan: TrainingPlan | str | Path) -> TrainingPlan:
     return plan if isinstance(plan, TrainingPlan) else load_plan(plan)
 
 
-def _hardware(request: PlanRequest, options: PlanOptions, on_event: OnEvent) -> HardwareProfile:
+def _on_hardware(request: PlanRequest, options: PlanOptions, on_event: OnEvent) -> tuple[PlanRequest, HardwareProfile]:
+    """The request with the memory budget that the options leave, and the machine that they name."""
+    profile = hardware_for(options.get("hardware"), on_event=on_event)
     limits: dict[str, Any] = {name: options.get(name) for name in LIMITS}
-    number = request.num_processes
-    return hardware_for(options.get("hardware"), num_devices=number, on_event=on_event, **limits)
+    budget = memory_budget_for(profile, num_devices=request.num_processes if request.is_local else 1, **limits)
+    return replace(request, memory_budget=budget if budget != profile.device.budget else None), profile
 
 
 def _request(model: str | None, data: str | Path | None, options: PlanOptions) -> PlanRequest:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from autotune.cost.arguments import checked_bucket, parse_resolution, positive
     from autotune.cost.calibration import NOISE, PriorResiduals, residual_of
     from autotune.cost.job_estimate import estimate, job_time
-    from autotune.cost.parallel import Parallel
-    from autotune.cost.predict import Predictor
+    from autotune.cost.parallel import ONE_PROCESS, Parallel
+    from autotune.cost.predict import CostModel
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

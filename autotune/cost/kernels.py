@@ -37,6 +37,12 @@ A class may be followed by a dot and what tells its kernel apart: `attention.bac
 `dequantization.int8`. Shapes: (m, k, n) of a matmul, (batch, heads, queries, keys, dimension) of attention.
 """
 
+
+def rules_of(hardware: HardwareProfile) -> DeviceRules:
+    """Whose kernels the machine's device runs."""
+    return "cuda" if hardware.device.kind == "cuda" else "cpu"
+
+
 CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution")
 """What seconds are broken down into. `adapter`: matmuls with the rank as a dimension."""
 

@@ -97,6 +97,10 @@ class TracedModel:
         other.model, other.traced = cache(other._model), cache(other._traced)
         return other
 
+    def with_rules(self, rules: DeviceRules) -> "TracedModel":
+        """The same model with the kernels of a kind of device: itself, if these are its own."""
+        return self if rules == self.rules else TracedModel(self.family, self.config, self.workload, rules, self.parts)
+
     def _counts(self, transformer: Any) -> tuple[int, ...]:
         return tuple(len(getattr(transformer, name)) for name in self.family.block_lists)
 

@@ -59,3 +59,6 @@ class Parallel:
             sent += PASSES * accumulation * storage.weight_bytes * others
         paths = {link.path for link in hardware.device.links}
         return sent / min((LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH)
+
+
+ONE_PROCESS = Parallel()

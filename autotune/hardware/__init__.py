@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from autotune.hardware.memory import (
         LEAST_MARGIN_BYTES,
         host_floor_bytes,
+        limited_budget,
         process_overhead_bytes,
         shares_host_memory,
         usual_reserve,
     )
-    from autotune.hardware.probing import probe, with_budget, with_cap, with_rates, with_reserve
+    from autotune.hardware.probing import probe, with_budget, with_rates
     from autotune.hardware.sources import memory_bytes, memory_limits
     from autotune.hardware.store import NOT_KEPT, cached_profile, hardware_named
 else:

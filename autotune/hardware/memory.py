@@ -6,7 +6,7 @@ GB10 and Thor answer 1, 1; Orin 1, 0; GH200 and GB200 0, 1; every other card 0, 
 """
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.schema import HardwareProfile, MemoryKind
+from autotune.schema import Device, HardwareProfile, MemoryBudget, MemoryKind
 
 GIB = 2**30
 OVERRIDES: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent")
@@ -76,6 +76,29 @@ def budget(
     if kept:
         why += f", less a reserve of {_gib(kept)}" + (" for the display" if drives_display and reserve is None else "")
     return max(0, most - margin - kept), why
+
+
+def limited_budget(
+    device: Device, *, max_bytes: int | None = None, reserve_bytes: int | None = None, cap_bytes: int | None = None
+) -> MemoryBudget:
+    """What a run may take of the device under the limits that a user sets.
+
+    Args:
+        device: as the probe found it.
+        max_bytes: the most that a run may take.
+        reserve_bytes: bytes to leave to other programs, in place of the usual reserve.
+        cap_bytes: total memory of a smaller device to rehearse, of which the usual reserve and margin are left, too.
+    """
+    total, free, found = device.total_memory_bytes, device.free_memory_bytes, device.budget
+    if reserve_bytes is not None:
+        num_bytes, _ = budget(device.memory_kind, total, free, device.drives_display, reserve_bytes)
+        found = MemoryBudget(num_bytes=num_bytes, is_set_by_user=True)
+    if cap_bytes is not None and (total is None or cap_bytes < total):
+        num_bytes, _ = budget(device.memory_kind, cap_bytes, min(cap_bytes, free or cap_bytes), device.drives_display)
+        found = MemoryBudget(num_bytes=min(num_bytes, found.num_bytes), is_set_by_user=True)
+    if max_bytes is not None and max_bytes < found.num_bytes:
+        found = MemoryBudget(num_bytes=max_bytes, is_set_by_user=True)
+    return found
 
 
 def usual_reserve(kind: MemoryKind, whole_bytes: int, drives_display: bool | None = None) -> int:

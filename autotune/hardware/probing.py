@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from autotune.hardware.capabilities import capabilities_of
 from autotune.hardware.catalog import matching
 from autotune.hardware.facts import read_device, read_host, read_versions
-from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
 from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import System
@@ -129,34 +128,8 @@ def with_rates(
     return HardwareProfile.model_validate({**dict(profile), "rates": rates, "notes": notes, "noisy": noisy})
 
 
-def with_reserve(profile: HardwareProfile, reserve_bytes: int) -> HardwareProfile:
-    """The profile with a budget that leaves `reserve_bytes` untouched, in place of the usual reserve."""
-    device = profile.device
-    num_bytes, why = budget(
-        device.memory_kind, device.total_memory_bytes, device.free_memory_bytes, device.drives_display, reserve_bytes
-    )
-    return _with_budget(profile, num_bytes, why)
-
-
-def with_cap(profile: HardwareProfile, cap_bytes: int) -> HardwareProfile:
-    """The profile with the budget that a device of only `cap_bytes` would leave, its usual reserve and margin off."""
-    device = profile.device
-    total, free = device.total_memory_bytes, device.free_memory_bytes or cap_bytes
-    if total is not None and cap_bytes >= total:
+def with_budget(profile: HardwareProfile, max_bytes: int) -> HardwareProfile:
+    """The profile of a machine whose device leaves at most `max_bytes` to a run."""
+    if max_bytes >= profile.device.budget_bytes:
         return profile
-    num_bytes, why = budget(device.memory_kind, cap_bytes, min(cap_bytes, free), device.drives_display)
-    return _with_budget(profile, min(num_bytes, device.budget_bytes), f"rehearsed: {why}")
-
-
-def with_budget(profile: HardwareProfile, most_bytes: int, *, by_user: bool = False) -> HardwareProfile:
-    """The profile with a budget of at most `most_bytes`."""
-    if most_bytes >= profile.device.budget_bytes:
-        return profile
-    return _with_budget(profile, most_bytes, "limited by the user" if by_user else "limited", by_user=by_user)
-
-
-def _with_budget(profile: HardwareProfile, num_bytes: int, reason: str, *, by_user: bool = True) -> HardwareProfile:
-    by_user = by_user or profile.device.budget_set_by_user
-    changes = {"budget_bytes": num_bytes, "budget_reason": reason, "budget_set_by_user": by_user}
-    device = Device.model_validate({**dict(profile.device), **changes})
-    return HardwareProfile.model_validate({**dict(profile), "device": device})
+    return profile.changed(device=profile.device.changed(budget_bytes=max_bytes, budget_reason="limited"))

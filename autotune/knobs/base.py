@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from autotune.families import Family
-from autotune.schema import Candidate, Choice, HardwareProfile, Workload
+from autotune.schema import Candidate, Choice, HardwareProfile, MemoryBudget, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +22,13 @@ class TuningContext:
     hardware: HardwareProfile
     family: Family
     workload: Workload
+    memory_budget: MemoryBudget | None = None
+    """What a run may take of the device; None for what the device leaves by itself."""
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What a run may take of the device."""
+        return self.memory_budget or self.hardware.device.budget
 
 
 @dataclass(frozen=True)

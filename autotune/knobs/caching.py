@@ -149,13 +149,13 @@ def _against(way: CachingSettings, size: EncoderSize, context: TuningContext) ->
         return reason
     overhead = process_overhead_bytes(hardware)
     held = size.device_bytes(way) + size.vae_bytes
-    budget, needed = hardware.device.budget_bytes, round((1 + ROUNDED_SHARE) * held) + overhead
+    budget, needed = context.budget.num_bytes, round((1 + ROUNDED_SHARE) * held) + overhead
     plain = size.parameters * size.element_bytes
     if way.text_encoder_device == "cpu":
         budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * plain)
     elif way.text_encoder_device != "training":
         # The other GPU is taken to be like this one, and free; where a smaller one is rehearsed, both are.
-        whole = None if hardware.device.budget_set_by_user else hardware.device.total_memory_bytes
+        whole = None if context.budget.is_set_by_user else hardware.device.total_memory_bytes
         budget, needed = whole or budget, round((1 + WORKING_SHARE) * plain)
     if needed <= budget:
         return None

@@ -54,7 +54,7 @@ def _held_bytes(name: str, context: TuningContext) -> int:
 
 def _too_large(name: str, context: TuningContext) -> str | None:
     """Why the model and what the loader holds besides are too large together; None where they fit."""
-    budget = context.hardware.device.budget_bytes
+    budget = context.budget.num_bytes
     held = _held_bytes(name, context)
     model = STORED_BYTES * context.workload.model.num_parameters
     if model + held <= budget or model > budget:  # a model too large by itself speaks against no loader

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from autotune.cost import Predictor
+from autotune.cost import CostModel
 from autotune.families import ResolvedModel
 from autotune.knobs import TuningContext
 from autotune.runtime import __version__
@@ -14,31 +14,40 @@ from autotune.sharing import StoreMatches, find_matches
 from autotune.trials import ProcessTrialRunner, check_parity
 
 
+def _trial_runner(model: str, cost: CostModel) -> ProcessTrialRunner:
+    budget = cost.training_budget
+    return ProcessTrialRunner(cost.hardware, model, cost.workload, budget=budget, predict=cost.predict)
+
+
 @contextmanager
-def child_processes(model: str, cost: Predictor) -> Iterator[Run]:
+def run_in_child_processes(model: str, cost: CostModel) -> Iterator[Run]:
     """Trials in child processes of this machine."""
-    with ProcessTrialRunner(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
+    with _trial_runner(model, cost) as runner:
         yield runner.run
 
 
-def rehearsal(model: str, cost: Predictor, candidate: Candidate, most_seconds: float) -> TrialResult | None:
+def rehearse_in_child_process(model: str, cost: CostModel, candidate: Candidate, max_seconds: float) -> TrialResult:
     """A longer trial of `candidate` in a child process of this machine, through every phase of a run."""
-    with ProcessTrialRunner(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
-        return runner.confirm(candidate, cost.caching[0], most_seconds)
+    with _trial_runner(model, cost) as runner:
+        return runner.confirm(candidate, cost.caching, max_seconds)
 
 
 @dataclass(frozen=True)
 class PlannerBackend:
     """The side effects of planning, as functions: a replay or a test passes its own."""
 
-    trials: Callable[[str, Predictor], AbstractContextManager[Run]] = child_processes
-    find_matches: Callable[[HardwareProfile, Workload], StoreMatches] = find_matches
+    trials: Callable[[str, CostModel], AbstractContextManager[Run]] = run_in_child_processes
+    """Starts trials of the model that is named."""
+    find_matches: Callable[[HardwareProfile, Workload, int], StoreMatches] = find_matches
+    """Looks up records for the machine, the work of one process and the bytes that it may take."""
     autotune_version: str = __version__
     needs_weights: bool = True
-    """Whether trials read the model's files, so that they must be whole."""
-    prove: Callable[[TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile] = check_parity
-    """Adds to the machine which choices compute right on it."""
-    rehearse: Callable[[str, Predictor, Candidate, float], TrialResult | None] = rehearsal
-    """Tries a winner for longer; None where that cannot be."""
-    tried: tuple[TrialResult, ...] | None = None
-    """All that a search tried, in order, where it is over and is not to be repeated."""
+    """Whether trials read the model's files, so that they must be complete."""
+    check_parity: Callable[[TuningContext, Mapping[str, Sequence[Choice]], ResolvedModel], HardwareProfile] = (
+        check_parity
+    )
+    """Adds to the machine's profile which choices compute right on it."""
+    rehearse: Callable[[str, CostModel, Candidate, float], TrialResult | None] = rehearse_in_child_process
+    """Tries a winner for at most so many seconds of steps; None if that is not possible."""
+    recorded_trials: tuple[TrialResult, ...] | None = None
+    """All trials of a search, in order, if it is over and not to be repeated."""

@@ -1,8 +1,8 @@
-"""The winner is tried for longer before a plan promises anything, and so is the first rung of its fallback ladder.
+"""The winner is tried for longer before a plan promises anything, and the first fallback is tried, too.
 
 Neither counts among `--max-trials`, the candidates that are chosen from: the longer trial repeats one of them, and the
-rung is tried only where nothing smaller than the winner has run. Both count in what the plan says that the search cost;
-the longer trial's steps take at most a tenth of `--search-time` on top of it.
+fallback is tried only if nothing smaller than the winner has run. Both count in what the plan says that the search
+cost; the longer trial's steps take at most a tenth of `--search-time` on top of it.
 """
 
 from collections.abc import Callable
@@ -11,29 +11,31 @@ from autotune.planning.problem import PlanningProblem
 from autotune.schema import Candidate, TrialResult
 from autotune.search import fallbacks_of, measured_scores, promised_scores, winner_of
 
-MOST_CONFIRMATIONS = 3
-"""Winners that are tried for longer, should the first fail or turn out slower than the next."""
+MAX_CONFIRMATIONS = 3
+"""Winners that are tried for longer, if the first fails or turns out slower than the next."""
 SHARE_OF_SEARCH = 0.1
-"""Of the time that the search may take, for the steps of the longer trial."""
-LEAST_SECONDS = 5.0
-WORTH_A_LOOK = 0.95
-"""Of the confirmed step time: another candidate whose short trial was not even that fast is not confirmed as well."""
-SMALLER = 0.9
-"""Memory of a fallback, as a share of the winner's, at most."""
+"""Share of the time that the search may take, for the steps of the longer trial."""
+MIN_SECONDS = 5.0
+WORTH_CONFIRMING = 0.95
+"""Share of the confirmed step time: a candidate whose short trial was not even that fast is not confirmed as well."""
+MAX_FALLBACK_SHARE = 0.9
+"""Largest memory of a fallback, as a share of the winner's."""
 
 Trials = tuple[TrialResult, ...]
 
 
-def confirmed_winner(
+def confirm_winner(
     trials: Trials, problem: PlanningProblem, rehearse: Callable[[Candidate], TrialResult | None]
 ) -> Trials:
-    """`trials` and the longer ones: the winner's, and where it loses by that, those of who wins instead."""
+    """`trials` and the longer ones: the winner's, and if it loses by that, those of the candidates that win instead."""
     objective = problem.workload.objective
-    for _ in range(MOST_CONFIRMATIONS):
+    for _ in range(MAX_CONFIRMATIONS):
         best = winner_of(measured_scores(trials), objective)
         tried = {trial.candidate for trial in trials if trial.confirms}
         sure = winner_of([score for score in promised_scores(trials) if score.candidate in tried], objective)
-        if best is None or best.candidate in tried or (sure and best.step_seconds > WORTH_A_LOOK * sure.step_seconds):
+        if best is None or best.candidate in tried:
+            break
+        if sure and best.step_seconds > WORTH_CONFIRMING * sure.step_seconds:
             break
         longer = rehearse(best.candidate)
         if longer is None:
@@ -42,21 +44,21 @@ def confirmed_winner(
     return trials
 
 
-def rehearsed_in_part(trials: Trials, best: Candidate) -> tuple[str, ...]:
-    """What a plan has to say where a phase of its settings' run could not be rehearsed."""
+def note_missing_phases(trials: Trials, best: Candidate) -> tuple[str, ...]:
+    """What a plan says if a phase of its settings' run could not be rehearsed."""
     longer = [trial for trial in trials if trial.confirms and trial.outcome == "ok" and trial.candidate == best]
     return tuple(f"not all of a run could be rehearsed: {trial.message}" for trial in longer[-1:] if trial.message)
 
 
-def unverified_rung(trials: Trials, problem: PlanningProblem) -> Candidate | None:
-    """What to fall back on, where nothing smaller than the winner ran: the fastest that is predicted to be smaller."""
+def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candidate | None:
+    """The fastest untried candidate predicted to be smaller than the winner; None if something smaller has run."""
     scores = measured_scores(trials)
     best = winner_of(scores, problem.workload.objective)
     if best is None or fallbacks_of(scores, best):
         return None
-    problem.cost.calibrate(trials)
+    cost = problem.cost.with_calibration(trials)
     tried = {trial.candidate for trial in trials}
-    most = SMALLER * problem.cost.predict(best.candidate).required_memory_bytes
-    safer = (problem.cost.predict(candidate) for candidate in problem.space.candidates if candidate not in tried)
-    fitting = [prediction for prediction in safer if prediction.required_memory_bytes <= most]
+    max_bytes = MAX_FALLBACK_SHARE * cost.predict(best.candidate).required_memory_bytes
+    untried = (cost.predict(candidate) for candidate in problem.space.candidates if candidate not in tried)
+    fitting = [prediction for prediction in untried if prediction.required_memory_bytes <= max_bytes]
     return min(fitting, key=lambda prediction: prediction.step_seconds).candidate if fitting else None

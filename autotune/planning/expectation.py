@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from autotune.cost import Parallel, Predictor, job_time
-from autotune.schema import Expected, HardwareProfile, Job, PlannedHardware, TrialResult, Workload
+from autotune.cost import CostModel, Parallel, job_time
+from autotune.schema import Expected, HardwareProfile, Job, MemoryBudget, PlannedHardware, TrialResult, Workload
 from autotune.search import Score
 
 
-def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHardware:
+def planned_hardware(hardware: HardwareProfile, budget: MemoryBudget, parallel: Parallel) -> PlannedHardware:
     """The machine, as far as a plan depends on it, and how its processes share the work."""
     return PlannedHardware(
         device_name=hardware.device.name,
@@ -15,7 +15,7 @@ def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHa
         fingerprint=hardware.fingerprint,
         match_keys=hardware.match_keys,
         total_memory_bytes=hardware.device.total_memory_bytes,
-        budget_bytes=hardware.device.budget_bytes,
+        budget_bytes=budget.num_bytes,
         versions=hardware.versions,
         num_processes=parallel.num_processes,
         strategy=parallel.strategy,
@@ -25,7 +25,7 @@ def planned_hardware(hardware: HardwareProfile, parallel: Parallel) -> PlannedHa
 def build_expectation(
     best: Score,
     trials: Sequence[TrialResult],
-    cost: Predictor,
+    cost: CostModel,
     workload: Workload,
     job: Job,
     price_per_hour: float | None = None,
@@ -40,14 +40,14 @@ def build_expectation(
         job: what the settings are for.
         price_per_hour: of the machine.
     """
-    cost.calibrate(trials)
+    cost = cost.with_calibration(trials)
     rehearsals = [trial for trial in trials if trial.confirms and trial.candidate == best.candidate]
     phases = rehearsals[-1].phases if rehearsals else ()
     prediction = cost.predict(best.candidate)
     peak = best.peak_memory_bytes if trials else prediction.allocated_memory_bytes
     largest = max([peak, *(phase.device_bytes or 0 for phase in phases)])
     overhead = prediction.peak_memory_bytes - prediction.allocated_memory_bytes  # what the allocator does not count
-    room = cost.hardware.device.budget_bytes - largest
+    room = cost.training_budget.num_bytes - largest
     if trials and room > 0:  # they ran within the budget, so that they need no more than it
         overhead = min(overhead, room)
     if not any(phase.name == "caching" for phase in phases):  # the others are only predicted
@@ -57,9 +57,8 @@ def build_expectation(
         host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
         overhead = host - best.peak_memory_bytes
     if trials:  # which ran in one process
-        overhead += (
-            prediction.allocated_memory_bytes - cost.single_process.predict(best.candidate).allocated_memory_bytes
-        )
+        alone = cost.single_process().predict(best.candidate)
+        overhead += prediction.allocated_memory_bytes - alone.allocated_memory_bytes
     return Expected(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,

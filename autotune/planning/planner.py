@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import optuna
 
 from autotune.hardware import shares_host_memory
-from autotune.planning.alternatives import larger_batch_advice
+from autotune.planning.alternatives import advise_larger_batch, suggest_relaxation
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.confirming import (
-    LEAST_SECONDS,
+    MIN_SECONDS,
     SHARE_OF_SEARCH,
-    confirmed_winner,
-    rehearsed_in_part,
-    unverified_rung,
+    choose_untried_fallback,
+    confirm_winner,
+    note_missing_phases,
 )
 from autotune.planning.expectation import build_expectation, planned_hardware
-from autotune.planning.problem import PlanningProblem, build_problem
+from autotune.planning.problem import PlanningProblem
 from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
 from autotune.runtime import interrupt_on_signal
@@ -61,6 +61,8 @@ from autotune.search import (
 from autotune.sharing import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
 
 NO_MATCHES = StoreMatches(known=(), stale=(), refused=())
+FALLBACK = "rung"
+"""Under this name studies remember the trial of a fallback."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def make_plan(
         AutotuneError: the study's storage failed.
     """
     backend = backend or PlannerBackend()
-    problem = build_problem(request, hardware, backend)
+    problem = PlanningProblem.build(request, hardware, backend)
     for line in problem.left_out:
         on_event(Notice(text=line, level="warning"))
     for note in problem.notes:
@@ -128,7 +130,7 @@ def _find_warm_start(
 ) -> tuple[StoreMatches, WarmStart]:
     if not problem.request.use_profiles:
         return NO_MATCHES, NO_WARM_START
-    found = backend.find_matches(problem.device_profile, problem.workload)
+    found = backend.find_matches(problem.hardware, problem.workload, problem.budget_bytes)
     found, warm_start = build_warm_start(
         found, problem.space.candidates, problem.budget_bytes, problem.workload, problem.cost
     )
@@ -160,15 +162,15 @@ def _search(
             on_event(TrialStarted(candidate=candidate))
             return run(candidate)
 
-        if backend.tried is None:
+        if backend.recorded_trials is None:
             trials = run_search(search, run_trial, problem.limits, on_trial, enough=warm_start.kept, study=study)
         else:
-            trials = backend.tried
+            trials = backend.recorded_trials
             for trial in trials:
                 on_trial(trial)
-        is_over = backend.tried is not None or warm_start.kept(trials)
-        fallback = None if is_over else unverified_rung(trials, problem)
-        result = memoize(study, "rung", fallback, run_trial) if fallback is not None else None
+        is_over = backend.recorded_trials is not None or warm_start.kept(trials)
+        fallback = None if is_over else choose_untried_fallback(trials, problem)
+        result = memoize(study, FALLBACK, fallback, run_trial) if fallback is not None else None
         if result is not None:
             trials = (*trials, result)
             on_trial(result)
@@ -185,7 +187,7 @@ def _confirm(
     on_event: OnEvent,
 ) -> tuple[TrialResult, ...]:
     request = problem.request
-    seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * problem.limits.allowed_seconds(best_seconds(trials)))
+    seconds = max(MIN_SECONDS, SHARE_OF_SEARCH * problem.limits.allowed_seconds(best_seconds(trials)))
 
     def longer_trial(candidate: Candidate) -> TrialResult | None:
         on_event(TrialStarted(candidate=candidate))
@@ -197,7 +199,7 @@ def _confirm(
             on_event(TrialFinished(result=longer))
         return longer
 
-    return confirmed_winner(trials, problem, rehearse)
+    return confirm_winner(trials, problem, rehearse)
 
 
 def _plan(
@@ -210,29 +212,32 @@ def _plan(
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = problem.workload.objective
     scores = measured_scores(trials) if problem.can_try else predicted_scores(predictions, problem.budget_bytes)
-    best = require_winner(promised_scores(trials) if trials else scores, objective, problem.relaxation)
+    request, cost = problem.request, problem.cost.with_calibration(trials)
+
+    def relaxation() -> str:
+        taught = problem.cost.with_calibration(trials, warm_start.priors(trials))
+        return suggest_relaxation(request, problem.space, taught)
+
+    best = require_winner(promised_scores(trials) if trials else scores, objective, relaxation)
     scores += measured_scores(warm_start.evidence(trials))  # only what ran here may win
-    caching, why_caching = problem.cost.caching
     frozen = FrozenPart(
         schema_version=1,
         autotune_version=autotune_version,
-        hardware=planned_hardware(problem.hardware, problem.cost.parallel),
+        hardware=planned_hardware(problem.hardware, problem.memory_budget, cost.parallel),
         workload=problem.global_workload,
         settings=best.candidate,
-        caching=caching,
-        expected=build_expectation(
-            best, trials, problem.cost, problem.global_workload, problem.job, problem.request.price_per_hour
-        ),
-        reasons=(*reasons_for(problem.space, scores, best, objective), why_caching),
+        caching=cost.caching,
+        expected=build_expectation(best, trials, cost, problem.global_workload, problem.job, request.price_per_hour),
+        reasons=(*reasons_for(problem.space, scores, best, objective), cost.caching_reason),
         fallbacks=fallbacks_of(scores, best),
         records=warm_start.records,
         search_seconds=search_cost_seconds(trials),
         trials=trials,
-        pins=problem.request.pins,
-        exclusions=problem.request.exclusions,
+        pins=request.pins,
+        exclusions=request.exclusions,
         advice=(
-            *rehearsed_in_part(trials, best.candidate),
-            *larger_batch_advice(problem.cost, best.candidate, best.step_seconds, problem.budget_bytes),
+            *note_missing_phases(trials, best.candidate),
+            *advise_larger_batch(cost, best.candidate, best.step_seconds),
         ),
     )
     return seal(problem.job, frozen)

@@ -1,18 +1,24 @@
-"""One question on one machine, with all that follows from it before anything is tried."""
+"""One request on one machine, with all that follows from it before anything is tried."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
-from autotune.cost import Parallel, Predictor
+from autotune.cost import ONE_PROCESS, CostModel, Parallel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, require_weights, resolve_model
-from autotune.hardware import with_budget
 from autotune.knobs import TuningContext
-from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation, shareable, within_host
+from autotune.planning.alternatives import (
+    LAST_RESORT,
+    drop_beyond_host,
+    keep_unquantized,
+    min_required_bytes,
+    suggest_relaxation,
+)
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.request import PlanRequest, build_job, read_data
-from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
+from autotune.schema import Choice, HardwareProfile, Job, MemoryBudget, Workload, digest_of
 from autotune.search import Limits, SearchSpace, without
-from autotune.training import KEY_NAMES, describe_workload, require_even_shares
+from autotune.training import KEY_NAMES, describe_workload, device_misfits, require_even_shares
 from autotune.weights import BadWeights
 
 
@@ -23,27 +29,61 @@ class PlanningProblem:
     request: PlanRequest
     hardware: HardwareProfile
     """The whole machine."""
+    memory_budget: MemoryBudget
+    """What all processes of a run may take of its device."""
     global_workload: Workload
-    """Of all processes that train together."""
+    """The work of all processes that train together."""
     workload: Workload
-    """Of one process and its device."""
+    """The work of one process and its device."""
     space: SearchSpace
-    cost: Predictor
+    cost: CostModel
+    """Of one process, before any trial."""
     job: Job
     notes: tuple[str, ...] = ()
-    """What the user should know of how the question was understood."""
+    """What the user should know about how the request was understood."""
     left_out: tuple[str, ...] = ()
-    """What is wrong with files of the data folder, if anything."""
+    """What is wrong with files of the data folder, one line each."""
 
-    @property
-    def device_profile(self) -> HardwareProfile:
-        """One process's device, without what stays on it beside training."""
-        return self.cost.hardware
+    @classmethod
+    def build(cls, request: PlanRequest, hardware: HardwareProfile, backend: PlannerBackend) -> Self:
+        """Resolve model and data, check parity, enumerate what may be tried, and build the cost model.
+
+        Raises:
+            InvalidInput: the model or the data cannot be used.
+            NothingFits: the weights alone are too large in every format, or nothing can be tried on this machine.
+        """
+        model, notes = _resolve(request)
+        if backend.needs_weights:
+            _require_weights_and_gpu(model, hardware)
+        dataset = read_data(request, model)
+        drops_captions = request.drops_captions
+        global_workload = describe_workload(model, dataset, request.workload_overrides, drops_captions=drops_captions)
+        require_even_shares(global_workload, request.num_processes)
+        workload = global_workload.share(request.num_processes)
+        budget = request.memory_budget or hardware.device.budget
+        if request.is_local:
+            context = TuningContext(hardware, model.family, workload, budget)
+            choices = request.space(context, also=LAST_RESORT).choices
+            hardware = backend.check_parity(context, choices, model)
+        cost, space = _choose_strategy(request, model, workload, hardware, _share_of_budget(request, hardware, budget))
+        job = build_job(request, model, dataset, global_workload.effective_batch_size)
+        return cls(
+            replace(request, model=job.pinned_model),
+            hardware,
+            budget,
+            global_workload,
+            workload,
+            space,
+            cost,
+            job,
+            notes,
+            dataset.left_out if dataset else (),
+        )
 
     @property
     def budget_bytes(self) -> int:
-        """What training may take there."""
-        return self.device_profile.device.budget_bytes
+        """What training may take of one process's device, beside encoders that stay there."""
+        return self.cost.training_budget.num_bytes
 
     @property
     def can_try(self) -> bool:
@@ -57,7 +97,7 @@ class PlanningProblem:
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """All that must be equal where trials count for the same search, by what people call it."""
+        """Everything that must be equal for trials to count for the same search, by what people call it."""
         model = {**dict(self.workload.model), "name": ""}  # folders may be called differently
         work = {**self.workload.model_dump(mode="json"), "model": model}
         choices: dict[str, object] = {name: list(values) for name, values in self.space.choices.items()}
@@ -66,37 +106,17 @@ class PlanningProblem:
         own = {"device": device, "work": digest_of(work), "settings to choose from": digest_of(choices)}
         return {**keys, **own, "processes": processes}
 
-    def relaxation(self) -> str:
-        """What to ask instead where nothing fits."""
-        return relaxation(self.request, self.space, self.cost)
+
+def list_choices(request: PlanRequest, hardware: HardwareProfile) -> SearchSpace:
+    """What a search for the request could choose on this machine, and what it could not and why."""
+    model, _ = _resolve(request)
+    data, drops_captions = read_data(request, model), request.drops_captions
+    workload = describe_workload(model, data, request.workload_overrides, drops_captions=drops_captions)
+    return request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 
-def build_problem(request: PlanRequest, hardware: HardwareProfile, backend: PlannerBackend) -> PlanningProblem:
-    """Resolve model and data, enumerate what may be tried and learns the same, and build the cost model.
-
-    Raises:
-        InvalidInput: the model or the data cannot be used.
-        NothingFits: the weights alone are too large in every storage, or nothing can be tried here.
-    """
-    model, notes = _resolved(request)
-    if backend.needs_weights:
-        _require_weights_and_room(model, hardware)
-    dataset = read_data(request, model)
-    whole = describe_workload(model, dataset, request.workload_overrides, drops_captions=request.drops_captions)
-    require_even_shares(whole, request.num_processes)
-    workload = whole.share(request.num_processes)
-    if request.is_local:
-        context = TuningContext(hardware, model.family, workload)
-        hardware = backend.prove(context, request.space(context, also=WHERE_NOTHING_FITS).choices, model)
-    cost, space = _strategy(request, model, workload, _of_one_process(request, hardware))
-    job = build_job(request, model, dataset, whole.effective_batch_size)
-    left_out = dataset.left_out if dataset else ()
-    pinned = replace(request, model=job.pinned_model)
-    return PlanningProblem(pinned, hardware, whole, workload, space, cost, job, notes, left_out)
-
-
-def _resolved(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
-    """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
+def _resolve(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
+    """The model; from the hub come its tokenizers, if there are captions to count, and unknown architectures."""
     known = is_family(request.model)
     if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
         return resolve_model(request.model), ()
@@ -109,90 +129,85 @@ def _resolved(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
         return resolve_model(request.model), (note,)
 
 
-def _of_one_process(request: PlanRequest, hardware: HardwareProfile) -> HardwareProfile:
-    """Each process has a device of its own, but on CPU they share the memory."""
-    if request.num_processes == 1:
-        return hardware
-    from autotune.training import device_misfits
+def _require_weights_and_gpu(model: ResolvedModel, hardware: HardwareProfile) -> None:
+    if model.folder is not None:
+        require_weights(model)
+    elif hardware.device.kind == "cpu":
+        spec = model.spec
+        raise NothingFits(
+            f"{spec.name} ({spec.num_parameters / 1e9:.1f}B parameters) cannot be tried here: this machine has no GPU",
+            hint=f"plan for a GPU by name: autotune plan --model {model.family.name} --hardware nvidia-rtx-4090 "
+            "(all: autotune probe --list)",
+        )
 
-    if request.is_local and (misfits := device_misfits(request.num_processes, hardware)):
+
+def _share_of_budget(request: PlanRequest, hardware: HardwareProfile, budget: MemoryBudget) -> MemoryBudget:
+    """What one process may take: each has a device of its own, but on CPU they share the memory."""
+    number = request.num_processes
+    if number > 1 and request.is_local and (misfits := device_misfits(number, hardware)):
         raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
-    if hardware.device.kind != "cpu":
-        return hardware
-    return with_budget(hardware, hardware.device.budget_bytes // request.num_processes)
+    return budget.changed(num_bytes=budget.num_bytes // number) if hardware.device.kind == "cpu" else budget
 
 
-def _strategy(
-    request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile
-) -> tuple[Predictor, SearchSpace]:
-    """The cost model of one device, and what it admits.
+def _choose_strategy(
+    request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, budget: MemoryBudget
+) -> tuple[CostModel, SearchSpace]:
+    """The cost model of one process, and what may be tried.
 
-    The weights are shared out over the processes only where no device is predicted to hold them all.
+    The weights are sharded over the processes only if no device is predicted to hold them all.
     """
     number = request.num_processes
-    replicated = Parallel("ddp", number) if number > 1 else Parallel()
-    cost = _cost_beside_kept(request, model, workload, hardware, replicated)
-    context = TuningContext(cost.hardware, model.family, workload)
-    space = request.space(context)
-    if number == 1 and not _fits(space, cost, cautious=request.is_local):
-        wider = within_host(request.space(context, also=WHERE_NOTHING_FITS), cost)
-        space = wider if _fits(wider, cost) else space
-    if number > 1:
-        why = "several processes share the weights out instead"
-        space = without(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
-        if not space.candidates:
-            raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
+    cost = CostModel.build(
+        hardware,
+        workload,
+        model.family,
+        model.config,
+        parts_of(model),
+        memory_budget=budget,
+        caching_pins=request.caching_pins,
+        parallel=Parallel("ddp", number) if number > 1 else ONE_PROCESS,
+    )
+    space = request.space(cost.context)
+    if number == 1:
+        if not _fits(space, cost, cautious=request.is_local):
+            wider = drop_beyond_host(request.space(cost.context, also=LAST_RESORT), cost)
+            space = wider if _fits(wider, cost) else space
+        return cost, _drop_too_heavy(request, space, cost)
+    space = _without_block_swap(space, number)
     try:
-        lighter = _without_too_heavy(request, space, cost)
-        if number == 1 or _fits(lighter, cost):
+        lighter = _drop_too_heavy(request, space, cost)
+        if _fits(lighter, cost):
             return cost, lighter
     except NothingFits:
-        if number == 1:
-            raise
-    plain = shareable(space)
+        pass
+    plain = keep_unquantized(space)
     if not plain.candidates:
-        what = f"on each of {number} devices nothing fits, and weights must be plain to be shared out over them"
-        raise NothingFits(what, hint=relaxation(request, space, cost))
-    cost = _cost_beside_kept(request, model, workload, hardware, Parallel("fsdp2", number))
-    return cost, _without_too_heavy(request, plain, cost)
+        what = f"nothing fits on each of {number} devices, and quantized weights cannot be sharded over them"
+        raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
+    cost = cost.with_parallel(Parallel("fsdp2", number))
+    return cost, _drop_too_heavy(request, plain, cost)
 
 
-def list_choices(request: PlanRequest, hardware: HardwareProfile) -> SearchSpace:
-    """What a search for the question could choose on this machine, and what it could not and why."""
-    model, _ = _resolved(request)
-    data, drops = read_data(request, model), request.drops_captions
-    workload = describe_workload(model, data, request.workload_overrides, drops_captions=drops)
-    return request.space(TuningContext(hardware, model.family, workload))
+def _without_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
+    why = "several processes shard the weights instead"
+    dropped: dict[Choice, str] = {number: why for number in space.choices["swapped_blocks"] if number}
+    space = without(space, "swapped_blocks", dropped)
+    if not space.candidates:
+        what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
+        raise InvalidInput(what, hint="leave one of them out")
+    return space
 
 
-def _fits(space: SearchSpace, cost: Predictor, *, cautious: bool = False) -> bool:
-    """Whether anything is predicted to fit, `cautious` as a search is before it tries anything."""
-    budget = cost.hardware.device.budget_bytes
+def _fits(space: SearchSpace, cost: CostModel, *, cautious: bool = False) -> bool:
+    """Whether anything is predicted to fit, `cautious` as a search is before its first trial."""
+    budget = cost.training_budget.num_bytes
     light = [candidate for candidate in space.candidates if cost.weight_bytes(candidate) <= budget]
-    return bool(light) and least_bytes(light, cost, cautious=cautious) <= budget
+    return bool(light) and min_required_bytes(light, cost, cautious=cautious) <= budget
 
 
-def _cost_beside_kept(
-    request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
-) -> Predictor:
-    """The cost model, of the machine without what stays on it beside training."""
-    known = (model.family, model.config, parts_of(model), request.caching_pins)
-    return beside_kept(Predictor(hardware, workload, *known, parallel))
-
-
-def beside_kept(cost: Predictor) -> Predictor:
-    """The same cost model, of the machine without what stays on it beside training."""
-    if not cost.resident_encoder_bytes:
-        return cost
-    hardware = cost.hardware
-    reduced = cost.beside(with_budget(hardware, max(0, hardware.device.budget_bytes - cost.resident_encoder_bytes)))
-    reduced.caching = cost.caching  # chosen with all of the memory
-    return reduced
-
-
-def _without_too_heavy(request: PlanRequest, space: SearchSpace, cost: Predictor) -> SearchSpace:
-    """Leave out storages whose weights alone exceed the budget: nothing about them needs to be traced or tried."""
-    budget = cost.hardware.device.budget_bytes
+def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -> SearchSpace:
+    """Leave out weight formats whose weights alone exceed the budget: they need not be traced or tried."""
+    budget = cost.training_budget.num_bytes
     sizes: dict[str, int] = {}
     for candidate in space.candidates:
         size = cost.weight_bytes(candidate)
@@ -203,19 +218,7 @@ def _without_too_heavy(request: PlanRequest, space: SearchSpace, cost: Predictor
         if size > budget
     }
     if len(dropped) == len(sizes):
-        least = min(dropped, key=lambda name: sizes[str(name)])
-        hint = relaxation(request, space, cost)
-        raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
+        smallest = min(sizes, key=lambda name: sizes[name])
+        hint = suggest_relaxation(request, space, cost)
+        raise NothingFits(f"{cost.workload.model.name} as {smallest}: {dropped[smallest]}", hint=hint)
     return without(space, "quantization", dropped)
-
-
-def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:
-    if model.folder is not None:
-        require_weights(model)
-    elif hardware.device.kind == "cpu":
-        spec = model.spec
-        raise NothingFits(
-            f"{spec.name} ({spec.num_parameters / 1e9:.1f}B parameters) cannot be tried here: this machine has no GPU",
-            hint=f"plan for a GPU by name: autotune plan --model {model.family.name} --hardware nvidia-rtx-4090 "
-            "(all: autotune probe --list)",
-        )

@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autotune.cost import Predictor
+from autotune.cost import CostModel
 from autotune.errors import InvalidInput
 from autotune.planning.backend import PlannerBackend
 from autotune.runtime import write_text_atomic
-from autotune.schema import Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload, from_schema_1
+from autotune.schema import Candidate, HardwareProfile, MemoryBudget, TrainingPlan, TrialResult, Workload, from_schema_1
 from autotune.search import Run
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 
@@ -35,14 +35,21 @@ class Recording:
     trials: tuple[TrialResult, ...]
     shared: bool = False
     """Whether several workers may have searched: what each tried went by what the others were at, which is gone."""
+    memory_budget: MemoryBudget | None = None
+    """What a run might take of the device; None for what the device left."""
 
 
 def recording_of(
-    plan: TrainingPlan, hardware: HardwareProfile, known: Sequence[MatchedRecord], *, shared: bool = False
+    plan: TrainingPlan,
+    hardware: HardwareProfile,
+    known: Sequence[MatchedRecord],
+    *,
+    shared: bool = False,
+    memory_budget: MemoryBudget | None = None,
 ) -> Recording:
     """What it takes to make `plan` again, of what was `known` then."""
     records = tuple((item.name, item.record) for item in known if item.name in plan.frozen.records)
-    return Recording(plan.frozen.autotune_version, hardware, records, plan.frozen.trials, shared)
+    return Recording(plan.frozen.autotune_version, hardware, records, plan.frozen.trials, shared, memory_budget)
 
 
 def write_recording(path: Path, recording: Recording) -> None:
@@ -52,6 +59,8 @@ def write_recording(path: Path, recording: Recording) -> None:
         "autotune_version": recording.autotune_version,
         "hardware": recording.hardware.model_dump(mode="json", exclude_defaults=True),
     }
+    if recording.memory_budget is not None:
+        head["memory_budget"] = recording.memory_budget.model_dump(mode="json")
     records = ({"name": name, "record": record.model_dump(mode="json")} for name, record in recording.records)
     trials = ({"trial": trial.model_dump(mode="json", exclude_defaults=True)} for trial in recording.trials)
     write_text_atomic(path, "".join(f"{json.dumps(line)}\n" for line in (head, *records, *trials)))
@@ -74,6 +83,7 @@ def read_recording(path: Path) -> Recording:
             records=tuple((str(line["name"]), _parsed(Record, line["record"])) for line in lines if "record" in line),
             trials=tuple(_parsed(TrialResult, line["trial"]) for line in lines if "record" not in line),
             shared=head.get("shared") is True,
+            memory_budget=_parsed(MemoryBudget, head["memory_budget"]) if "memory_budget" in head else None,
         )
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
@@ -99,13 +109,18 @@ def replayed(recording: Recording) -> PlannerBackend:
         return results[candidate]
 
     @contextmanager
-    def trials(model: str, cost: Predictor) -> Iterator[Run]:
+    def trials(model: str, cost: CostModel) -> Iterator[Run]:
         yield run
 
-    def find_matches(hardware: HardwareProfile, workload: Workload) -> StoreMatches:
+    def find_matches(hardware: HardwareProfile, workload: Workload, budget_bytes: int) -> StoreMatches:
         return StoreMatches(
             known=tuple(
-                MatchedRecord(name, record, compare(record, hardware, workload), usable_trials(record, hardware))
+                MatchedRecord(
+                    name,
+                    record,
+                    compare(record, hardware, workload, budget_bytes),
+                    usable_trials(record, hardware, budget_bytes),
+                )
                 for name, record in recording.records
             ),
             stale=(),
@@ -117,7 +132,7 @@ def replayed(recording: Recording) -> PlannerBackend:
         find_matches,
         recording.autotune_version,
         needs_weights=False,
-        prove=lambda context, choices, model: context.hardware,
-        rehearse=lambda model, cost, candidate, most_seconds: confirmed.get(candidate),
-        tried=tuple(results.values()) if recording.shared else None,
+        check_parity=lambda context, choices, model: context.hardware,
+        rehearse=lambda model, cost, candidate, max_seconds: confirmed.get(candidate),
+        recorded_trials=tuple(results.values()) if recording.shared else None,
     )

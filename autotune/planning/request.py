@@ -8,7 +8,7 @@ from typing import Literal
 from autotune.data import Dataset, Reading, read_dataset
 from autotune.families import ResolvedModel
 from autotune.knobs import PIN, TuningContext
-from autotune.schema import Job, TrainingPlan, job_from
+from autotune.schema import Job, MemoryBudget, TrainingPlan, job_from
 from autotune.search import SearchSpace, StudyPlace, search_space
 from autotune.training import WorkloadOverrides, check_job, overrides_from
 
@@ -27,6 +27,8 @@ class PlanRequest:
     """(knob, value) pairs: this value may not be chosen."""
     is_local: bool = True
     """Whether the hardware asked about is this machine's: only then can trials run."""
+    memory_budget: MemoryBudget | None = None
+    """What a run may take of the device; None for what the device leaves."""
     num_processes: int = 1
     """GPUs that train together, one process each."""
     use_profiles: bool = True

@@ -99,13 +99,13 @@ def _goes_on(place: StudyPlace, problem: PlanningProblem, on_note: Callable[[str
 
 
 def _path(problem: PlanningProblem, autotune_version: str) -> Path:
-    device = problem.hardware.device
+    budget = problem.memory_budget
     key: dict[str, object] = {
         **problem.identity,
         "autotune": autotune_version,
         "model": problem.request.model,  # random weights and real ones fail in other ways
         "libraries": problem.hardware.versions.model_dump(mode="json"),
-        "budget": device.budget_bytes if device.budget_set_by_user else None,
+        "budget": budget.num_bytes if budget.is_set_by_user else None,
     }
     name = digest_of(key).removeprefix("sha256:")[:32]
     return platformdirs.user_cache_path("autotune") / "searches" / f"{name}.db"

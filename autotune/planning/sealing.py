@@ -8,13 +8,12 @@ memory than the one before. Work, quality and effective batch stay as they are.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autotune.cost import Parallel, Predictor
+from autotune.cost import CostModel, Parallel
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.families import parts_of, resolve_model
 from autotune.knobs import KNOBS, TuningContext, parity_capability, shown, unavailable_reason
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.expectation import build_expectation, planned_hardware
-from autotune.planning.problem import beside_kept
 from autotune.runtime import started_by_launcher
 from autotune.schema import (
     Candidate,
@@ -99,16 +98,17 @@ def seal_on_arrival(
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)
-    cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
     caching = plan.frozen.caching
-    cost.caching = (caching, Reason(knob="caching", chosen=shown(caching), why="as planned"))
-    cost = beside_kept(cost)
+    as_planned = caching, Reason(knob="caching", chosen=shown(caching), why="as planned")
+    cost = CostModel.build(
+        hardware, work, model.family, model.config, parts_of(model), caching=as_planned, parallel=parallel
+    )
     candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
     against = _too_large(candidates, cost)
     if fitting := [candidate for candidate in candidates if candidate not in against]:
         choices = {knob.name: tuple({getattr(one, knob.name): None for one in fitting}) for knob in KNOBS}
-        check_parity = backend.prove(TuningContext(hardware, model.family, work), choices, model)
-        against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, check_parity))}
+        checked = backend.check_parity(TuningContext(hardware, model.family, work), choices, model)
+        against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, checked))}
     if not (usable := [candidate for candidate in candidates if candidate not in against]):
         raise DoesNotFit(
             f"neither the plan's settings nor its fallbacks can be used here; the last: {against[candidates[-1]]}",
@@ -116,12 +116,14 @@ def seal_on_arrival(
         )
     with backend.trials(plan.job.pinned_model, cost) as run:
         trials = _until_one_runs(usable, run)
-    return seal(plan.job, _measured(plan, planned_hardware(hardware, parallel), cost, trials, against))
+    return seal(
+        plan.job, _measured(plan, planned_hardware(hardware, cost.memory_budget, parallel), cost, trials, against)
+    )
 
 
-def _too_large(candidates: Sequence[Candidate], cost: Predictor) -> dict[Candidate, str]:
+def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candidate, str]:
     """What may not be tried, and why: an over-allocation can hang a machine whose memory is shared."""
-    budget = cost.hardware.device.budget_bytes
+    budget = cost.training_budget.num_bytes
     needed = {candidate: cost.predict(candidate).required_memory_bytes for candidate in candidates}
     return {
         candidate: f"needs {needed_bytes / 2**30:.1f} GiB, a run may take {budget / 2**30:.1f} GiB"
@@ -130,17 +132,13 @@ def _too_large(candidates: Sequence[Candidate], cost: Predictor) -> dict[Candida
     }
 
 
-def _wrong(candidate: Candidate, check_parity: HardwareProfile) -> str | None:
+def _wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
     """Why what it computes is not the same on this machine, or None."""
     chosen = ((knob, getattr(candidate, knob.name)) for knob in KNOBS)
     capabilities = ((f"{knob.title} {value}", parity_capability(knob.name, parity.runs)) for knob, value in chosen
              if (parity := knob.parity(value)))  # fmt: skip
     return next(
-        (
-            f"{what}: {why}"
-            for what, capability in capabilities
-            if (why := unavailable_reason(check_parity, capability))
-        ),
+        (f"{what}: {why}" for what, capability in capabilities if (why := unavailable_reason(hardware, capability))),
         None,
     )
 
@@ -161,7 +159,7 @@ def _until_one_runs(candidates: Sequence[Candidate], run: Run) -> tuple[TrialRes
 def _measured(
     plan: TrainingPlan,
     hardware: PlannedHardware,
-    cost: Predictor,
+    cost: CostModel,
     trials: tuple[TrialResult, ...],
     against: Mapping[Candidate, str],
 ) -> FrozenPart:

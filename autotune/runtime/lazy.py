@@ -3,7 +3,7 @@
 A package's `__init__.py` lists its face once:
 
     if TYPE_CHECKING:
-        from autotune.cost.predict import Predictor
+        from autotune.cost.predict import CostModel
     else:
         __getattr__, __dir__, __all__ = lazy_exports(__name__)
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         HardwareProfile,
         Host,
         Link,
+        MemoryBudget,
         MemoryKind,
         Provenance,
         Rate,

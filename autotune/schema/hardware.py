@@ -22,6 +22,14 @@ class Link(Frozen):
     """`nvlink`, or what the bytes cross otherwise: `same board`, `pcie switch`, `host bridge`, `cpu sockets`."""
 
 
+class MemoryBudget(Frozen):
+    """The most memory that a run may take of a device, the overhead of its own process included."""
+
+    num_bytes: int = NaturalInt
+    is_set_by_user: bool = False
+    """Whether an option changed it: what is measured within such a budget is not evidence for other runs."""
+
+
 class Device(Frozen):
     """One device that can train, as its runtime reports it. What is unknown is None, never 0."""
 
@@ -57,6 +65,11 @@ class Device(Frozen):
     other_process_bytes: int | None = None
     """Device memory that other processes hold."""
     links: tuple[Link, ...] = ()
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What a run may take if no option says otherwise."""
+        return MemoryBudget(num_bytes=self.budget_bytes, is_set_by_user=self.budget_set_by_user)
 
     @property
     def file_name(self) -> str:

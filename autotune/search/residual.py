@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from autotune.cost import NOISE, Predictor, PriorResiduals, residual_of
+from autotune.cost import NOISE, CostModel, PriorResiduals, residual_of
 from autotune.schema import Candidate, Objective, Prediction, TrialResult
 from autotune.search.space import SearchSpace
 
@@ -68,7 +68,7 @@ class ResidualSearch:
 
     Args:
         space: the admissible candidates.
-        cost: predicts them, and learns from results.
+        cost: predicts them, before anything is learned from results.
         budget_bytes: what a run may take on the device.
         lessons: what similar machines have learned, as far as trials here leave it believable.
         first: tried before all others, e.g. what won elsewhere.
@@ -78,7 +78,7 @@ class ResidualSearch:
     def __init__(
         self,
         space: SearchSpace,
-        cost: Predictor,
+        cost: CostModel,
         budget_bytes: int,
         *,
         priors: Callable[[Sequence[TrialResult]], Sequence[PriorResiduals]] = lambda results: (),
@@ -111,27 +111,31 @@ class ResidualSearch:
         self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
         """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
-        self.cost.calibrate(results, self.priors(results))
+        cost = self._calibrated(results)
         tried = {result.candidate for result in results} | set(taken)
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
         # Without a step it was the weights themselves that missed the quality floor: no attention changes that.
         too_far = {r.candidate.quantization for r in results if r.outcome == "numerics" and not r.step_seconds}
-        limit, most_of_host = self._limit_bytes(results), self._limit_of_host(results)
+        limit, most_of_host = self._limit_bytes(results, cost), _limit_of_host(results, cost)
         found = []
         for candidate in self.space.candidates:
             storage = candidate.quantization
             if candidate in tried or storage in too_far or (candidate.attention, storage) in barred:
                 continue
-            prediction = self.cost.predict(candidate)
+            prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
             if required < limit and prediction.host_memory_bytes <= most_of_host:
                 found.append(self._outlook(prediction, required))
         # On memory of its own a trial has a cap: where caution alone is against a first one, being wrong costs no more.
-        return found if found or results or taken or self.ascending else self._smallest_only()
+        return found if found or results or taken or self.ascending else self._smallest_only(cost)
 
-    def _smallest_only(self) -> list[ScoredCandidate]:
+    def _calibrated(self, results: Sequence[TrialResult]) -> CostModel:
+        """The cost model as `results` and the priors that they leave believable correct it."""
+        return self.cost.with_calibration(results, self.priors(results))
+
+    def _smallest_only(self, cost: CostModel) -> list[ScoredCandidate]:
         """The candidate that needs least, where that is predicted to fit."""
-        predictions = [self.cost.predict(candidate) for candidate in self.space.candidates]
+        predictions = [cost.predict(candidate) for candidate in self.space.candidates]
         least = min(predictions, key=lambda prediction: prediction.required_memory_bytes)
         needed = least.required_memory_bytes
         return [self._outlook(least, needed)] if needed <= self.budget_bytes else []
@@ -154,8 +158,7 @@ class ResidualSearch:
         """
         squares = []
         for number, result in enumerate(results):
-            self.cost.calibrate(results[:number], self.priors(results[:number]))
-            prediction = self.cost.predict(result.candidate)
+            prediction = self._calibrated(results[:number]).predict(result.candidate)
             if error := residual_of(result, prediction):
                 squares.append(error.time**2 / (prediction.time_uncertainty**2 + NOISE["time"] ** 2))
                 squares.append(error.memory**2 / (prediction.memory_uncertainty**2 + NOISE["memory"] ** 2))
@@ -176,7 +179,8 @@ class ResidualSearch:
         self, best: ScoredCandidate, outlooks: Sequence[ScoredCandidate], results: Sequence[TrialResult]
     ) -> ScoredCandidate:
         """`best` where it is within reach of what has run, else the largest that is: predictions err by factors."""
-        largest = max(self._required(result) for result in results if result.outcome == "ok")
+        cost = self._calibrated(results)
+        largest = max(_required(result, cost) for result in results if result.outcome == "ok")
         reach = max(GROWTH * largest, SAFE_SHARE * self.budget_bytes)
         if best.required_bytes <= reach:
             return best
@@ -185,25 +189,27 @@ class ResidualSearch:
             return max(nearer, key=lambda outlook: outlook.required_bytes)
         return min(outlooks, key=lambda outlook: outlook.required_bytes)
 
-    def _limit_bytes(self, results: Sequence[TrialResult]) -> float:
+    def _limit_bytes(self, results: Sequence[TrialResult], cost: CostModel) -> float:
         """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not.
 
         What took more than it may and yet was measured has corrected the predictions instead.
         """
         failed = [r for r in results if r.outcome in ("oom", "spill")]
-        too_large = [self._required(r) for r in failed if r.outcome == "spill" or r.peak_memory_bytes is None]
+        too_large = [_required(r, cost) for r in failed if r.outcome == "spill" or r.peak_memory_bytes is None]
         if not too_large:
             return self.budget_bytes
-        ran = max((self._required(r) for r in results if r.outcome == "ok"), default=0.0)
+        ran = max((_required(r, cost) for r in results if r.outcome == "ok"), default=0.0)
         return min(self.budget_bytes, (ran + min(too_large)) / 2)
 
-    def _limit_of_host(self, results: Sequence[TrialResult]) -> float:
-        """Of the host's memory: no more than what ran out of it was predicted to take; others may have been there."""
-        ran_out = [result.candidate for result in results if result.outcome == "host_oom"]
-        return min((self.cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf)
 
-    def _required(self, result: TrialResult) -> float:
-        return memory_upper_bound(self.cost.predict(result.candidate))
+def _limit_of_host(results: Sequence[TrialResult], cost: CostModel) -> float:
+    """Of the host's memory: no more than what ran out of it was predicted to take; others may have been there."""
+    ran_out = [result.candidate for result in results if result.outcome == "host_oom"]
+    return min((cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf)
+
+
+def _required(result: TrialResult, cost: CostModel) -> float:
+    return memory_upper_bound(cost.predict(result.candidate))
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:

@@ -100,9 +100,9 @@ class Match:
     """What differs, one line each; the hard keys alone where one of them does."""
 
 
-def compare(record: Record, hardware: HardwareProfile, workload: Workload) -> Match:
-    """Compare a record with this machine and this work."""
-    work, machine = compare_work(record, workload), compare_machine(record, hardware)
+def compare(record: Record, hardware: HardwareProfile, workload: Workload, budget_bytes: int | None = None) -> Match:
+    """Compare a record with this machine, its memory budget (by default the device's own) and this work."""
+    work, machine = compare_work(record, workload), compare_machine(record, hardware, budget_bytes)
     if "none" in (work.kind, machine.kind):
         return work if work.kind == "none" else machine
     kind = machine.kind if work.kind == "exact" and record.conclusive else "near"
@@ -122,7 +122,7 @@ def compare_work(record: Record, workload: Workload) -> Match:
     return Match("near" if reasons else "exact", sum(size for size, _, _ in found), reasons)
 
 
-def compare_machine(record: Record, hardware: HardwareProfile) -> Match:
+def compare_machine(record: Record, hardware: HardwareProfile, budget_bytes: int | None = None) -> Match:
     """Compare a record with this machine alone, whatever the work."""
     here, there = machine_of(hardware), record.machine
     ours, theirs = here.match_keys, there.match_keys
@@ -136,15 +136,18 @@ def compare_machine(record: Record, hardware: HardwareProfile) -> Match:
     unusable = unusable_trials(record, hardware)
     if len(unusable) == len(record.trials):
         return Match("none", math.inf, tuple(sorted(set(unusable.values()))))
-    found = (*_differences(MACHINE_KEYS, there, here), *_more_memory(record, hardware))
+    found = (*_differences(MACHINE_KEYS, there, here), *_more_memory(record, hardware, budget_bytes))
     reasons = (*sorted(set(unusable.values())), *(reason for _, reason, _ in found))
     kind: Kind = "near" if any(not software for _, _, software in found) else "upgraded" if reasons else "exact"
     return Match(kind, sum(size for size, _, _ in found), reasons)
 
 
-def _more_memory(record: Record, hardware: HardwareProfile) -> Iterator[tuple[float, str, bool]]:
+def _more_memory(
+    record: Record, hardware: HardwareProfile, budget_bytes: int | None
+) -> Iterator[tuple[float, str, bool]]:
     """Where memory was short there and is not so short here, something else may win."""
-    theirs, ours = record.machine.budget_bytes, hardware.device.budget_bytes
+    theirs = record.machine.budget_bytes
+    ours = hardware.device.budget_bytes if budget_bytes is None else budget_bytes
     wall = any(t.outcome in ("oom", "spill") or (t.peak_memory_bytes or 0) > CROWDED * theirs for t in record.trials)
     if wall and ours > (1 + MORE_MEMORY) * theirs:
         yield math.log2(ours / max(theirs, 1)), f"memory to take: {theirs / ours:.2f} times ours", False
@@ -165,10 +168,13 @@ def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]
     return found
 
 
-def usable_trials(record: Record, hardware: HardwareProfile) -> tuple[TrialResult, ...]:
+def usable_trials(
+    record: Record, hardware: HardwareProfile, budget_bytes: int | None = None
+) -> tuple[TrialResult, ...]:
     """The trials whose libraries are the same here, less those that ran out of a smaller budget than ours."""
     unusable = unusable_trials(record, hardware)
-    smaller = record.machine.budget_bytes < SAME_BUDGET * hardware.device.budget_bytes
+    ours = hardware.device.budget_bytes if budget_bytes is None else budget_bytes
+    smaller = record.machine.budget_bytes < SAME_BUDGET * ours
     return tuple(
         trial
         for index, trial in enumerate(record.trials)

@@ -52,12 +52,18 @@ class StoreMatches:
     """Records that cannot be true or cannot be read: one line each."""
 
 
-def find_matches(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store] | None = None) -> StoreMatches:
+def find_matches(
+    hardware: HardwareProfile,
+    workload: Workload,
+    budget_bytes: int | None = None,
+    stores: Sequence[Store] | None = None,
+) -> StoreMatches:
     """Ask the user's own store, or `stores`.
 
     Args:
         hardware: this machine; with measured rates the distance is better.
         workload: the question.
+        budget_bytes: what a run may take of the device; by default what the device leaves.
         stores: where to look instead.
     """
     found: dict[str, MatchedRecord] = {}
@@ -66,12 +72,12 @@ def find_matches(hardware: HardwareProfile, workload: Workload, stores: Sequence
     for store in (own_store(),) if stores is None else stores:
         for entry in _asked(store, hardware, workload, refused):
             record, name = entry.record, entry.name
-            matched = compare(record, hardware, workload) if record else None
+            matched = compare(record, hardware, workload, budget_bytes) if record else None
             if record is None or matched is None or (matched.kind != "none" and entry.problem):
                 refused[name] = entry.problem or entry.damage
                 continue
             if matched.kind != "none":
-                found[name] = MatchedRecord(name, record, matched, usable_trials(record, hardware))
+                found[name] = MatchedRecord(name, record, matched, usable_trials(record, hardware, budget_bytes))
             if matched.kind != "exact" and _was_here(record, hardware, workload):
                 verdict = {"none": "no longer counts", "upgraded": "is from before an upgrade, and verified first"}
                 told = verdict.get(matched.kind, "counts as a prior only")

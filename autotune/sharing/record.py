@@ -233,7 +233,7 @@ def record_of(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[
         schema_version=1,
         autotune_version=frozen.autotune_version,
         measured_on=datetime.now(UTC).date(),
-        machine=machine_of(hardware),
+        machine=machine_of(hardware, frozen.hardware.budget_bytes),
         workload=_without_names(work),
         settings=frozen.settings,
         expected=Expected(images_per_second=images, **_only(frozen.expected, OF_PROMISE)),
@@ -261,14 +261,14 @@ def shared_part(trial: TrialResult) -> TrialResult:
     return TrialResult(**_only(trial, OF_TRIAL))
 
 
-def machine_of(hardware: HardwareProfile) -> Machine:
-    """The part of a profile that is shared and compared."""
+def machine_of(hardware: HardwareProfile, budget_bytes: int | None = None) -> Machine:
+    """The part of a profile that is shared and compared; with the device's own memory budget by default."""
     device = hardware.device
     return Machine(
         match_keys={key: _public(value) for key, value in hardware.match_keys.items() if key not in LIBRARIES},
         device_name=device.name,
         total_memory_bytes=device.total_memory_bytes,
-        budget_bytes=device.budget_bytes,
+        budget_bytes=device.budget_bytes if budget_bytes is None else budget_bytes,
         logical_cores=hardware.host.logical_cores,
         power_limit_watts=device.power_limit_watts,
         versions=Versions.model_validate({key: _public(value) for key, value in hardware.versions}),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autotune.cost import Predictor, PriorResiduals
+from autotune.cost import CostModel, PriorResiduals
 from autotune.runtime import __version__
 from autotune.schema import Candidate, Prediction, Residual, TrialResult, Workload
 from autotune.sharing.query import KINDS, MatchedRecord, StoreMatches, same_work
@@ -56,7 +56,7 @@ class WarmStart:
     """One that is exact or from before an upgrade, else the nearest few."""
     first: tuple[Candidate, ...]
     """Tried before all others."""
-    cost: Predictor
+    cost: CostModel
 
     def priors(self, results: Sequence[TrialResult]) -> tuple[PriorResiduals, ...]:
         """What the records taught the cost model, less those that `results` contradict; the most alike first."""
@@ -109,7 +109,7 @@ NO_WARM_START: WarmStart = WarmStart((), (), None)  # type: ignore[arg-type]
 
 
 def build_warm_start(
-    found: StoreMatches, candidates: Iterable[Candidate], budget_bytes: int, workload: Workload, cost: Predictor
+    found: StoreMatches, candidates: Iterable[Candidate], budget_bytes: int, workload: Workload, cost: CostModel
 ) -> tuple[StoreMatches, WarmStart]:
     """What of `found` a search among `candidates` stands on; and `found` with that alone, and what is not believed."""
     used: list[MatchedRecord] = []
@@ -130,7 +130,9 @@ def build_warm_start(
                 WarmStartSource(item.name, local, _promises(item), PriorResiduals(tuple(_residuals(item)), item.weight))
             )
     proposed = [t.candidate for g in grounds for t in g.promises] or [item.record.settings for item in used]
-    fitting = [c for c in dict.fromkeys(proposed) if c in space and _has_room(cost.uncalibrated(c), budget_bytes)]
+    fitting = [
+        c for c in dict.fromkeys(proposed) if c in space and _has_room(cost.predict_uncalibrated(c), budget_bytes)
+    ]
     advice = WarmStart(tuple(grounds), tuple(fitting[:MOST_FIRST]), cost)
     return replace(found, known=tuple(used), refused=(*found.refused, *odd)), advice
 
@@ -170,12 +172,12 @@ def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
                 yield trial.candidate, residual
 
 
-def _oddities(record: Record, workload: Workload, cost: Predictor) -> Iterator[str]:
+def _oddities(record: Record, workload: Workload, cost: CostModel) -> Iterator[str]:
     """What the cost model of the record's own machine contradicts. Other work is left to local trials."""
     if not same_work(record, workload):
         return
     rates = record.machine.rates or cost.hardware.rates
-    there = cost.beside(cost.hardware.model_copy(update={"rates": rates}))
+    there = cost.for_hardware(cost.hardware.changed(rates=rates))
     for number, trial in enumerate(record.trials, start=1):
         residual = there.residual(trial)
         least, most = BELIEVED_TIME if not record.machine.noisy else (0.0, math.inf)  # such rates contradict nothing

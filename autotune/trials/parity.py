@@ -52,7 +52,7 @@ def check_parity(
     known = _kept(path)
     missing = [name for name in to_prove if name not in known]
     if missing:
-        with ProcessTrialRunner(hardware, model.spec.name, context.workload) as runner:
+        with ProcessTrialRunner(hardware, model.spec.name, context.workload, budget=context.budget) as runner:
             for name in missing:
                 request = _request(context, tiny, runner.device, precision, *to_prove[name])
                 answer = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)

@@ -30,6 +30,7 @@ from autotune.schema import (
     Candidate,
     Choice,
     HardwareProfile,
+    MemoryBudget,
     Outcome,
     Prediction,
     TrialResult,
@@ -64,9 +65,10 @@ class ProcessTrialRunner:
     The device's lock is held from the first trial to the end, or until another search wants a turn between two trials.
 
     Args:
-        hardware: this machine. A trial may take its budget; on a processor with its tensors alone.
+        hardware: this machine.
         model: what the user calls the model: a folder or a known name.
         workload: of one process.
+        budget: what a trial may take, on a processor with its tensors alone; by default what the device leaves.
         predict: what is expected of a candidate; without it no spill is told by its step time.
         watchdog: ends a child before the host runs out; by default as suits the device.
     """
@@ -77,17 +79,18 @@ class ProcessTrialRunner:
         model: str,
         workload: Workload,
         *,
+        budget: MemoryBudget | None = None,
         predict: Callable[[Candidate], Prediction] | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        device = hardware.device
+        device, budget = hardware.device, budget or hardware.device.budget
         self.model, self.workload, self.device, self.predict = model, workload, device.torch_name, predict
         self.shares_memory = shares_host_memory(device.memory_kind)
-        self.memory_cap_bytes = device.budget_bytes - (0 if self.shares_memory else process_overhead_bytes(hardware))
+        self.memory_cap_bytes = budget.num_bytes - (0 if self.shares_memory else process_overhead_bytes(hardware))
         usual = usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
         self.reserve_bytes = LEAST_MARGIN_BYTES + usual
         """Left of what a card has free when a child starts."""
-        self.mark_cap = device.budget_set_by_user
+        self.mark_cap = budget.is_set_by_user
         """Whether results say that the user, not the device, decided the cap."""
         self.watchdog = watchdog or usual_watchdog(device.memory_kind)
         self.lock = DeviceLock(lock_path(device))

@@ -5,18 +5,18 @@ from collections.abc import Callable
 import pytest
 from tiny_models import TINY, cpu, workload_of
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 
 
 @pytest.fixture(scope="session")
-def predictor() -> Callable[[str], Predictor]:
+def predictor() -> Callable[[str], CostModel]:
     """One predictor per family on the CPU, with everything it has traced."""
-    made: dict[str, Predictor] = {}
+    made: dict[str, CostModel] = {}
 
-    def of(name: str) -> Predictor:
+    def of(name: str) -> CostModel:
         if name not in made:
-            made[name] = Predictor(cpu(), workload_of(name), FAMILIES[name], TINY[name])
+            made[name] = CostModel.build(cpu(), workload_of(name), FAMILIES[name], TINY[name])
         return made[name]
 
     return of

@@ -6,7 +6,7 @@ import pytest
 from tiny_models import TINY, gpu, workload_of
 
 from autotune.cost.job_estimate import estimate, job_time
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
 from autotune.reporting.estimate import render
 from autotune.schema.candidate import Candidate
@@ -19,9 +19,9 @@ def answer() -> Estimate:
     return estimate(_predictor(), candidate, num_steps=1000, price_per_hour=2.5)
 
 
-def _predictor() -> Predictor:
+def _predictor() -> CostModel:
     name = "kandinsky5-video-lite"
-    return Predictor(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
+    return CostModel.build(gpu("nvidia-rtx-4090"), workload_of(name), FAMILIES[name], TINY[name])
 
 
 def test_the_text_fits_a_terminal_and_names_every_part(answer):
@@ -61,7 +61,7 @@ def test_captions_take_longer_where_the_encoders_do_not_stay_on_the_device():
 
     def seconds(**pins: str) -> float:
         card, work = gpu("nvidia-h100-sxm"), workload_of("qwen-image")
-        own = Predictor(card, work, family, TINY["qwen-image"], parts=family.parts, caching_pins=pins)
+        own = CostModel.build(card, work, family, TINY["qwen-image"], parts=family.parts, caching_pins=pins)
         prediction = own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0))
         images = sum(bucket.num_items for bucket in work.buckets)
         return job_time(own, prediction, num_steps=1, num_images=images, num_previews=0).cache_seconds / images

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import TINY, cpu
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.families.loss import flow_matching_loss
 from autotune.families.registry import FAMILIES
 from autotune.schema.candidate import Candidate
@@ -47,7 +47,9 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     assert storage.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
     assert storage.adapter_bytes == storage_bytes(parameters)
     assert storage.adapter_parameters == sum(p.numel() for p in parameters)
-    assert own._resident(candidate).optimizer_bytes == storage_bytes([*states, *masters])
+    assert own.tables.resident_of(candidate, own.caching, own.parallel).optimizer_bytes == storage_bytes(
+        [*states, *masters]
+    )
 
 
 @pytest.mark.parametrize(("name", "quantization"), WEIGHT_FORMATS)
@@ -134,7 +136,7 @@ def test_nothing_of_a_micro_batch_is_left_when_the_next_begins(predictor):
 def test_what_dropout_keeps_is_predicted(predictor):
     plain = predictor("qwen-image")
     work = plain.workload.model_copy(update={"lora_dropout": 0.3})
-    own, candidate = Predictor(cpu(), work, plain.family, TINY["qwen-image"]), candidate_of("fp32")
+    own, candidate = CostModel.build(cpu(), work, plain.family, TINY["qwen-image"]), candidate_of("fp32")
     truth = run(plain.family, TINY["qwen-image"], work, candidate, num_timed=0)
     predicted = own.predict(candidate).allocated_memory_bytes
     assert predicted == pytest.approx(truth.peak_bytes, rel=0.02)

@@ -7,7 +7,7 @@ import torch
 from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
 from autotune.cost.timing import Rates, seconds_by_class
 from autotune.cost.trace.recorder import SCRATCH, Recorder
@@ -72,7 +72,7 @@ def test_every_fused_backward_pass_sums_the_querys_gradient_in_fp32(kind):
 
 @pytest.mark.parametrize("attention", ["_native_flash", "_native_efficient", "_native_cudnn"])
 def test_the_scratch_memory_of_attention_is_in_the_trace(attention):
-    own = Predictor(gpu("nvidia-h100-sxm"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+    own = CostModel.build(gpu("nvidia-h100-sxm"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
     kernel = kernel_for(attention, "cuda", False, own.hardware)
     events = own.model.traced("bf16", "none", kernel, 2, 0).backward[1].events
     assert any(number == SCRATCH and size > 0 for number, size in events)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.cost.parallel import GATHERED_BLOCKS, PCIE_BANDWIDTH, Parallel
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.planning.expectation import build_expectation
 from autotune.schema.candidate import Candidate
 from autotune.schema.job import Job
@@ -17,32 +17,24 @@ CANDIDATE = Candidate(micro_batch_size=1, checkpointed_blocks=0)
 
 
 @pytest.fixture(scope="module")
-def alone(predictor: Callable[[str], Predictor]) -> Predictor:
+def alone(predictor: Callable[[str], CostModel]) -> CostModel:
     return predictor("flux1-dev")
 
 
-def _several(alone: Predictor, strategy: str, number: int) -> Predictor:
-    made = Predictor(
-        alone.hardware,
-        alone.workload,
-        alone.family,
-        alone.config,
-        parallel=Parallel(strategy, number),  # type: ignore[arg-type]
-    )
-    made.__dict__["model"] = alone.model
-    return made
+def _several(alone: CostModel, strategy: str, number: int) -> CostModel:
+    return alone.with_parallel(Parallel(strategy, number))  # type: ignore[arg-type]
 
 
-def test_ddp_holds_each_gradient_once_more(alone: Predictor) -> None:
+def test_ddp_holds_each_gradient_once_more(alone: CostModel) -> None:
     storage = alone.model.storage("bf16", "none")
     one, two = alone.predict(CANDIDATE), _several(alone, "ddp", 2).predict(CANDIDATE)
     assert two.allocated_memory_bytes - one.allocated_memory_bytes == storage.adapter_bytes
     assert two.phases[0] == one.phases[0]
 
 
-def test_a_trial_alone_is_compared_with_what_one_process_does(alone: Predictor) -> None:
+def test_a_trial_alone_is_compared_with_what_one_process_does(alone: CostModel) -> None:
     """It has no buckets; what it teaches must not take them off again where there are several."""
-    two, one = _several(alone, "ddp", 2), alone.uncalibrated(CANDIDATE)
+    two, one = _several(alone, "ddp", 2), alone.predict_uncalibrated(CANDIDATE)
     host = 2 * one.allocated_memory_bytes
     ran = trial(CANDIDATE, one.step_seconds, one.allocated_memory_bytes, host_memory_bytes=host)
     residual = two.residual(ran)
@@ -65,7 +57,7 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: Predictor) 
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
 
 
-def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: Predictor) -> None:
+def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: CostModel) -> None:
     storage = alone.model.storage("bf16", "none")
     one, four = alone.predict(CANDIDATE), _several(alone, "fsdp2", 4).predict(CANDIDATE)
     gathered = GATHERED_BLOCKS * storage.largest_block_bytes + storage.outside_bytes
@@ -75,7 +67,7 @@ def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: Predictor) -> None:
     assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept
 
 
-def test_a_step_waits_for_what_outlasts_its_computing(alone: Predictor) -> None:
+def test_a_step_waits_for_what_outlasts_its_computing(alone: CostModel) -> None:
     storage = alone.model.storage("bf16", "none")
     seconds = Parallel("fsdp2", 2).exchange_seconds(alone.hardware, storage, accumulation=3)
     assert seconds == pytest.approx((storage.adapter_bytes + 3 * storage.weight_bytes) / PCIE_BANDWIDTH)

@@ -9,7 +9,7 @@ from tiny_models import TINY, cpu, gpu, workload_of
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.memory import library_bytes
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import KERNELS
@@ -25,7 +25,7 @@ STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization",
 
 @pytest.fixture(scope="module")
 def card():
-    return Predictor(gpu("nvidia-rtx-4090"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+    return CostModel.build(gpu("nvidia-rtx-4090"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
 
 
 @pytest.mark.parametrize("quantization", WEIGHT_FORMATS)
@@ -48,11 +48,13 @@ def test_memory_grows_with_batch_rank_and_resolution(card):
     name = "flux1-dev"
     larger = Bucket(width_px=128, height_px=96, num_frames=1, num_items=1)
     for changes in ({"rank": 8}, {"buckets": (larger,)}, {"max_text_tokens": 40}):
-        assert peak(Predictor(card.hardware, workload_of(name, **changes), FAMILIES[name], TINY[name])) > peak(card)
+        assert peak(CostModel.build(card.hardware, workload_of(name, **changes), FAMILIES[name], TINY[name])) > peak(
+            card
+        )
 
 
 def test_batches_between_and_beyond_the_traced_ones_lie_on_their_line(card):
-    direct = Predictor(card.hardware, card.workload, card.family, card.config)
+    direct = CostModel.build(card.hardware, card.workload, card.family, card.model.config)
     for size in (3, 6):
         by_line = card.predict(Candidate(micro_batch_size=size, checkpointed_blocks=2))
         trace = direct.model.traced("bf16", "none", "flash", size, 0)
@@ -68,7 +70,7 @@ def test_more_checkpointed_blocks_never_keep_more_and_always_take_longer(card):
         card.predict(Candidate(micro_batch_size=2, checkpointed_blocks=k))
         for k in range(card.workload.model.num_blocks)
     ]
-    saved = [card.composed(p.candidate, accumulates=False).saved_bytes for p in predictions]
+    saved = [card.tables.pass_of(p.candidate, accumulates=False).saved_bytes for p in predictions]
     assert saved == sorted(saved, reverse=True)
     seconds = [p.step_seconds for p in predictions]
     assert seconds == sorted(seconds)
@@ -96,7 +98,7 @@ def test_a_cast_takes_nothing_but_the_layer_and_costs_no_scaling(card):
 def test_uncheckpointed_layers_keep_no_dequantized_weights(card, storage):
     """Frozen layers dequantize again for the backward pass: what is saved does not grow when storage shrinks."""
     plain, small = (
-        card.composed(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False)
+        card.tables.pass_of(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False)
         for q in ("none", storage)
     )
     assert small.saved_bytes <= plain.saved_bytes
@@ -110,7 +112,7 @@ def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
         Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=storage, precision="fp32")
         for size, k, storage in ((1, 0, "none"), (2, 3, "none"), (3, 0, "none"), (1, 3, "torchao-int8"))
     ]
-    one, other = Predictor(*known), Predictor(*known)
+    one, other = CostModel.build(*known), CostModel.build(*known)
     forwards = [one.predict(candidate) for candidate in candidates]
     backwards = [other.predict(candidate) for candidate in reversed(candidates)]
     assert forwards == backwards[::-1]
@@ -124,7 +126,7 @@ def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_t
     even = uneven.changed(max_text_tokens=padded, text_token_quantiles=())
     candidate = Candidate(micro_batch_size=size, checkpointed_blocks=1, precision="fp32")
     predicted, direct, longest = (
-        Predictor(cpu(), work, FAMILIES[name], TINY[name]).predict(candidate)
+        CostModel.build(cpu(), work, FAMILIES[name], TINY[name]).predict(candidate)
         for work in (uneven, even, uneven.changed(text_token_quantiles=()))
     )
     assert predicted.step_seconds == pytest.approx(direct.step_seconds, rel=0.15)
@@ -133,7 +135,7 @@ def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_t
 
 def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
     known = (cpu(), workload_of("kandinsky5-image-lite", text_padding="masked"))
-    own = Predictor(*known, FAMILIES["kandinsky5-image-lite"], TINY["kandinsky5-image-lite"])
+    own = CostModel.build(*known, FAMILIES["kandinsky5-image-lite"], TINY["kandinsky5-image-lite"])
     candidate = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
     with attention_backend("_native_flash"):  # takes no mask
         assert own.predict(candidate).step_seconds > 0
@@ -146,7 +148,7 @@ def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32", quantization=storage)
     own = predictor("kandinsky5-image-lite" if kernel.endswith("narrow") else "flux1-dev")
     slow = Rate(name=f"{kernel}.fp32", value=1e3, unit="B/s", spread=0.0, num_samples=1)
-    slower = own.beside(own.hardware.model_copy(update={"rates": (*own.hardware.rates, slow)}))
+    slower = own.for_hardware(own.hardware.model_copy(update={"rates": (*own.hardware.rates, slow)}))
     before, after = (one.predict(candidate).step_time for one in (own, slower))
     part = f"{kernel.split('.')[0]}_seconds"
     assert getattr(after, part) > 10 * getattr(before, part)
@@ -158,11 +160,11 @@ def test_operations_that_run_again_cost_the_host_what_packing_their_tensors_take
     own = predictor("qwen-image")
     launch = Rate(name="operation.launch", value=1e3, unit="s", spread=0.0, num_samples=1)
     others = [rate for rate in own.hardware.rates if rate.name != launch.name]
-    slow = own.beside(own.hardware.model_copy(update={"rates": (*others, launch)}))
+    slow = own.for_hardware(own.hardware.model_copy(update={"rates": (*others, launch)}))
     plain, again = (Candidate(micro_batch_size=1, checkpointed_blocks=k, precision="fp32") for k in (0, 3))
     more = slow.predict(again).step_seconds - slow.predict(plain).step_seconds
     accumulation = own.workload.effective_batch_size
-    repeated = slow.composed(again, accumulates=True).recompute[-1]
+    repeated = slow.tables.pass_of(again, accumulates=True).recompute[-1]
     assert repeated > 0
     assert more == pytest.approx(3 * accumulation * repeated * launch.value, rel=1e-3)
 
@@ -202,10 +204,10 @@ def test_a_thousand_candidates_take_well_under_two_seconds(card):
 
 
 def test_one_trial_corrects_all_and_uncertainty_shrinks():
-    own = Predictor(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
+    own = CostModel.build(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
     first, other = (Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32") for size in (1, 2))
     before = {c: own.predict(c) for c in (first, other)}
-    own.calibrate(
+    own = own.with_calibration(
         [
             TrialResult(
                 candidate=first,
@@ -227,29 +229,28 @@ def test_no_trial_leaves_the_uncertainty_as_it_is():
     """Of a datasheet's rates and of measured ones."""
     candidate = Candidate(micro_batch_size=1, checkpointed_blocks=2)
     for machine in (gpu("nvidia-rtx-4090"), cpu()):
-        own = Predictor(machine, workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
+        own = CostModel.build(machine, workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
         before = own.predict(candidate)
-        own.calibrate(())
-        assert own.predict(candidate) == before
+        assert own.with_calibration(()).predict(candidate) == before
 
 
 def test_a_model_of_one_block_can_be_predicted():
     config = {**TINY["qwen-image"], "num_layers": 1}
     work = workload_of("qwen-image")
     work = work.model_copy(update={"model": work.model.model_copy(update={"num_blocks": 1})})
-    own = Predictor(gpu("nvidia-rtx-4090"), work, FAMILIES["qwen-image"], config)
+    own = CostModel.build(gpu("nvidia-rtx-4090"), work, FAMILIES["qwen-image"], config)
     for blocks in (0, 1):
         assert own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=blocks)).peak_memory_bytes > 0
 
 
 def test_less_memory_than_predicted_is_learned_for_kept_activations_too():
-    own = Predictor(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
+    own = CostModel.build(cpu(), workload_of("qwen-image"), FAMILIES["qwen-image"], TINY["qwen-image"])
     candidate = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
     before = own.predict(candidate)
     parts = next(phase.breakdown for phase in before.phases if phase.name == "train")
     seen = before.allocated_memory_bytes - parts.transient_bytes - parts.saved_activation_bytes // 2
     trial = TrialResult(candidate=candidate, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=seen)
-    own.calibrate([trial])
+    own = own.with_calibration([trial])
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(seen, rel=0.02)
 
 
@@ -259,7 +260,7 @@ def test_every_kind_of_attention_is_traced_with_and_without_a_mask(attention):
     peaks = []
     for padding in ("exact", "masked"):
         workload = workload_of(name, text_padding=padding)
-        own = Predictor(gpu("nvidia-h100-sxm"), workload, FAMILIES[name], TINY[name])
+        own = CostModel.build(gpu("nvidia-h100-sxm"), workload, FAMILIES[name], TINY[name])
         candidate = Candidate(micro_batch_size=2, checkpointed_blocks=1, attention=attention)
         peaks.append(own.predict(candidate).allocated_memory_bytes)
     assert peaks[1] >= peaks[0]
@@ -296,9 +297,9 @@ def test_images_are_encoded_after_the_text_encoders_have_left_unless_they_are_ke
 
     def cached(**pins):
         family = FAMILIES["flux1-dev"]
-        own = Predictor(hardware, workload, family, TINY["flux1-dev"], family.parts, caching_pins=pins)
+        own = CostModel.build(hardware, workload, family, TINY["flux1-dev"], family.parts, caching_pins=pins)
         phase = own.predict(Candidate(micro_batch_size=1, checkpointed_blocks=0)).phases[1]
-        encoder = own.encoder_size.device_bytes(own.caching[0])
+        encoder = own.tables.encoder_size.device_bytes(own.caching)
         vae = own.model.vae_cost("bf16")
         return phase.allocated_memory_bytes, encoder, vae
 

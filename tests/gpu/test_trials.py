@@ -140,11 +140,11 @@ print(sum(p.usedGpuMemory or 0 for p in running if p.pid == os.getpid()))
 
 
 def test_predicted_memory_of_a_small_model_is_near(model, hardware, precision, runner):
-    from autotune.cost.predict import Predictor
+    from autotune.cost.predict import CostModel
     from autotune.families.resolve import resolve_model
 
     resolved, chosen = resolve_model(str(model)), candidate(precision)
-    prediction = Predictor(hardware, work(model), resolved.family, resolved.config).predict(chosen)
+    prediction = CostModel.build(hardware, work(model), resolved.family, resolved.config).predict(chosen)
     result = runner.run(chosen)
     # Fixed costs, such as cuBLAS's workspace, weigh most in so small a model.
     assert result.peak_memory_bytes == pytest.approx(prediction.allocated_memory_bytes, abs=64 * 2**20)

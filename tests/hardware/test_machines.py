@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api.machines import hardware_for
+from autotune.api.machines import memory_budget_for
 from autotune.errors import InvalidInput
 from autotune.hardware.diagnosis import LEAST, findings
 from autotune.hardware.doctor_facts import examine
-from autotune.hardware.probing import profile_of, with_cap, with_reserve
+from autotune.hardware.memory import limited_budget
+from autotune.hardware.probing import profile_of
 from autotune.knobs.attention import BACKENDS
 from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
 
@@ -80,14 +81,13 @@ def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(
 def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
-    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: free)
     monkeypatch.setattr("autotune.api.machines.read_machine", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
-    assert hardware_for(None).device.budget_bytes == free.device.budget_bytes
-    both = hardware_for(None, num_devices=2).device
-    assert (both.budget_bytes, both.budget_set_by_user) == (busy.device.budget_bytes, False)
-    left = hardware_for(None, num_devices=2, reserve_memory="2GiB").device.budget_bytes
-    assert left == with_reserve(busy, 2 * GIB).device.budget_bytes
+    assert memory_budget_for(free) == free.device.budget
+    assert memory_budget_for(free, num_devices=2) == busy.device.budget
+    left = memory_budget_for(free, num_devices=2, reserve_memory="2GiB")
+    assert left == limited_budget(busy.device, reserve_bytes=2 * GIB)
+    assert left.is_set_by_user
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -112,13 +112,21 @@ def test_orin_ignores_what_cuda_calls_free():
 def test_a_display_keeps_a_reserve_and_the_user_can_set_it():
     profile = profile_of(machine("rtx-3060"))
     assert "display" in profile.device.budget_reason
-    assert with_reserve(profile, 0).device.budget_bytes == profile.device.budget_bytes + GIB
+    assert limited_budget(profile.device, reserve_bytes=0).num_bytes == profile.device.budget_bytes + GIB
 
 
 def test_a_cap_holds_where_nobody_knows_the_devices_size():
     profile = profile_of(machine("rtx-3060"))
-    unknown = profile.changed(device=profile.device.changed(total_memory_bytes=None))
-    assert with_cap(unknown, 4 * GIB).device.budget_bytes < 4 * GIB
+    unknown = profile.device.changed(total_memory_bytes=None)
+    assert limited_budget(unknown, cap_bytes=4 * GIB).num_bytes < 4 * GIB
+
+
+def test_the_smallest_limit_of_several_decides_and_none_leaves_the_machines_own_budget():
+    device = profile_of(machine("rtx-3060")).device
+    assert limited_budget(device) == limited_budget(device, max_bytes=device.budget_bytes) == device.budget
+    capped = limited_budget(device, cap_bytes=4 * GIB)
+    assert limited_budget(device, cap_bytes=4 * GIB, max_bytes=3 * GIB).num_bytes == 3 * GIB < capped.num_bytes
+    assert limited_budget(device, cap_bytes=4 * GIB, reserve_bytes=0) == capped
 
 
 def test_each_of_two_gpus_has_its_own_profile():

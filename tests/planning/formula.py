@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
-from autotune.cost.parallel import Parallel
+from autotune.cost.parallel import ONE_PROCESS, Parallel
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import TuningContext
@@ -17,6 +18,7 @@ from autotune.planning import alternatives, sealing
 from autotune.planning import expectation as publish_plan
 from autotune.planning import problem as case
 from autotune.schema.candidate import CachingSettings, Candidate
+from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan import Reason
 from autotune.schema.prediction import PhaseMemory, Prediction
 from autotune.schema.trial import Residual, TrialResult
@@ -27,47 +29,69 @@ KEPT_BYTES = 5 * GIB
 """What stays on the device where text encoders and VAE are kept."""
 
 
-class FormulaPredictor:
+@dataclass(frozen=True, eq=False)
+class FormulaCostModel:
     """Twelve GiB of weights, activations by pixels and blocks that keep them, a quarter more time where recomputed."""
 
-    caching = (CachingSettings(), Reason(knob="caching", chosen="release", why="test"))
+    hardware: Any
+    workload: Any
+    family: Any
+    memory_budget: MemoryBudget
+    model: Any = None
+    caching: CachingSettings = field(default_factory=CachingSettings)
+    caching_reason: Reason = field(default_factory=lambda: Reason(knob="caching", chosen="release", why="test"))
+    parallel: Parallel = ONE_PROCESS
+    calibration: Calibration | None = None
 
-    def __init__(
-        self, hardware: Any, workload: Any, family: Any, config: Any, parts: Any = None, pins: Any = None,
-        parallel: Parallel | None = None,
-    ) -> None:  # fmt: skip
-        self.hardware, self.workload, self.family, self.config, self.parts = hardware, workload, family, config, parts
-        self.parallel = parallel or Parallel()
-        self._context = TuningContext(hardware, family, workload)
-        self.calibrate(())
+    @classmethod
+    def build(
+        cls, hardware: Any, workload: Any, family: Any, config: Any, parts: Any = None, *, memory_budget: Any = None,
+        caching: Any = None, caching_pins: Any = None, parallel: Parallel = ONE_PROCESS
+    ) -> "FormulaCostModel":  # fmt: skip
+        model, budget = SimpleNamespace(config=config, parts=parts), memory_budget or hardware.device.budget
+        made = cls(hardware, workload, family, budget, model, parallel=parallel)
+        return replace(made, caching=caching[0], caching_reason=caching[1]) if caching else made
 
     @property
     def resident_encoder_bytes(self) -> int:
-        return KEPT_BYTES if self.caching[0].residency == "keep" else 0
+        return KEPT_BYTES if self.caching.residency == "keep" else 0
+
+    @property
+    def training_budget(self) -> MemoryBudget:
+        return self.memory_budget.changed(num_bytes=max(0, self.memory_budget.num_bytes - self.resident_encoder_bytes))
+
+    @property
+    def context(self) -> TuningContext:
+        return TuningContext(self.hardware, self.family, self.workload, self.training_budget)
 
     def weight_bytes(self, candidate: Candidate) -> int:
         shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55)) // shards
 
-    def calibrate(self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()) -> None:
+    def with_calibration(
+        self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
+    ) -> "FormulaCostModel":
         pairs = [(trial.candidate, residual) for trial in trials if (residual := self.residual(trial))]
-        self._calibration = Calibration.of(pairs, rates_measured=False, priors=priors)
+        return replace(self, calibration=Calibration.of(pairs, rates_measured=False, priors=priors))
+
+    def with_parallel(self, parallel: Parallel) -> "FormulaCostModel":
+        return replace(self, parallel=parallel)
+
+    def single_process(self) -> "FormulaCostModel":
+        return self
+
+    def for_hardware(self, hardware: Any) -> "FormulaCostModel":
+        return replace(self, hardware=hardware, calibration=None)
 
     def residual(self, trial: TrialResult) -> Residual | None:
         return residual_of(trial, self._raw(trial.candidate))
 
-    @property
-    def single_process(self) -> "FormulaPredictor":
-        return self
-
-    def uncalibrated(self, candidate: Candidate) -> Prediction:
+    def predict_uncalibrated(self, candidate: Candidate) -> Prediction:
         return self._raw(candidate)
 
-    def beside(self, hardware: Any) -> "FormulaPredictor":
-        return FormulaPredictor(hardware, self.workload, self.family, self.config, self.parts, None, self.parallel)
-
     def predict(self, candidate: Candidate) -> Prediction:
-        time, memory = self._calibration.time, self._calibration.memory
+        calibration = self.calibration or Calibration.of((), rates_measured=False)
+        time, memory = calibration.time, calibration.memory
         raw = self._raw(candidate, math.exp(time.log_factor(candidate)), math.exp(memory.log_factor(candidate)))
         uncertainty = {
             "time_uncertainty": time.uncertainty(candidate), "memory_uncertainty": memory.uncertainty(candidate)
@@ -108,7 +132,7 @@ def by_formula(num_blocks: int = 50) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (alternatives, case, sealing):
-            patch.setattr(module, "Predictor", FormulaPredictor)
+            patch.setattr(module, "CostModel", FormulaCostModel)
         for module in (case, sealing):
             patch.setattr(module, "resolve_model", resolve)
         patch.setattr(publish_plan, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.planning.problem import build_problem
+from autotune.planning.problem import PlanningProblem
 from autotune.planning.recording import Recording, read_recording, replayed, write_recording
 from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
@@ -94,7 +94,7 @@ def replayed_text(golden: Golden) -> str:
 def _simulated(golden: Golden) -> Recording:
     """Every candidate's trial on a machine that is a third slower than predicted, with 3% noise and a wall."""
     assert golden.hardware
-    case = build_problem(golden.request, golden.hardware, surroundings())
+    case = PlanningProblem.build(golden.request, golden.hardware, surroundings())
     rng = random.Random(golden.name)
     slow = {"native": 1.3, "_native_cudnn": 1.1}
     trials = []

@@ -14,7 +14,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.errors import AutotuneError
 from autotune.planning import planner
 from autotune.planning.backend import PlannerBackend
@@ -65,16 +65,16 @@ def surroundings(run: Run = answer) -> PlannerBackend:
     """Trials by `run`, no records of others."""
 
     @contextmanager
-    def trials(model: str, cost: Predictor) -> Iterator[Run]:
+    def trials(model: str, cost: CostModel) -> Iterator[Run]:
         yield run
 
     return PlannerBackend(
         trials,
-        lambda hardware, workload: StoreMatches((), (), ()),
+        lambda hardware, workload, budget_bytes: StoreMatches((), (), ()),
         "0.0",
         needs_weights=False,
-        prove=lambda context, choices, model: context.hardware,
-        rehearse=lambda model, cost, candidate, most_seconds: None,
+        check_parity=lambda context, choices, model: context.hardware,
+        rehearse=lambda model, cost, candidate, max_seconds: None,
     )
 
 

@@ -9,13 +9,14 @@ from PIL import Image
 
 from autotune.errors import NothingFits
 from autotune.knobs.registry import KNOBS
-from autotune.planning.alternatives import larger_batch_advice
+from autotune.planning.alternatives import advise_larger_batch
 from autotune.planning.request import request_from
 from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import MemoryBudget
 from autotune.schema.prediction import Prediction
 from autotune.search.study import Limits
 from tests import builders
-from tests.planning.formula import FormulaPredictor
+from tests.planning.formula import FormulaCostModel
 from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
@@ -74,13 +75,13 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings: dict[
     context = builders.context(HARDWARE, work)
     asked: list[Candidate] = []
 
-    class Watched(FormulaPredictor):
+    class Watched(FormulaCostModel):
         def predict(self, candidate: Candidate) -> Prediction:
             asked.append(candidate)
             return super().predict(candidate)
 
-    cost = Watched(HARDWARE, work, context.family, {})
-    larger_batch_advice(cost, builders.candidate(**settings), 100.0, 100 * 2**30)  # type: ignore[arg-type]
+    cost = Watched(HARDWARE, work, context.family, MemoryBudget(num_bytes=100 * 2**30))
+    advise_larger_batch(cost, builders.candidate(**settings), 100.0)  # type: ignore[arg-type]
     assert not [one for one in asked for knob in KNOBS if knob.conflict(one, context)]
     assert bool(asked) is ("swapped_blocks" in settings)
 

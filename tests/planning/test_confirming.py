@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from autotune.hardware.memory import process_overhead_bytes
-from autotune.planning.confirming import confirmed_winner, unverified_rung
-from autotune.planning.problem import PlanningProblem, build_problem
+from autotune.planning.confirming import choose_untried_fallback, confirm_winner
+from autotune.planning.problem import PlanningProblem
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan import Expected
 from autotune.schema.trial import PhasePeak, TrialResult
@@ -19,7 +19,7 @@ from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroun
 
 @pytest.fixture(scope="module")
 def case() -> PlanningProblem:
-    return build_problem(request(), HARDWARE, surroundings())
+    return PlanningProblem.build(request(), HARDWARE, surroundings())
 
 
 def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResult:
@@ -34,7 +34,7 @@ def test_the_winner_is_confirmed_once(case: PlanningProblem) -> None:
         asked.append(candidate)
         return longer(candidate, 1.02)
 
-    trials = confirmed_winner((trial(fast, 1.0), trial(slow, 2.0)), case, rehearse)
+    trials = confirm_winner((trial(fast, 1.0), trial(slow, 2.0)), case, rehearse)
     assert asked == [fast]
     assert trials[-1].confirms
 
@@ -43,7 +43,7 @@ def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case: PlanningP
     first, second, third = case.space.candidates[:3]
     seen = {first: longer(first, None), second: longer(second, 3.0), third: longer(third, 1.6)}
     shorts = (trial(first, 1.0), trial(second, 1.2), trial(third, 1.5))
-    trials = confirmed_winner(shorts, case, lambda candidate: seen[candidate])
+    trials = confirm_winner(shorts, case, lambda candidate: seen[candidate])
     assert [t.candidate for t in trials[3:]] == [first, second, third]
 
 
@@ -52,28 +52,29 @@ def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: Planni
 
     fast, slow = case.space.candidates[:2]
     late = TrialResult(candidate=fast, outcome="timeout", confirms=True, message="no answer")
-    trials = confirmed_winner((trial(fast, 1.0), trial(slow, 2.0)), case, lambda candidate: late)
+    trials = confirm_winner((trial(fast, 1.0), trial(slow, 2.0)), case, lambda candidate: late)
     best = winner_of(measured_scores(trials), "throughput")
     assert best is not None
     assert (best.candidate, best.step_seconds) == (fast, 1.0)
     assert len(trials) == 3
 
 
-def test_the_first_rung_is_tried_only_where_nothing_smaller_ran(case: PlanningProblem) -> None:
+def test_the_first_fallback_is_tried_only_if_nothing_smaller_ran(case: PlanningProblem) -> None:
     largest = max(case.space.candidates, key=lambda c: case.cost.predict(c).peak_memory_bytes)
     smallest = min(case.space.candidates, key=lambda c: case.cost.predict(c).peak_memory_bytes)
-    rung = unverified_rung((trial(largest, 1.0, 20 * GIB),), case)
-    assert rung is not None
-    needed = case.cost.predict(largest).required_memory_bytes
-    assert case.cost.predict(rung).required_memory_bytes <= 0.9 * needed
-    assert unverified_rung((trial(largest, 1.0, 20 * GIB), trial(smallest, 2.0, 10 * GIB)), case) is None
-    assert unverified_rung((trial(smallest, 1.0, 10 * GIB),), case) is None
+    large = trial(largest, 1.0, 20 * GIB)
+    fallback = choose_untried_fallback((large,), case)
+    assert fallback is not None
+    cost = case.cost.with_calibration((large,))
+    assert cost.predict(fallback).required_memory_bytes <= 0.9 * cost.predict(largest).required_memory_bytes
+    assert choose_untried_fallback((large, trial(smallest, 2.0, 10 * GIB)), case) is None
+    assert choose_untried_fallback((trial(smallest, 1.0, 10 * GIB),), case) is None
 
 
 def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> None:
     phase = PhasePeak(name="previews", seconds=1.0, device_bytes=22 * GIB, host_bytes=GIB)
 
-    def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
+    def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
         return longer(candidate, 5.0, memory=GIB, phases=(phase,))
 
     plan = make_plan(request(), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
@@ -87,7 +88,7 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
 
 
 def test_a_plan_names_the_phase_that_could_not_be_rehearsed() -> None:
-    def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
+    def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
         return longer(candidate, 0.5, message="no such encoder (in the caching phase)")
 
     plan = make_plan(request(max_trials=1), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
@@ -103,7 +104,7 @@ def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted
     ]
 
     def planned(*rehearsed: PhasePeak) -> Expected:
-        def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
+        def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
             return longer(candidate, 0.5, memory=12 * GIB, phases=rehearsed)
 
         asked = request(max_trials=1)

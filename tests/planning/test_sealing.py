@@ -116,12 +116,12 @@ def test_what_computes_something_else_here_is_not_tried(predicted: TrainingPlan,
     unproven = usual.model_copy(update={"attention": "_native_cudnn"})
     asked: list[object] = []
 
-    def prove(context: object, choices: dict[str, tuple[object, ...]], model: object) -> HardwareProfile:
+    def check_parity(context: object, choices: dict[str, tuple[object, ...]], model: object) -> HardwareProfile:
         asked.append(choices["attention"])
         wrong = Capability(name=parity_capability("attention", "_native_cudnn"), available=False, reason="differs by 3")
         return HERE.model_copy(update={"capabilities": (*HERE.capabilities, wrong)})
 
-    backend = replace(surroundings(), prove=prove)  # type: ignore[arg-type]
+    backend = replace(surroundings(), check_parity=check_parity)  # type: ignore[arg-type]
     reasons = tuple(
         reason.model_copy(update={"chosen": "_native_cudnn"} if reason.knob == "attention" else {})
         for reason in predicted.frozen.reasons

@@ -13,12 +13,12 @@ import pytest
 from optuna.exceptions import StorageInternalError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
-from autotune.hardware.probing import with_budget
-from autotune.planning.problem import build_problem
+from autotune.planning.problem import PlanningProblem
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
 from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan_file import plan_text, read_plan
 from autotune.schema.trial import TrialResult
 from autotune.search.storage import StudyPlace, opened_study, translate_storage_errors
@@ -160,7 +160,7 @@ def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: PlanRequest, tm
     worker = start_worker(tmp_path, "first", asked, hangs_at=3)
     wait_until(lambda: len(logged(worker.log, "begins")) == 3)
     notes: list[str] = []
-    case = build_problem(asked, HARDWARE, surroundings())
+    case = PlanningProblem.build(asked, HARDWARE, surroundings())
     with kept_study(case, "0.0", notes.append):
         os.kill(worker.process.pid or 0, signal.SIGKILL)
         worker.process.join()
@@ -193,7 +193,7 @@ def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Pla
     tried: list[Candidate] = []
     rehearsed: list[Candidate] = []
 
-    def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
+    def rehearse(model: str, cost: object, candidate: Candidate, max_seconds: float) -> TrialResult:
         rehearsed.append(candidate)
         seconds = 9.0 if len(rehearsed) == 1 else 0.5  # the first winner disappoints, so another is tried for longer
         if len(rehearsed) == 2:
@@ -216,8 +216,8 @@ def test_only_the_same_question_on_the_same_machine_goes_on(asked: PlanRequest, 
     first: list[Candidate] = []
     with pytest.raises(KeyboardInterrupt):
         make_plan(asked, HARDWARE, backend=interrupted_after(2, first))
-    hardware = with_budget(HARDWARE, 23 * builders.GIB, by_user=True) if what == "budget" else HARDWARE
     changes = {
+        "budget": {"memory_budget": MemoryBudget(num_bytes=23 * builders.GIB, is_set_by_user=True)},
         "fresh": {"interrupted": "forgotten"},
         "work": {"workload_overrides": WorkloadOverrides(size_px=(256, 256), rank=8)},
     }
@@ -225,7 +225,7 @@ def test_only_the_same_question_on_the_same_machine_goes_on(asked: PlanRequest, 
     if what == "damage":
         file.write_bytes(b"no database")
     second: list[Candidate] = []
-    make_plan(dataclasses.replace(asked, **changes.get(what, {})), hardware, backend=interrupted_after(99, second))
+    make_plan(dataclasses.replace(asked, **changes.get(what, {})), HARDWARE, backend=interrupted_after(99, second))
     assert second[: len(first)] == first or what == "work"
     assert len(second) >= 4
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
@@ -35,10 +35,10 @@ Machine = Callable[[Candidate], TrialResult]
 
 
 @pytest.fixture(scope="module")
-def cost() -> Predictor:
+def cost() -> CostModel:
     """The real cost model of Qwen-Image at 512 px, traced once."""
     family = builders.context().family
-    return Predictor(GPU, WORK, family, family.transformer_config)
+    return CostModel.build(GPU, WORK, family, family.transformer_config)
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,9 @@ def space() -> SearchSpace:
     return search_space(builders.context(GPU, WORK))
 
 
-def machine(cost: Predictor, seed: int, wall_bytes: float = math.inf) -> Machine:
+def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine:
     """A hidden truth of another form than the cost model: biased, with interactions, a memory wall and 3% noise."""
     rng = random.Random(seed)
-    cost.calibrate(())
     speed = {name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")}
     bias, clash, memory_bias = rng.uniform(0.65, 1.35), rng.uniform(0, 0.15), rng.uniform(0.9, 1.1)
     truth = {}
@@ -64,7 +63,7 @@ def machine(cost: Predictor, seed: int, wall_bytes: float = math.inf) -> Machine
 
 
 def search(
-    cost: Predictor, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
+    cost: CostModel, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
 ) -> tuple[TrialResult, ...]:
     space = search_space(builders.context(GPU, WORK))
     sampler = ResidualSearch(space, cost, budget_bytes, ascending=ascending)
@@ -72,7 +71,7 @@ def search(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_eight_trials_come_close_to_the_exhaustive_best(cost: Predictor, space: SearchSpace, seed: int) -> None:
+def test_eight_trials_come_close_to_the_exhaustive_best(cost: CostModel, space: SearchSpace, seed: int) -> None:
     run = machine(cost, seed)
     exhaustive = min(run(c).median_step_seconds or math.inf for c in space.candidates)
     results = search(cost, run)
@@ -81,9 +80,8 @@ def test_eight_trials_come_close_to_the_exhaustive_best(cost: Predictor, space: 
     assert found <= 1.10 * exhaustive
 
 
-def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: Predictor, space: SearchSpace) -> None:
+def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostModel, space: SearchSpace) -> None:
     run, budget = machine(cost, 3), 60 * GIB
-    cost.calibrate(())
     predicted = {c: cost.predict(c).required_memory_bytes for c in space.candidates}
     results = search(cost, run, 10, budget, ascending=True)
     for number, result in enumerate(results[1:], start=1):
@@ -92,20 +90,19 @@ def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: Predi
         assert predicted[result.candidate] <= 1.25 * max(GROWTH * largest, SAFE_SHARE * budget)
 
 
-def test_no_candidate_is_tried_twice(cost: Predictor) -> None:
+def test_no_candidate_is_tried_twice(cost: CostModel) -> None:
     results = search(cost, machine(cost, 1), max_trials=12)
     tried = [result.candidate for result in results]
     assert len(set(tried)) == len(tried) >= 6
 
 
-def test_the_first_trial_is_the_one_that_needs_least(cost: Predictor, space: SearchSpace) -> None:
+def test_the_first_trial_is_the_one_that_needs_least(cost: CostModel, space: SearchSpace) -> None:
     first = search(cost, machine(cost, 1))[0].candidate
-    cost.calibrate(())
     needs = {candidate: cost.predict(candidate).required_memory_bytes for candidate in space.candidates}
     assert needs[first] == min(needs.values())
 
 
-def test_out_of_memory_teaches_and_does_not_end_the_search(cost: Predictor) -> None:
+def test_out_of_memory_teaches_and_does_not_end_the_search(cost: CostModel) -> None:
     wall = 42 * GIB  # of a budget said to be 60: the prediction of what fits is wrong by a third
     results = search(cost, machine(cost, 2, wall_bytes=wall), max_trials=12, budget_bytes=60 * GIB)
     outcomes = [result.outcome for result in results]
@@ -115,9 +112,8 @@ def test_out_of_memory_teaches_and_does_not_end_the_search(cost: Predictor) -> N
 
 
 def test_what_was_measured_beyond_the_budget_corrects_predictions_and_bars_no_more_than_they_do(
-    cost: Predictor, space: SearchSpace
+    cost: CostModel, space: SearchSpace
 ) -> None:
-    cost.calibrate(())
     largest = max(space.candidates, key=lambda c: cost.predict(c).allocated_memory_bytes)
     needed = cost.predict(largest).allocated_memory_bytes
     sampler = ResidualSearch(space, cost, 2 * needed)
@@ -127,7 +123,7 @@ def test_what_was_measured_beyond_the_budget_corrects_predictions_and_bars_no_mo
 
 
 def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
-    cost: Predictor, space: SearchSpace
+    cost: CostModel, space: SearchSpace
 ) -> None:
     plain = space.candidates[0]
     some, many = (plain.changed(checkpointed_blocks=59, swapped_blocks=blocks) for blocks in (10, 50))
@@ -142,7 +138,7 @@ def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
 
 
 @pytest.mark.parametrize("outcome", ["crash", "timeout", "numerics", "unsupported", "oom", "host_oom", "spill"])
-def test_search_survives_any_outcome_everywhere(cost: Predictor, outcome: Outcome) -> None:
+def test_search_survives_any_outcome_everywhere(cost: CostModel, outcome: Outcome) -> None:
     results = search(cost, lambda c: builders.trial(c, seconds=None, outcome=outcome, message="by design"))
     assert results
     assert {result.outcome for result in results} == {outcome}
@@ -152,7 +148,7 @@ def test_search_survives_any_outcome_everywhere(cost: Predictor, outcome: Outcom
 
 @pytest.mark.parametrize(("steps", "trials_of_int8"), [((), 1), ((1.0, 1.0, 1.0), 2)])
 def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradients_bar_a_pair(
-    cost: Predictor, steps: tuple[float, ...], trials_of_int8: int
+    cost: CostModel, steps: tuple[float, ...], trials_of_int8: int
 ) -> None:
     def run(candidate: Candidate) -> TrialResult:
         if candidate.quantization == "none":
@@ -163,7 +159,7 @@ def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradie
     assert sum(result.candidate.quantization != "none" for result in results) == trials_of_int8
 
 
-def test_search_ends_when_everything_is_tried(cost: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_ends_when_everything_is_tried(cost: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "MIN_TRIALS", 50)
     work = builders.workload(quality="exact", effective_batch_size=1)
     narrow = search_space(builders.context(builders.hardware("attention.native", "precision.bf16"), work))
@@ -173,10 +169,9 @@ def test_search_ends_when_everything_is_tried(cost: Predictor, monkeypatch: pyte
     assert len(results) == len(narrow.candidates) > 8
 
 
-def test_trials_that_contradict_predictions_are_followed_by_more(cost: Predictor, space: SearchSpace) -> None:
+def test_trials_that_contradict_predictions_are_followed_by_more(cost: CostModel, space: SearchSpace) -> None:
     def trials(sigma: float) -> int:
         rng = random.Random(5)
-        cost.calibrate(())
         truth = {}
         for candidate in space.candidates:
             predicted = cost.predict(candidate)
@@ -188,13 +183,13 @@ def test_trials_that_contradict_predictions_are_followed_by_more(cost: Predictor
     assert trials(0.005) < surprised <= trials(0.3)
 
 
-def test_time_limit_ends_the_search_after_the_running_trial(cost: Predictor, space: SearchSpace) -> None:
+def test_time_limit_ends_the_search_after_the_running_trial(cost: CostModel, space: SearchSpace) -> None:
     sampler = ResidualSearch(space, cost, 100 * GIB)
     results = run_search(sampler, machine(cost, 0), Limits(max_trials=50, max_seconds=0), lambda r: None)
     assert len(results) == 1
 
 
-def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost: Predictor, space: SearchSpace) -> None:
+def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost: CostModel, space: SearchSpace) -> None:
     sampler = ResidualSearch(space, cost, 10 * GIB)
     limits = Limits(max_trials=8, max_seconds=60)
     assert run_search(sampler, lambda c: pytest.fail("tried"), limits, lambda r: None) == ()
@@ -202,9 +197,8 @@ def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost: Predictor, spa
 
 @pytest.mark.parametrize(("ascending", "trials"), [(False, 1), (True, 0)])
 def test_where_only_caution_is_against_it_one_candidate_is_tried_but_not_on_shared_memory(
-    cost: Predictor, space: SearchSpace, ascending: bool, trials: int
+    cost: CostModel, space: SearchSpace, ascending: bool, trials: int
 ) -> None:
-    cost.calibrate(())
     least = min(cost.predict(candidate).required_memory_bytes for candidate in space.candidates)
 
     def run(candidate: Candidate) -> TrialResult:
@@ -214,8 +208,7 @@ def test_where_only_caution_is_against_it_one_candidate_is_tried_but_not_on_shar
     assert search(cost, run, budget_bytes=round(0.99 * least), ascending=ascending) == ()
 
 
-def test_caution_is_about_the_step_and_not_about_other_phases(cost: Predictor, space: SearchSpace) -> None:
-    cost.calibrate(())
+def test_caution_is_about_the_step_and_not_about_other_phases(cost: CostModel, space: SearchSpace) -> None:
     step = cost.predict(space.candidates[0])
     cache = next(phase for phase in step.phases if phase.name == "cache")
     large = cache.changed(peak_memory_bytes=2 * step.peak_memory_bytes)
@@ -244,7 +237,7 @@ def test_a_value_on_request_is_never_searched_but_may_be_pinned(monkeypatch: pyt
     assert {c.attention for c in pinned.candidates} == {"xformers"}
 
 
-def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: Predictor, space: SearchSpace) -> None:
+def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: CostModel, space: SearchSpace) -> None:
     scores = measured_scores(search(cost, machine(cost, 3)))
     winner = winner_of(scores, "throughput")
     assert winner
@@ -278,7 +271,7 @@ def test_objectives_choose_the_fastest_or_the_smallest() -> None:
     assert winner_of(scores[:1], "throughput") is None
 
 
-def test_fallbacks_need_less_and_less_memory(cost: Predictor) -> None:
+def test_fallbacks_need_less_and_less_memory(cost: CostModel) -> None:
     results = search(cost, machine(cost, 4), max_trials=12)
     scores = measured_scores(results)
     winner = winner_of(scores, "throughput")
@@ -290,7 +283,7 @@ def test_fallbacks_need_less_and_less_memory(cost: Predictor) -> None:
 
 
 def test_what_won_elsewhere_is_tried_first_and_a_kept_promise_ends_the_search(
-    cost: Predictor, space: SearchSpace
+    cost: CostModel, space: SearchSpace
 ) -> None:
     winner = space.candidates[7]
     sampler = ResidualSearch(space, cost, 100 * GIB, first=(winner,))
@@ -309,7 +302,7 @@ def test_expected_improvement_is_the_mean_of_what_is_gained() -> None:
     assert certain.improvement(0.0) == pytest.approx(0.2)
 
 
-def test_workers_at_the_same_time_try_different_combinations(cost: Predictor, space: SearchSpace) -> None:
+def test_workers_at_the_same_time_try_different_combinations(cost: CostModel, space: SearchSpace) -> None:
     run, sampler = machine(cost, 5), ResidualSearch(space, cost, 100 * GIB)
     results = [run(min(space.candidates, key=lambda c: cost.predict(c).required_memory_bytes))]
     taken: set[Candidate] = set()

@@ -8,10 +8,10 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.planner import make_plan
-from autotune.planning.problem import PlanningProblem, build_problem
+from autotune.planning.problem import PlanningProblem
 from autotune.planning.request import PlanRequest
 from autotune.runtime.version import __version__
 from autotune.schema.candidate import Candidate
@@ -45,7 +45,7 @@ def gpu(**changes: object) -> HardwareProfile:
 
 @cache
 def case_on_gpu() -> PlanningProblem:
-    return build_problem(QUESTION, gpu(), surroundings())
+    return PlanningProblem.build(QUESTION, gpu(), surroundings())
 
 
 @dataclass
@@ -58,12 +58,12 @@ class Simulated:
     tried: list[Candidate] = field(default_factory=list)
 
     @property
-    def cost(self) -> Predictor:
-        return case_on_gpu().cost.beside(self.hardware)
+    def cost(self) -> CostModel:
+        return case_on_gpu().cost.for_hardware(self.hardware)
 
     def run(self, candidate: Candidate) -> TrialResult:
         self.tried.append(candidate)
-        predicted = self.cost.uncalibrated(candidate)
+        predicted = self.cost.predict_uncalibrated(candidate)
         rng = random.Random(f"{candidate} {self.seed}")
         factor = math.prod(self.slow.get(str(choice), 1.0) for _, choice in candidate)
         seconds = predicted.step_seconds * 1.2 * factor * rng.gauss(1, 0.01)
@@ -72,7 +72,9 @@ class Simulated:
 
     def backend(self, *stores: Store) -> PlannerBackend:
         return replace(
-            surroundings(self.run), find_matches=lambda h, w: find_matches(h, w, stores), autotune_version=__version__
+            surroundings(self.run),
+            find_matches=lambda *problem: find_matches(*problem, stores),
+            autotune_version=__version__,
         )
 
     @property

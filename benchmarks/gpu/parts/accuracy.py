@@ -9,7 +9,7 @@ from typing import Any
 from evidence import Evidence, ReservingTrial, begin, candidate, precision_of, workload_of
 
 from autotune.backends import LAYERWISE
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.registry import reload_key
@@ -65,7 +65,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(work.side_px), rank=work.rank, batch=work.batch,
                            targets=work.targets, padding=work.padding)  # fmt: skip
-    predictor = Predictor(hardware, workload, resolved.family, resolved.config)
+    predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
     about = {"model": name, **{key: getattr(work, key) for key in ("side_px", "rank", "targets", "padding", "batch")}}
     if work is WORKS[0]:
         curve(evidence, predictor, workload, about, precision_of(hardware))
@@ -75,14 +75,12 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
         for run in evidence.each(runs, name=lambda run: f"{name} {work.side_px} px {run}"):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
             closed = closed_gate(hardware, chosen)
-            predictor.calibrate(())
             before = predictor.predict(chosen)
             if closed or (before.required_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail):
                 evidence.skip(f"{name} {chosen.label()}", closed or "predicted not to fit by far")
                 continue
             evidence.row("prediction", **about, candidate=chosen.model_dump(), **told(before))
-            predictor.calibrate([first] if first else ())
-            after = predictor.predict(chosen)
+            after = predictor.with_calibration([first] if first else ()).predict(chosen)
             result, reserved = tried(evidence, runner, chosen)
             evidence.row(
                 "trial", **about, grid=work is WORKS[0] and name == MODELS[0],
@@ -92,7 +90,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
             first = first or (result if result.outcome == "ok" else None)
 
 
-def curve(evidence: Evidence, predictor: Predictor, workload: Workload, about: dict[str, Any], precision: str) -> None:
+def curve(evidence: Evidence, predictor: CostModel, workload: Workload, about: dict[str, Any], precision: str) -> None:
     """Predictions from all blocks checkpointed to none: what the picture draws before anything is measured."""
     points = []
     for batch in sorted({1, workload.effective_batch_size}):

@@ -10,7 +10,7 @@ from typing import Any
 from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, closed_gate, told
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.schema.candidate import Candidate
@@ -88,7 +88,7 @@ def main() -> None:
     model = evidence.model("qwen-image")
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(1024), rank=16, batch=2)
-    predictor = Predictor(hardware, workload, resolved.family, resolved.config)
+    predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
     with ProcessTrialRunner(hardware, model, workload) as runner:
         for number, run in enumerate(evidence.each(evidence.sliced(CASES))):
             chosen = candidate(workload, *run, precision=precision_of(hardware))

@@ -15,7 +15,7 @@ from search import plan, plan_command
 
 from autotune.cost.composition import stretched_index
 from autotune.cost.kernels import kernel_for
-from autotune.cost.predict import Predictor
+from autotune.cost.predict import CostModel
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.schema.candidate import Candidate
@@ -84,15 +84,15 @@ class PlainLoop:
         return {"step_seconds": seconds[1:], "peak_memory_bytes": peak}
 
 
-def model_flops(predictor: Predictor, chosen: Candidate) -> float:
+def model_flops(predictor: CostModel, chosen: Candidate) -> float:
     """Of one image, forward and backward, nothing counted twice for recomputation; from the traced graph."""
     model = predictor.model
-    kernel = kernel_for(chosen.attention, predictor.rules, False, predictor.hardware, chosen.precision)
+    kernel = kernel_for(chosen.attention, predictor.model.rules, False, predictor.hardware, chosen.precision)
     trace = model.traced(chosen.precision, "none", kernel, 1, 0)
     index = stretched_index(model.counts, model.traced_counts)
-    memoize = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
+    outside = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
     blocks = [segments[i] for segments in (trace.forward, trace.backward) for i in index]
-    return float(sum(item[2] * count for segment in (*memoize, *blocks) for item, count in segment.work.items()))
+    return float(sum(item[2] * count for segment in (*outside, *blocks) for item, count in segment.work.items()))
 
 
 def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def main() -> None:
     resolved = resolve_model(model)
     workload = workload_of(model, evidence.size(1024), rank=RANK, batch=BATCH)
     found = contestants(evidence, hardware, model, workload)
-    predictor = Predictor(hardware, workload, resolved.family, resolved.config)
+    predictor = CostModel.build(hardware, workload, resolved.family, resolved.config)
     matmul = max((rate.value for rate in hardware.rates if rate.name.startswith("matmul.bf16")), default=None)
     flops = model_flops(predictor, found["bf16, all checkpointed, batch 1"])
     evidence.row("work", model_flops_per_image=flops, matmul_flops_per_second=matmul, batch=BATCH)

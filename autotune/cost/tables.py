@@ -1,0 +1,190 @@
+"""What one traced model takes on one device, by candidate, before anything is learned from trials."""
+
+from functools import cache, cached_property
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.cost.allocator import Waste, waste_of
+from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
+from autotune.cost.kernels import kernel_for
+from autotune.cost.memory import Resident, resident_of
+from autotune.cost.model import TracedModel
+from autotune.cost.parallel import Parallel
+from autotune.cost.timing import Rates
+from autotune.knobs import EncoderSize, Precision, TuningContext, size_of
+from autotune.schema import (
+    CachingSettings,
+    Candidate,
+    HardwareProfile,
+    has_typical_shape,
+    mean_text_tokens,
+    padded_text_tokens,
+    typical_bucket,
+)
+
+TRACED_SIZES = (2, 4)
+"""Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip copies there."""
+
+
+class PassChoice(NamedTuple):
+    """The choices of a candidate that decide which passes are traced."""
+
+    precision: str
+    quantization: str
+    attention: str
+    micro_batch_size: int
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Self:
+        """The candidate's choices."""
+        return cls(candidate.precision, candidate.quantization, candidate.attention, candidate.micro_batch_size)
+
+
+class PassTables:
+    """Passes of a traced model at a device's rates. Every method is a pure function that remembers its results.
+
+    The first call for a `PassChoice` traces the model, which takes a fraction of a second.
+    """
+
+    def __init__(self, model: TracedModel, hardware: HardwareProfile) -> None:
+        self.model, self.hardware, self.workload = model, hardware, model.workload
+        self._num_blocks, self._num_traced = sum(model.counts), sum(model.traced_counts)
+        self._rates, self._table = cache(self._find_rates), cache(self._find_table)
+        self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)
+        self._typical_shares = cache(self._find_typical_shares)
+        self._residents: dict[tuple[object, ...], Resident] = {}
+
+    @cached_property
+    def usual_choice(self) -> PassChoice:
+        """Choices that any machine of this kind has."""
+        context = TuningContext(self.hardware, self.model.family, self.workload)
+        return PassChoice(str(Precision().choices(context).admitted[0]), "none", "native", 1)
+
+    @cached_property
+    def encoder_size(self) -> EncoderSize:
+        """The sizes that decide how captions can be encoded."""
+        precision = self.usual_choice.precision
+        return size_of(self.model.parts, precision, self.model.vae_cost(precision).weight_bytes)
+
+    def rates_of(self, candidate: Candidate) -> Rates:
+        """The device's rates with the candidate's precision and attention."""
+        return self._rates_of(PassChoice.of(candidate))
+
+    @property
+    def usual_rates(self) -> Rates:
+        """The device's rates with the usual choices."""
+        return self._rates_of(self.usual_choice)
+
+    def _rates_of(self, choice: PassChoice) -> Rates:
+        return self._rates(choice.precision, choice.attention, self._kernel(choice, choice.micro_batch_size))
+
+    def _find_rates(self, precision: str, attention: str, kernel: str) -> Rates:
+        return Rates(self.hardware, precision, attention, kernel)
+
+    def _kernel(self, choice: PassChoice, size: int) -> str:
+        masked = self.model.masked(size)
+        return kernel_for(choice.attention, self.model.rules, masked, self.hardware, choice.precision)
+
+    def pass_of(self, candidate: Candidate, *, accumulates: bool) -> ComposedPass:
+        """One micro-batch of the full model; `accumulates` if gradients of an earlier one are already there."""
+        return self._pass(PassChoice.of(candidate), candidate.checkpointed_blocks, accumulates)
+
+    def _pass(self, choice: PassChoice, checkpointed: int, accumulates: bool) -> ComposedPass:
+        k = min(checkpointed, self._num_blocks)
+        plain = self._table(choice, 0)
+        mixed = plain if k == 0 else self._table(choice, self._num_traced - (k < self._num_blocks))
+        storage = self.model.storage(choice.precision, choice.quantization)
+        return compose(plain, mixed, k, np.array(storage.block_adapter_bytes, dtype=np.float64), accumulates)
+
+    def _find_table(self, choice: PassChoice, checkpointed: int) -> PassTable:
+        """The full model's pass when the first `checkpointed` of the traced blocks recompute."""
+        (low, high), size, rates = TRACED_SIZES, choice.micro_batch_size, self._rates_of(choice)
+
+        def traced(at: int) -> PassTable:
+            settings = choice.precision, choice.quantization, self._kernel(choice, at)
+            return table_of(self.model.traced(*settings, at, checkpointed), rates, self.workload.rank)
+
+        if size in (1, low, high):
+            table = traced(size)
+        else:
+            table = traced(low).towards(traced(high), (size - low) / (high - low))
+        return table.stretched(self.model.counts, self.model.traced_counts)
+
+    def forward_seconds(self, candidate: Candidate) -> float:
+        """Time of one item's forward pass, as a preview's denoising step makes it."""
+        table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), 0)
+        return float(table.before[SECONDS:-1].sum() + table.forward[:, SECONDS:-1].sum())
+
+    def waste_bytes(self, candidate: Candidate, composed: ComposedPass) -> float:
+        """Bytes that the caching allocator reserves beyond the pass's own peak.
+
+        Known for no checkpointing and for all blocks but one; between them it goes by the share of blocks.
+        """
+        if self.model.rules == "cpu":
+            return 0.0
+        choice, allocator, k = PassChoice.of(candidate), candidate.allocator, candidate.checkpointed_blocks
+        last = self._num_blocks - 1
+        share = min(1.0, k / max(1, last))
+        if share in (0.0, 1.0):
+            return self._scaled_waste(choice, allocator, k, composed)
+        ends = [self._waste_bytes(choice, allocator, end) for end in (0, last)]
+        return (1 - share) * ends[0] + share * ends[1]
+
+    def _find_waste_bytes(self, choice: PassChoice, allocator: str, checkpointed: int) -> float:
+        return self._scaled_waste(choice, allocator, checkpointed, self._pass(choice, checkpointed, True))
+
+    def _scaled_waste(self, choice: PassChoice, allocator: str, checkpointed: int, composed: ComposedPass) -> float:
+        traced_size = 1 if choice.micro_batch_size == 1 else TRACED_SIZES[0]
+        waste = self._waste(
+            choice._replace(micro_batch_size=traced_size), allocator, self._num_traced - 1 if checkpointed else 0
+        )
+        return waste.fixed_bytes * choice.micro_batch_size / traced_size + waste.saved_share * composed.saved_bytes
+
+    def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
+        size = choice.micro_batch_size
+        trace = self.model.traced(choice.precision, choice.quantization, self._kernel(choice, size), size, checkpointed)
+        segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
+        block = trace.forward[len(trace.forward) // 2].events
+        freed = {number for number, num_bytes in block if num_bytes < 0}
+        saved = [event for event in block if event[0] not in freed]
+        events = [event for segment in segments for event in segment.events]
+        return waste_of(events, saved, expandable_segments=allocator == "expandable")
+
+    def resident_of(self, candidate: Candidate, caching: CachingSettings, parallel: Parallel) -> Resident:
+        """What stays on one device, whatever the micro-batch and checkpointing."""
+        stored = candidate.precision, candidate.quantization
+        key = (*stored, candidate.allocator, candidate.swapped_blocks, caching, parallel)
+        if key not in self._residents:
+            stay, encoder_bytes = caching.residency == "keep", self.encoder_size.device_bytes(caching)
+            known = (self.hardware, self.model, candidate)
+            alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
+            self._residents[key] = parallel.resident(alone, self.model.storage(*stored))
+        return self._residents[key]
+
+    def typical_shares(self, micro_batch_size: int) -> NDArray[np.float64] | float:
+        """What steps of usual shapes take of the time that the largest take, by class of operation.
+
+        Between captions of mean length and the longest, both traced without checkpoints, it goes by the length that
+        micro-batches are padded to: the larger they are, the more often they hold a long one.
+        """
+        work = self.workload
+        if not has_typical_shape(work):
+            return 1.0
+        mean, longest = mean_text_tokens(work), work.max_text_tokens
+        if mean == longest:
+            return self._typical_shares(longest)
+        padded = (padded_text_tokens(work, micro_batch_size) - mean) / (longest - mean)
+        return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
+
+    def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
+        precision, quantization, _, size = self.usual_choice
+        traced = precision, quantization, self._kernel(self.usual_choice, size), size, 0
+        typical, largest = (
+            table_of(model.traced(*traced), self.usual_rates, self.workload.rank)
+            .stretched(model.counts, model.traced_counts)
+            .seconds
+            for model in (self.model.in_shape(typical_bucket(self.workload), text_tokens), self.model)
+        )
+        return np.divide(typical, largest, out=np.ones_like(typical), where=largest > 0)
