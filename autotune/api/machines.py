@@ -17,7 +17,7 @@ from autotune.hardware import (
 )
 from autotune.hardware import doctor as diagnose
 from autotune.hardware import probe as read_machine
-from autotune.schema import HardwareProfile, Notice, OnEvent, PhaseStarted, StatusChanged, ignore_event
+from autotune.schema import HardwareProfile, Notice, OnEvent, StatusChanged, ignore_event
 from autotune.sharing import own_store, profile_of_record
 
 RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
@@ -59,7 +59,7 @@ def probe(*, quick: bool = False, device: int = 0, on_event: OnEvent = ignore_ev
         >>> machine = autotune.probe()
         >>> machine.device.name, machine.device.budget_bytes
     """
-    on_event(PhaseStarted(name="reading the machine"))
+    on_event(StatusChanged(text="reading the machine"))
     on_progress = _status_to(on_event)
     if quick:
         return read_machine(index=device, on_progress=on_progress)
@@ -116,7 +116,7 @@ def _named(hardware: str | HardwareProfile) -> HardwareProfile:
 
 
 def _this_machine(on_event: OnEvent) -> HardwareProfile:
-    on_event(PhaseStarted(name="reading the machine"))
+    on_event(StatusChanged(text="reading the machine"))
     profile = cached_profile(on_progress=_status_to(on_event))
     for note in profile.notes:
         if note.startswith(NOT_KEPT):
