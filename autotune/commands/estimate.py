@@ -10,6 +10,7 @@ from autotune.errors import InvalidInput
 
 if TYPE_CHECKING:
     from autotune.knobs.base import Setting
+    from autotune.machine import HardwareProfile
     from autotune.schema import Candidate
 
 
@@ -82,11 +83,16 @@ def _candidate(asked: EstimateOptions, setting: "Setting") -> "Candidate":
         checkpointed_blocks=_checkpointed(asked.checkpointing, setting.workload.model.num_blocks),
         quantization=asked.quantization,
         attention=asked.attention,
-        precision=asked.precision or ("fp32" if setting.hardware.device.kind == "cpu" else "bf16"),
+        precision=asked.precision or _usual_precision(setting.hardware),
         swapped_blocks=asked.swapped_blocks,
         compile=asked.compile,
         allocator=asked.allocator or str(Allocator().choices(setting).admitted[0]),
     )
+
+
+def _usual_precision(hardware: "HardwareProfile") -> str:
+    slow = hardware.device.kind == "cpu"  # bf16 may run there, and seldom pays
+    return "bf16" if hardware.gate("precision.bf16").available and not slow else "fp32"
 
 
 def _checkpointed(text: str, num_blocks: int) -> int:

@@ -37,6 +37,7 @@ def machine_for(
     Raises:
         InvalidInput: there is no such hardware, or an option is no size.
     """
+    from autotune.hardware.gates import NO_BF16
     from autotune.hardware.probe import probe, with_budget, with_cap, with_reserve
     from autotune.hardware.store import NOT_KEPT, cached_profile, hardware_named
     from autotune.reporting.plan import note_text
@@ -47,9 +48,9 @@ def machine_for(
     else:
         with err.status("reading the machine") as status:
             machine = cached_profile(on_progress=status.update)
-        for note in machine.notes:
-            if note.startswith(NOT_KEPT):
-                err.print(note_text(note))
+    for note in machine.notes:
+        if note.startswith((NOT_KEPT, NO_BF16)):
+            err.print(note_text(note))
 
     def limited(machine: "HardwareProfile") -> "HardwareProfile":
         if reserve is not None:
