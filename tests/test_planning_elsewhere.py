@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.commands.estimate import _usual_precision
+from autotune.commands.machine import machine_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import parts_of, resolve_model
@@ -69,6 +71,21 @@ def test_an_estimate_of_what_does_not_fit_says_so() -> None:
     assert json.loads(process.stdout)["step_seconds"] > 0
     bucket = estimate.workload.buckets[0]
     assert (bucket.width_px, bucket.height_px) == (512, 768)
+
+
+def test_a_card_without_bf16_is_planned_for_in_fp32(capfd: pytest.CaptureFixture[str]) -> None:
+    card = machine_for("T4")
+    told = " ".join(capfd.readouterr().err.split())
+    assert "hardware nvidia-t4" in told
+    assert "this GPU has no bf16 (compute capability 7.5, it takes 8.0): it trains in fp32" in told
+    space = list_choices(Question(model="kandinsky5-image-lite", wishes=SMALL), card)
+    assert space.choices["precision"] == ("fp32",)
+    assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]
+    assert [_usual_precision(hardware_named(name)) for name in ("t4", "v100-sxm2-32gb", "4090")] == [
+        "fp32",
+        "fp32",
+        "bf16",
+    ]
 
 
 def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(

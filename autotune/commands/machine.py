@@ -45,6 +45,9 @@ def machine_for(
 
     if hardware is not None:
         machine = _shared(hardware) or hardware_named(hardware)
+        meant = machine.datasheet.id if machine.origin == "catalogue" and machine.datasheet else hardware
+        if meant != hardware.lower():
+            err.print(f"hardware  {meant}")
     else:
         with err.status("reading the machine") as status:
             machine = cached_profile(on_progress=status.update)

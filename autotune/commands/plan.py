@@ -43,7 +43,7 @@ class PlanOptions:
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Ask again what this plan answered; other options go before it.")
     ] = None
-    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU instead (see probe --list).")] = None
+    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list).")] = None
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
     resolution: Resolution = None
     frames: Frames = None

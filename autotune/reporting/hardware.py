@@ -11,7 +11,7 @@ from autotune.hardware.doctor import Finding
 from autotune.machine import Gate, HardwareProfile, Rate
 from autotune.reporting.text import memory_text
 
-ABOUT_LISTING = "bf16 -: the card has none and trains in fp32."
+ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 
 
