@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-def nearest_of(value: str, known: Iterable[str], listing: str | None = None) -> str:
+def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None) -> str:
     """A hint for a name that is not known: the nearest that is, if one is near, and all, or where they are listed."""
     names = sorted(known)
     near = get_close_matches(value, names, n=1, cutoff=0.4)

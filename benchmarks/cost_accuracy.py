@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
@@ -29,11 +29,13 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import build_on_meta
-from autotune.frozen import digest_of
-from autotune.hardware.probe import probe
+from autotune.hardware.probing import probe
 from autotune.hardware.rates import KERNELS, Meter
-from autotune.machine import HardwareProfile, Rate
-from autotune.schema import Bucket, Candidate, ModelSpec, TrialResult, Workload
+from autotune.schema.base import digest_of
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile, Rate
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Bucket, ModelSpec, Workload
 
 SIDE_PX = 256
 TEXT_TOKENS = 32
@@ -156,8 +158,8 @@ def _line(row: dict[str, Any]) -> str:
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Mean and 95th percentile of absolute relative errors, and how many of the five fastest are found."""
     memory = sorted(abs(r["predicted_peak_bytes"] / r["peak_bytes"] - 1) for r in rows)
-    judged = [r for r in rows if not r["calibrated_on"]]
-    times = sorted(abs(r["predicted_step_seconds"] / r["step_seconds"] - 1) for r in judged)
+    classify = [r for r in rows if not r["calibrated_on"]]
+    times = sorted(abs(r["predicted_step_seconds"] / r["step_seconds"] - 1) for r in classify)
     real = sorted(range(len(rows)), key=lambda i: rows[i]["step_seconds"])[:5]
     told = sorted(range(len(rows)), key=lambda i: rows[i]["predicted_step_seconds"])[:5]
     return {

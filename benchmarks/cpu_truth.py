@@ -12,8 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
 from autotune.knobs.precision import torch_dtype
-from autotune.quiet import stderr_in
-from autotune.schema import Candidate, Workload
+from autotune.runtime.quiet import stderr_in
+from autotune.schema.candidate import Candidate
+from autotune.schema.workload import Workload
 from autotune.training.model import apply_knobs
 from autotune.training.step import AdapterOptimizer, optimizer_step
 from autotune.weights.building import cast_as_loaded
@@ -54,7 +55,7 @@ def batches(family: Family, config: Mapping[str, Any], workload: Workload, candi
 
 
 def storage_bytes(tensors: Any) -> int:
-    """Bytes behind `tensors`, each storage counted once; quantised tensors by what they are made of."""
+    """Bytes behind `tensors`, each storage counted once; quantized tensors by what they are made of."""
     plain = [part for tensor in tensors for part in parts_of(tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 

@@ -15,8 +15,8 @@ import statistics
 import time
 from pathlib import Path
 
-from autotune.hardware.doctor import doctor
-from autotune.hardware.probe import measured, probe
+from autotune.hardware.diagnosis import doctor
+from autotune.hardware.probing import measure_rates, probe
 from autotune.hardware.timing import disagreement
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,7 +32,7 @@ def measure(num_probes):
     _, first_quick_seconds = timed(probe)
     _, quick_seconds = timed(probe)
     load_before = os.getloadavg()[0]
-    probes = [timed(lambda: measured(probe(), lambda _: None)) for _ in range(num_probes)]
+    probes = [timed(lambda: measure_rates(probe(), lambda _: None)) for _ in range(num_probes)]
     profiles = [profile for profile, _ in probes]
     rates = {rate.name: {"unit": rate.unit, "values": []} for profile in profiles for rate in profile.rates}
     for profile in profiles:

@@ -11,8 +11,8 @@ readings), and by those of `today`, some of which came after errors had been see
 3. Resolution, batch and rank are stated, the resolution is one, and the notes don't call the shape suspect.
    After errors were seen: where they do and name the example's data loader as the one that fits, the loader's shape
    counts (frames cut to what the VAE takes).
-4. The GPU is stated and in our catalogue.
-5. The base is bf16, or stored as one of our quantisations stores it.
+4. The GPU is stated and in our catalog.
+5. The base is bf16, or stored as one of our quantizations stores it.
    After errors were seen: not what multiplies in float8, as SimpleTuner's "fp8-torchao" does (torchao's
    Float8DynamicActivationFloat8WeightConfig) and "fp8 torchao (training)" of diffusers' example
    (`convert_to_float8_training`, which also leaves the weights in bf16).
@@ -22,7 +22,7 @@ readings), and by those of `today`, some of which came after errors had been see
    GPUs by their library workspaces, which only allocated bytes show) or the whole process.
 9. After errors were seen: something is checkpointed, or the program computes in bf16 alone. Trainers that accelerate
    prepares run under autocast: layer norms keep an fp32 copy of their input, and each adapter its own cast of what its
-   neighbours share. Checkpointing drops both, so only rows without it are left out.
+   neighbors share. Checkpointing drops both, so only rows without it are left out.
 10. Text encoders and VAE are off the device while it trains, where that is known: only `data/fresh_readings.csv` says.
     After errors were seen: where they stay, the row counts, and is predicted with encoders and VAE that stay as well.
 
@@ -43,16 +43,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
 from autotune.cost.predict import Predictor
 from autotune.cost.timing import STEP_OVER_KERNELS
 from autotune.families.resolve import resolve_model
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, Workload
+from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.schema.candidate import Candidate
+from autotune.schema.prediction import Prediction
+from autotune.schema.workload import Bucket, Workload
 
 FAMILIES = {
     "Qwen-Image (20B)": "qwen-image",
@@ -75,7 +76,7 @@ GPUS = {
     "RTX A6000": "nvidia-rtx-a6000",
     "RTX A6000 48GB": "nvidia-rtx-a6000",
     "A100 80GB": "nvidia-a100-80gb",
-    **{gpu.id: gpu.id for gpu in catalogue()},
+    **{gpu.id: gpu.id for gpu in load_catalog()},
 }
 IN_FLOAT8 = ("fp8-torchao", "fp8 torchao (training)")
 STORAGE = {
@@ -120,7 +121,7 @@ MISSES = {
 WHOLE_PIPELINE = {
     "residency": "keep",
     "text_encoder_device": "training",
-    "text_encoder_storage": "none",
+    "text_encoder_quantization": "none",
     "text_encoder_streamed": "false",
 }
 FOUND_RESIDENT = ("F39",)
@@ -195,7 +196,7 @@ def predicted(row: Row, rules: str) -> "Reading":
     model = resolve_model(FAMILIES[row["model"]])
     width, height = resolution_of(row) or (0, 0)
     batch = int(row["batch"])
-    hardware = profile_of_gpu(next(gpu for gpu in catalogue() if gpu.id == GPUS[row["gpu"]]))
+    hardware = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == GPUS[row["gpu"]]))
     workload = Workload(
         model=model.spec,
         resolution_px=round((width * height) ** 0.5),
@@ -216,7 +217,7 @@ def predicted(row: Row, rules: str) -> "Reading":
     stay = rules == "today" and (row.get("other_models") == "resident" or row["id"] in FOUND_RESIDENT)
     pins = WHOLE_PIPELINE if stay else None
     cost = Predictor(hardware, workload, model.family, model.config, caching_pins=pins)
-    return Reading(row, cost.predict(candidate), cost.kept_bytes, hardware.device.total_memory_bytes or 0)
+    return Reading(row, cost.predict(candidate), cost.resident_encoder_bytes, hardware.device.total_memory_bytes or 0)
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class Reading:
 
     row: Row
     prediction: Prediction
-    kept_bytes: int
+    resident_encoder_bytes: int
     """Of models that stay on the device beside training."""
     total_bytes: int
     """Of the device."""
@@ -235,7 +236,7 @@ class Reading:
         """In the row's unit, of the row's kind."""
         whole = self.row["vram_kind"] in WHOLE
         size = self.prediction.peak_memory_bytes if whole else self.prediction.allocated_memory_bytes
-        return (size + self.kept_bytes) / (2**30 if self.row["vram_unit"] == "GiB" else 1e9)
+        return (size + self.resident_encoder_bytes) / (2**30 if self.row["vram_unit"] == "GiB" else 1e9)
 
     @property
     def memory_error(self) -> float | None:
@@ -258,7 +259,7 @@ class Reading:
     @property
     def left_free(self) -> float:
         """Share of the card."""
-        return 1 - (self.prediction.peak_memory_bytes + self.kept_bytes) / self.total_bytes
+        return 1 - (self.prediction.peak_memory_bytes + self.resident_encoder_bytes) / self.total_bytes
 
     def line(self) -> str:
         row = self.row

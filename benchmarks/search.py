@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
 import optuna
 from search_tasks import Task, capped_tasks, simulated_tasks, table_tasks
 
-from autotune.schema import Candidate, TrialResult
+from autotune.schema.candidate import Candidate
+from autotune.schema.trial import TrialResult
 from autotune.search.residual import ResidualSearch
 from autotune.search.study import Limits, run_search
 

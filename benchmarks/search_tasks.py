@@ -1,6 +1,6 @@
 """Tasks for `search.py`: complete truths to search in. Measured tables, and machines simulated in another form.
 
-A simulated machine starts from the cost model's own predictions for a published model on a GPU of the catalogue, and
+A simulated machine starts from the cost model's own predictions for a published model on a GPU of the catalog, and
 bends them in ways that the search's model cannot express: factors of pairs of choices, micro-batches that saturate,
 recomputation that costs more than its share, a slow stretch before the memory wall, and 3% noise.
 """
@@ -18,10 +18,12 @@ from autotune.cost.predict import Predictor
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import hardware_named
-from autotune.knobs.base import Setting
-from autotune.machine import HardwareProfile
-from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, Choice, TrialResult, Workload
+from autotune.knobs.base import TuningContext
+from autotune.schema.candidate import Candidate, Choice
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.prediction import Prediction
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Bucket, Workload
 from autotune.search.space import SearchSpace, search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
@@ -128,7 +130,7 @@ def _base(family: str, gpu: str) -> tuple[SearchSpace, Predictor, HardwareProfil
         effective_batch_size=8,
         quality="high",
     )
-    space = search_space(Setting(hardware, model.family, workload))
+    space = search_space(TuningContext(hardware, model.family, workload))
     return space, Predictor(hardware, workload, model.family, model.config), hardware
 
 

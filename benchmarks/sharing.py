@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
@@ -28,20 +28,22 @@ from search_tasks import Task, table_tasks
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Expected, TrialResult
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan import Expected
+from autotune.schema.trial import TrialResult
 from autotune.search.residual import ResidualSearch
 from autotune.search.study import Limits, run_search
-from autotune.sharing.advice import NO_ADVICE, Advice, advise
-from autotune.sharing.keys import match, usable_trials
-from autotune.sharing.query import Known, Survey
+from autotune.sharing.keys import compare, usable_trials
+from autotune.sharing.query import MatchedRecord, StoreMatches
 from autotune.sharing.record import Record, machine_of, shared_part
+from autotune.sharing.warm_start import NO_WARM_START, WarmStart, build_warm_start
 
 NEAR = 0.05
 CHOICE_SIGMA = 0.10
 NOISE = 0.02
 PACES = (0.6, 1.6)
-TARGETS = {"cold": 8, "a neighbour's record": 4, "the same machine's record": 1}
+TARGETS = {"cold": 8, "a neighbor's record": 4, "the same machine's record": 1}
 Run = Callable[[Candidate], TrialResult]
 
 
@@ -89,13 +91,15 @@ def bob(task: Task, pace: float, seed: int) -> Bench:
     return Bench(task, known.cost.beside(hardware), {c: t * factor(c) for c, t in known.times.items()})
 
 
-def search(bench: Bench, seed: int, known: tuple[Known, ...]) -> tuple[TrialResult, ...]:
-    task, advice, limits = bench.task, NO_ADVICE, Limits(max_trials=12, max_seconds=1e9)
+def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[TrialResult, ...]:
+    task, advice, limits = bench.task, NO_WARM_START, Limits(max_trials=12, max_seconds=1e9)
     if known:
-        found = Survey(known, (), ())
-        advice: Advice = advise(found, task.space.candidates, task.budget_bytes, bench.cost.workload, bench.cost)[1]
+        found = StoreMatches(known, (), ())
+        advice: WarmStart = build_warm_start(
+            found, task.space.candidates, task.budget_bytes, bench.cost.workload, bench.cost
+        )[1]
         assert advice.grounds, "the record is not believed"
-    planned = ResidualSearch(task.space, bench.cost, task.budget_bytes, lessons=advice.lessons, first=advice.first)
+    planned = ResidualSearch(task.space, bench.cost, task.budget_bytes, priors=advice.priors, first=advice.first)
     return run_search(planned, bench.run(seed), limits, lambda result: None, enough=advice.kept)
 
 
@@ -124,9 +128,9 @@ def record_of_search(bench: Bench, trials: tuple[TrialResult, ...]) -> Record:
     )
 
 
-def known_on(bench: Bench, record: Record) -> Known:
+def known_on(bench: Bench, record: Record) -> MatchedRecord:
     here = bench.cost.hardware
-    return Known(record.name, record, match(record, here, bench.cost.workload), usable_trials(record, here))
+    return MatchedRecord(record.name, record, compare(record, here, bench.cost.workload), usable_trials(record, here))
 
 
 def score(bench: Bench, trials: tuple[TrialResult, ...]) -> tuple[float, float, int]:
@@ -151,7 +155,7 @@ def rows_of(task: Task, seeds: int) -> list[dict[str, object]]:
             own = record_of_search(bench, cold)
             runs = {
                 "cold": cold,
-                "a neighbour's record": search(bench, 2, (known_on(bench, hers),)),
+                "a neighbor's record": search(bench, 2, (known_on(bench, hers),)),
                 "the same machine's record": search(bench, 3, (known_on(bench, own),)),
             }
             for name, trials in runs.items():

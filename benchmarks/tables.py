@@ -15,22 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries
+from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
 import torch
 from configs import MID
 
-from autotune.atomic import write_whole
 from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.knobs.base import Setting
+from autotune.knobs.base import TuningContext
 from autotune.knobs.registry import reload_key
-from autotune.machine import HardwareProfile
-from autotune.schema import Bucket, Candidate, TrialResult, Workload
+from autotune.runtime.files import write_text_atomic
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Bucket, Workload
 from autotune.search.space import search_space
 from autotune.trials.runner import ProcessTrialRunner
 
@@ -95,7 +97,7 @@ def workload_of(folder: Path, table: Table) -> Workload:
 
 def configurations(table: Table, hardware: HardwareProfile, workload: Workload) -> list[Candidate]:
     """Those kept of the search space, those that share a loaded model side by side."""
-    space = search_space(Setting(hardware, FAMILIES[table.family], workload))
+    space = search_space(TuningContext(hardware, FAMILIES[table.family], workload))
     kept = [c for c in space.candidates if all(getattr(c, knob) in table.keep[knob] for knob in table.keep)]
     return sorted(kept, key=lambda candidate: [str(value) for value in reload_key(candidate)])
 
@@ -134,7 +136,7 @@ def measure(name: str, table: Table, hardware: HardwareProfile) -> None:
     }
     lines = [json.dumps(head), *(t.model_dump_json(exclude_defaults=True) for t in quieter(trials))]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    write_whole(FOLDER / f"{name}.jsonl", "\n".join(lines) + "\n")
+    write_text_atomic(FOLDER / f"{name}.jsonl", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 The reference is what a careful user writes by hand with diffusers, peft and torch alone: everything encoded once and
 kept in memory, the model with a LoRA, fused AdamW, gradient clipping, accumulation, one read of the loss per step.
 It gets the same settings, data order and shapes. Both run in this process, interleaved A B A B, so that other load
-on the machine meets both alike; the overhead is the median, over all pairs, of our step over its neighbour.
+on the machine meets both alike; the overhead is the median, over all pairs, of our step over its neighbor.
 `planned` lets autotune plan the job and compares its settings with that loop's as the README of diffusers' Qwen-Image
 script runs it: one image at a time, four accumulated, gradient checkpointing.
 """
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries, silence_progress_bars
+from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
@@ -31,13 +31,14 @@ from peft import LoraConfig
 
 from autotune.families.registry import family_named
 from autotune.hardware.store import cached_profile
-from autotune.planner import make_plan as plan_job
-from autotune.planning.question import Question
-from autotune.schema import Candidate
-from autotune.training.describe import Wishes
-from autotune.training.events import RunEvents, StepEvent
-from autotune.training.memory import host_memory_bytes
+from autotune.planning.planner import make_plan as plan_job
+from autotune.planning.request import PlanRequest
+from autotune.runtime.memory import host_memory_bytes
+from autotune.schema.candidate import Candidate
+from autotune.schema.events import StepFinished
+from autotune.training.describe import WorkloadOverrides
 from autotune.training.run import train
+from tests.events import steps_to
 from tests.training.small import machine, make_plan, write_model_and_images
 
 BATCH, MICRO_BATCH, RANK, SHIFT = 4, 2, 2, 2.2
@@ -145,7 +146,7 @@ class Interleaved:
         self.started = self.ended = time.perf_counter()
         self.start_seconds = 0.0
 
-    def __call__(self, event: StepEvent) -> None:
+    def __call__(self, event: StepFinished) -> None:
         # From the end of the last pause to now: all that our loop does between two steps is inside.
         now = time.perf_counter()
         self.start_seconds = self.start_seconds or now - self.started
@@ -185,7 +186,7 @@ def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dic
             )
             both = Interleaved(plain)
             # An empty cache, as the plain loop has.
-            train(plan, hardware, folder / f"cache{number}", RunEvents(on_step=both))
+            train(plan, hardware, folder / f"cache{number}", steps_to(both))
             ours += both.ours[3:]
             theirs += both.theirs[3:]
             waits += both.waits[3:]
@@ -210,19 +211,21 @@ def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, images = make_model(folder, size)
-        wishes = Wishes(size_px=(resolution_px, resolution_px), rank=RANK, effective_batch_size=BATCH, quality="exact")
-        question = Question(
+        workload_overrides = WorkloadOverrides(
+            size_px=(resolution_px, resolution_px), rank=RANK, effective_batch_size=BATCH, quality="exact"
+        )
+        request = PlanRequest(
             str(model),
-            wishes=wishes,
-            said={"data": str(images), "output": str(folder / "out"), "num_steps": steps},
+            workload_overrides=workload_overrides,
+            job_overrides={"data": str(images), "output": str(folder / "out"), "num_steps": steps},
             pins=(("precision", "fp32"),),
             use_profiles=False,
         )
-        plan = plan_job(question, hardware)
+        plan = plan_job(request, hardware).plan
         plain = PlainLoop(model, images, resolution_px, micro_batch=1, checkpointing=True)
         plain.step(0)
         both = Interleaved(plain)
-        report = train(plan, hardware, folder / "cache", RunEvents(on_step=both))
+        report = train(plan, hardware, folder / "cache", steps_to(both))
     ours, theirs = both.ours[3:], both.theirs[3:]
     return {
         "what": f"planned settings against the README's, {size}, {resolution_px} px, effective batch {BATCH}, fp32",
@@ -243,7 +246,7 @@ def long_run(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         model, images = make_model(Path(name), "demo")
         plan = make_plan(model, images, hardware, num_steps=steps, output=f"{name}/out", checkpointing_steps=100)
-        train(plan, hardware, Path(name) / "cache", RunEvents(on_step=lambda event: held.append(host_memory_bytes())))
+        train(plan, hardware, Path(name) / "cache", steps_to(lambda event: held.append(host_memory_bytes())))
     early, late = statistics.median(held[200:250]), statistics.median(held[-50:])
     return {
         "what": f"memory over {steps} steps, demo, checkpoint every 100",

@@ -12,12 +12,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from autotune.demo import draw_images
+from autotune.demo.folders import draw_images
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.quiet import silence_libraries, silence_progress_bars
-from autotune.schema import Bucket, Candidate, Workload
+from autotune.runtime.quiet import silence_libraries, silence_progress_bars
+from autotune.schema.candidate import Candidate
+from autotune.schema.workload import Bucket, Workload
 from autotune.trials.runner import ProcessTrialRunner
 
 

@@ -31,7 +31,7 @@ from unittest import mock
 CASES = ("bf16-cold", "bf16-warm", "int8-warm", "nf4-warm", "save")
 QUANTIZED = {"int8": "torchao-int8", "nf4": "bnb-nf4"}
 METHODS = ("from_pretrained", "safetensors", "pread", "fastsafetensors")
-THEN_QUANTIZE = "from_pretrained, quantize_"  # the other way by which people come to a quantised model
+THEN_QUANTIZE = "from_pretrained, quantize_"  # the other way by which people come to a quantized model
 SAVERS = ("save_pretrained", "save_shards")
 BLOCKS_PER_GB = 5.6  # of the reduced Qwen-Image below, in bf16
 PEAKS = ("peak_anonymous_bytes", "peak_mapped_bytes", "peak_resident_bytes")
@@ -101,7 +101,7 @@ def load(method, storage, folder, num_layers):
     import torch
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    from autotune.knobs.quantization import quantize_inside
+    from autotune.quantization.layers import quantize_inside
     from autotune.weights.building import dtype_of_from_pretrained
     from autotune.weights.sources import open_source
     from autotune.weights.streaming import load_into
@@ -125,25 +125,25 @@ def load(method, storage, folder, num_layers):
 
 
 def plain_load(folder, storage):
-    """With diffusers' own quantisation. It refuses bitsandbytes without an accelerator; only that check is left out."""
+    """With diffusers' own quantization. It refuses bitsandbytes without an accelerator; only that check is left out."""
     import torch
     from diffusers import BitsAndBytesConfig, QwenImageTransformer2DModel, TorchAoConfig
     from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
     from torchao.quantization import Int8WeightOnlyConfig
 
-    wishes = {"torch_dtype": torch.bfloat16}
+    workload_overrides = {"torch_dtype": torch.bfloat16}
     if storage == "int8":
-        wishes["quantization_config"] = TorchAoConfig(Int8WeightOnlyConfig())
+        workload_overrides["quantization_config"] = TorchAoConfig(Int8WeightOnlyConfig())
     elif storage == "nf4":
-        wishes["device_map"] = {"": "cpu"}
-        wishes["quantization_config"] = BitsAndBytesConfig(
+        workload_overrides["device_map"] = {"": "cpu"}
+        workload_overrides["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
     with mock.patch.object(BnB4BitDiffusersQuantizer, "validate_environment"):
-        return QwenImageTransformer2DModel.from_pretrained(folder, **wishes)
+        return QwenImageTransformer2DModel.from_pretrained(folder, **workload_overrides)
 
 
 def touch(model):
@@ -155,7 +155,7 @@ def touch(model):
 
 
 def run_load(queue, method, storage, cache, folder, num_layers):
-    from autotune.quiet import silence_libraries, silence_progress_bars
+    from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
     silence_libraries()
     silence_progress_bars()

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import family_named
-from autotune.knobs.base import Setting
-from autotune.knobs.quantization import STORAGES
-from autotune.machine import Device, Gate, HardwareProfile, Host, Versions
-from autotune.schema import Bucket, Candidate, ModelSpec, TrialResult, Workload
+from autotune.knobs.base import TuningContext
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import Capability, Device, HardwareProfile, Host, Versions
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Bucket, ModelSpec, Workload
 
 GIB = 2**30
 
@@ -18,18 +20,24 @@ BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bit
 
 
 def storages() -> list[Any]:
-    """Every way to quantise weights, for `parametrize`; what needs a package that is not installed is skipped."""
-    names = [name for name in STORAGES if name != "none"]
+    """Every way to quantize weights, for `parametrize`; what needs a package that is not installed is skipped."""
+    names = [name for name in WEIGHT_FORMATS if name != "none"]
     return [
-        pytest.param(name, marks=BITSANDBYTES) if STORAGES[name].library == "bitsandbytes" else name for name in names
+        pytest.param(name, marks=BITSANDBYTES) if WEIGHT_FORMATS[name].library == "bitsandbytes" else name
+        for name in names
     ]
 
 
 def hardware(
-    *gates: str, kind: str = "cuda", budget_bytes: int = 24 * GIB, compute_capability: tuple[int, int] = (8, 9)
+    *capabilities: str, kind: str = "cuda", budget_bytes: int = 24 * GIB, compute_capability: tuple[int, int] = (8, 9)
 ) -> HardwareProfile:
-    """A GPU machine on which the named gates are open."""
-    names = gates or ("attention.native", "attention._native_flash", "precision.bf16", "quantization.torchao-int8")
+    """A GPU machine on which the named capabilities are available."""
+    names = capabilities or (
+        "attention.native",
+        "attention._native_flash",
+        "precision.bf16",
+        "quantization.torchao-int8",
+    )
     return HardwareProfile.model_validate(
         {
             "device": Device.model_validate(
@@ -54,7 +62,7 @@ def hardware(
                 memory_model="linux",
             ),
             "versions": Versions(python="3.11.7", torch="2.13.0", cuda_runtime="13.0", torchao="0.18.0"),
-            "gates": tuple(Gate(name=name, available=True, reason="test") for name in names),
+            "capabilities": tuple(Capability(name=name, available=True, reason="test") for name in names),
         }
     )
 
@@ -77,10 +85,10 @@ def workload(**changes: object) -> Workload:
     return Workload.model_validate({**values, **changes})
 
 
-def setting(machine: HardwareProfile | None = None, work: Workload | None = None) -> Setting:
+def context(machine: HardwareProfile | None = None, work: Workload | None = None) -> TuningContext:
     """A setting for knobs."""
     work = work or workload()
-    return Setting(machine or hardware(), family_named(work.model.family), work)
+    return TuningContext(machine or hardware(), family_named(work.model.family), work)
 
 
 def candidate(**changes: object) -> Candidate:

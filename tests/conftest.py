@@ -13,9 +13,9 @@ from filelock import FileLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from threads; children inherit this
 
-from autotune.plan_file import read_plan
-from autotune.quiet import silence_libraries
-from autotune.schema import TrainingPlan
+from autotune.runtime.quiet import silence_libraries
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import read_plan
 
 silence_libraries()
 
@@ -46,7 +46,7 @@ def autotune(*arguments: object, timeout: float = 600) -> subprocess.CompletedPr
 
 def autotune_here(capfd: pytest.CaptureFixture[str], *arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in this process: what it prints and exits with, without paying for the imports again."""
-    from autotune.cli import main
+    from autotune.cli.app import main
 
     capfd.readouterr()
     with pytest.MonkeyPatch.context() as patch:

@@ -13,11 +13,11 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from autotune.cli import app
-from autotune.commands.machine import parse_bytes
-from autotune.commands.options import JobOptions, option_of
+from autotune.cli.app import app
+from autotune.cli.machine import parse_bytes
+from autotune.cli.options import JobOptions, option_of
 from autotune.errors import InvalidInput
-from autotune.threads import wait_briefly
+from autotune.runtime.threads import limit_thread_spinning
 from tests.conftest import autotune
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
@@ -52,10 +52,10 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}])
 def test_threads_wait_briefly_unless_the_user_says_how(own: dict[str, str]) -> None:
     environment = dict(own)
-    wait_briefly(environment)
+    limit_thread_spinning(environment)
     assert environment == own
     environment.clear()
-    wait_briefly(environment)
+    limit_thread_spinning(environment)
     assert int(environment["GOMP_SPINCOUNT"]) < 20_000
 
 
@@ -238,7 +238,7 @@ def test_the_home_of_nobody_is_a_folder_that_is_not_there() -> None:
 
 
 def test_names_with_brackets_are_printed_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
-    from autotune.terminal import err, out
+    from autotune.cli.terminal import err, out
 
     for console in (out, err):
         console.print("model  /models/[/red] [bold]v2")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autotune.families.registry import FAMILIES
-from autotune.plan_file import read_plan
+from autotune.schema.plan_file import read_plan
 from tests.conftest import autotune
 
 

@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from autotune.plan_file import plan_text, read_plan, seal, write_plan
-from autotune.schema import Candidate, FrozenPart
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan import FrozenPart
+from autotune.schema.plan_file import plan_text, read_plan, seal, write_plan
 from tests.conftest import Journey, autotune, autotune_here
 from tests.planning.machines import wait_until
 
@@ -137,7 +138,7 @@ def test_plan_from_another_machine_is_refused_with_the_difference(
     capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path
 ) -> None:
     frozen = journey.plan.frozen.model_dump(mode="json")
-    frozen["hardware"]["hard_keys"]["compute_capability"] = "9.0"
+    frozen["hardware"]["match_keys"]["compute_capability"] = "9.0"
     foreign = tmp_path / "foreign.yaml"
     write_plan(foreign, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
     for command in (("train", foreign), ("check", foreign)):

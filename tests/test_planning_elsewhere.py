@@ -7,30 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.estimate import _usual_precision
-from autotune.commands.machine import machine_for
+from autotune.cli.estimate import _usual_precision
+from autotune.cli.machine import machine_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import parts_of, resolve_model
-from autotune.hardware.probe import with_budget
+from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
-from autotune.plan_file import read_plan
-from autotune.planner import make_plan
-from autotune.planning.case import list_choices
-from autotune.planning.question import Question
-from autotune.prediction import Estimate
-from autotune.schema import TrainingPlan
-from autotune.training.describe import Wishes
+from autotune.planning.problem import list_choices
+from autotune.planning.request import PlanRequest
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import read_plan
+from autotune.schema.prediction import Estimate
+from autotune.training.describe import WorkloadOverrides
 from autotune.training.processes import device_misfits
 from tests.conftest import autotune, autotune_here
+from tests.planning.machines import make_plan
 
-SMALL = Wishes(size_px=(512, 512), effective_batch_size=2)
+SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 
 
 @pytest.fixture(scope="module")
 def predicted() -> TrainingPlan:
-    question = Question(model="kandinsky5-image-lite", wishes=SMALL, pins=(("quantization", "none"),), here=False)
-    return make_plan(question, hardware_named("nvidia-rtx-4090"))
+    request = PlanRequest(
+        model="kandinsky5-image-lite", workload_overrides=SMALL, pins=(("quantization", "none"),), is_local=False
+    )
+    return make_plan(request, hardware_named("nvidia-rtx-4090"))
 
 
 def test_a_predicted_plan_says_so_and_fits_its_budget(predicted: TrainingPlan) -> None:
@@ -49,8 +51,8 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
     def full(path: Path, plan: TrainingPlan) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("autotune.planner.make_plan", lambda *asked: predicted)
-    monkeypatch.setattr("autotune.plan_file.write_plan", full)
+    monkeypatch.setattr("autotune.planning.planner.make_plan", lambda *asked: predicted)
+    monkeypatch.setattr("autotune.schema.plan_file.write_plan", full)
     asked = ("--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "-o", tmp_path / "plan.yaml")
     process = autotune_here(capfd, "plan", *asked)
     assert process.returncode == 1
@@ -78,7 +80,7 @@ def test_a_card_without_bf16_is_planned_for_in_fp32(capfd: pytest.CaptureFixture
     told = " ".join(capfd.readouterr().err.split())
     assert "hardware nvidia-t4" in told
     assert "this GPU has no bf16 (compute capability 7.5, it takes 8.0): it trains in fp32" in told
-    space = list_choices(Question(model="kandinsky5-image-lite", wishes=SMALL), card)
+    space = list_choices(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL), card)
     assert space.choices["precision"] == ("fp32",)
     assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]
     assert [_usual_precision(hardware_named(name)) for name in ("t4", "v100-sxm2-32gb", "4090")] == [
@@ -137,13 +139,13 @@ def test_wrong_questions_name_the_nearest_right_one(
 
 def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
     hardware = hardware_named("nvidia-h100-sxm")
-    question = Question(
+    request = PlanRequest(
         model="kandinsky5-image-lite",
-        wishes=SMALL,
+        workload_overrides=SMALL,
         pins=(("micro_batch_size", "1"),),
         exclusions=(("quantization", "torchao-fp8"),),
     )
-    space = list_choices(question, hardware)
+    space = list_choices(request, hardware)
     assert space.choices["micro_batch_size"] == (1,)
     assert {candidate.micro_batch_size for candidate in space.candidates} == {1}
     assert "torchao-fp8" not in space.choices["quantization"]
@@ -153,16 +155,18 @@ def test_pins_and_exclusions_narrow_the_space_with_reasons() -> None:
 
 @pytest.mark.parametrize("pins", [(("speed", "1"),), (("quantization", "int3"),), (("attention", "sage"),)])
 def test_unknown_knobs_and_values_are_named(pins: tuple[tuple[str, str], ...]) -> None:
-    question = Question(model="kandinsky5-image-lite", wishes=SMALL, pins=pins)
+    request = PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, pins=pins)
     with pytest.raises(InvalidInput):
-        list_choices(question, hardware_named("nvidia-h100-sxm"))
+        list_choices(request, hardware_named("nvidia-h100-sxm"))
 
 
 def test_where_nothing_fits_the_message_says_what_would_help() -> None:
-    wishes = Wishes(size_px=(512, 512), quality="high", effective_batch_size=1)
-    question = Question(model="qwen-image", wishes=wishes, here=False, pins=(("swapped_blocks", "0"),))
+    workload_overrides = WorkloadOverrides(size_px=(512, 512), quality="high", effective_batch_size=1)
+    request = PlanRequest(
+        model="qwen-image", workload_overrides=workload_overrides, is_local=False, pins=(("swapped_blocks", "0"),)
+    )
     with pytest.raises(NothingFits) as caught:
-        make_plan(question, hardware_named("nvidia-rtx-3060"))
+        make_plan(request, hardware_named("nvidia-rtx-3060"))
     assert "weights alone need 19." in caught.value.message
     assert "without --pin (" in caught.value.hint, "a smaller quality would not be enough with all blocks on the device"
 
@@ -170,17 +174,19 @@ def test_where_nothing_fits_the_message_says_what_would_help() -> None:
 def test_several_gpus_share_the_batch_and_the_weights_only_where_none_holds_them() -> None:
     """A model of 12.2 GB fits an RTX 4090 whole, and a device of 10 GiB only shared out."""
     card = hardware_named("nvidia-rtx-4090")
-    wishes = Wishes(size_px=(512, 512), effective_batch_size=4)
+    workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=4)
     pins = (("quantization", "none"), ("attention", "native"))
-    question = Question(model="kandinsky5-image-lite", wishes=wishes, pins=pins, here=False, num_processes=4)
-    whole, shared = make_plan(question, card).frozen, make_plan(question, with_budget(card, 10 << 30)).frozen
+    request = PlanRequest(
+        model="kandinsky5-image-lite", workload_overrides=workload_overrides, pins=pins, is_local=False, num_processes=4
+    )
+    whole, shared = make_plan(request, card).frozen, make_plan(request, with_budget(card, 10 << 30)).frozen
     assert (whole.hardware.num_processes, whole.hardware.strategy) == (4, "ddp")
     assert shared.hardware.strategy == "fsdp2"
     assert whole.workload.effective_batch_size == shared.workload.effective_batch_size == 4
     assert whole.settings.micro_batch_size == shared.settings.micro_batch_size == 1
     assert shared.expected.peak_memory_bytes < 10 << 30
     with pytest.raises(InvalidInput, match="cannot be shared evenly by 3"):
-        make_plan(replace(question, num_processes=3), card)
+        make_plan(replace(request, num_processes=3), card)
 
 
 def test_each_process_needs_a_gpu() -> None:
@@ -188,15 +194,15 @@ def test_each_process_needs_a_gpu() -> None:
     assert device_misfits(1, card) == ()
     assert device_misfits(2, card) == ("processes: 2 need a GPU each, 1 can be seen here",)
     with pytest.raises(NothingFits, match="2 need a GPU each"):
-        make_plan(Question(model="kandinsky5-image-lite", wishes=SMALL, num_processes=2), card)
+        make_plan(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL, num_processes=2), card)
 
 
 def test_blocks_are_swapped_only_where_nothing_fits_without() -> None:
     """Qwen-Image in 4 bits fits in 10.5 GiB, and no step beside it; bitsandbytes' weights cannot be swapped."""
-    wishes = Wishes(size_px=(512, 512), effective_batch_size=1, quality="compact")
-    question = Question(model="qwen-image", wishes=wishes, here=False)
+    workload_overrides = WorkloadOverrides(size_px=(512, 512), effective_batch_size=1, quality="compact")
+    request = PlanRequest(model="qwen-image", workload_overrides=workload_overrides, is_local=False)
     card = with_budget(hardware_named("nvidia-rtx-3060"), 21 << 29)
-    small = make_plan(question, card).frozen.settings
+    small = make_plan(request, card).frozen.settings
     assert small.swapped_blocks > 0
-    large = make_plan(question, hardware_named("nvidia-rtx-4090")).frozen.settings
+    large = make_plan(request, hardware_named("nvidia-rtx-4090")).frozen.settings
     assert large.swapped_blocks == 0

@@ -1,1 +1,14 @@
 """Predicts memory and step time of a candidate. Pure: no device, file or clock."""
+
+from typing import TYPE_CHECKING
+
+from autotune.runtime.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from autotune.cost.arguments import checked_bucket, parse_resolution, positive
+    from autotune.cost.calibration import NOISE, PriorResiduals, residual_of
+    from autotune.cost.job_estimate import estimate, job_time
+    from autotune.cost.parallel import Parallel
+    from autotune.cost.predict import Predictor
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

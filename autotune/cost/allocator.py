@@ -2,7 +2,7 @@
 
 Rules and constants: c10/cuda/CUDACachingAllocator.cpp of torch 2.x. Sizes round up to 512 bytes. Requests up to 1 MiB
 come from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones get a segment rounded up to 2 MiB. The
-best-fitting free block is split when the rest is worth keeping, and neighbours merge when freed. With expandable
+best-fitting free block is split when the rest is worth keeping, and neighbors merge when freed. With expandable
 segments each pool is one range that grows at its end by whole pages, 2 MiB for the small pool and 20 MiB for the large.
 """
 
@@ -58,7 +58,7 @@ class Pool:
         return block
 
     def give(self, block: Block) -> None:
-        """Return a block; it merges with free neighbours."""
+        """Return a block; it merges with free neighbors."""
         block.free = True
         before, after = block.before, block.after
         if before is not None and before.free:

@@ -1,9 +1,8 @@
 """Check what a user asks to estimate or plan, before anything is traced; each refusal names the nearest valid value."""
 
-from autotune.errors import InvalidInput, nearest_of
-from autotune.families.base import Family
-from autotune.knobs.base import Setting
-from autotune.knobs.registry import KNOBS
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.families import Family
+from autotune.knobs import KNOBS, TuningContext
 from autotune.schema import Bucket, Candidate
 
 
@@ -51,14 +50,14 @@ def positive(name: str, value: int) -> int:
     return value
 
 
-def require_sound(candidate: Candidate, setting: Setting) -> None:
+def require_sound(candidate: Candidate, context: TuningContext) -> None:
     """Raise InvalidInput where a candidate's values are unknown, or do not go with the work or with each other."""
-    workload = setting.workload
+    workload = context.workload
     for knob in KNOBS:
         value = getattr(candidate, knob.name)
         if knob.names and value not in knob.names:
             what = knob.name.replace("_", " ")
-            raise InvalidInput(f"there is no {what} called {value!r}", hint=nearest_of(value, knob.names))
+            raise InvalidInput(f"there is no {what} called {value!r}", hint=suggest_nearest(value, knob.names))
     blocks = workload.model.num_blocks
     if candidate.checkpointed_blocks > blocks:
         raise InvalidInput(
@@ -74,6 +73,6 @@ def require_sound(candidate: Candidate, setting: Setting) -> None:
             hint=f"the nearest valid micro-batch size is {nearest}",
         )
     for knob in KNOBS:
-        if conflict := knob.conflict(candidate, setting):
+        if conflict := knob.conflict(candidate, context):
             what = f"{knob.title} cannot be {getattr(candidate, knob.name)} here: {conflict}"
             raise InvalidInput(what, hint="what goes with what: autotune plan --list-knobs")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autotune.prediction import Prediction
-from autotune.schema import MOST_RESIDUAL, Candidate, Residual, TrialResult
+from autotune.schema import MAX_RESIDUAL, Candidate, Prediction, Residual, TrialResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,7 +106,7 @@ def fit(before: Posterior, noise: float, candidates: Sequence[Candidate], residu
 
 
 @dataclass(frozen=True)
-class Lesson:
+class PriorResiduals:
     """What trials of another machine or other work taught the cost model of that machine and work."""
 
     residuals: tuple[tuple[Candidate, Residual], ...]
@@ -125,19 +124,19 @@ class Calibration:
 
     @staticmethod
     def of(
-        residuals: Sequence[tuple[Candidate, Residual]], *, rates_measured: bool, lessons: Sequence[Lesson] = ()
+        residuals: Sequence[tuple[Candidate, Residual]], *, rates_measured: bool, priors: Sequence[PriorResiduals] = ()
     ) -> "Calibration":
-        """From what trials here differed from predictions by, and from `lessons`, the most alike first.
+        """From what trials here differed from predictions by, and from `priors`, the most alike first.
 
         Lessons may tell that steps take more memory than predicted, never that they take less: trials here tell that.
         """
         time = Posterior(PRIOR_TIME_MEASURED if rates_measured else PRIOR_TIME_DATASHEET)
         memory = Posterior(PRIOR_MEMORY)
-        for lesson in reversed(lessons):
-            time = _learned(time, "time", lesson.residuals, [r.time for _, r in lesson.residuals])
-            cautious = [max(0.0, r.memory) for _, r in lesson.residuals]
-            memory = _learned(memory, "memory", lesson.residuals, cautious)
-            time, memory = time.tempered(lesson.weight), memory.tempered(lesson.weight)
+        for prior_residuals in reversed(priors):
+            time = _learned(time, "time", prior_residuals.residuals, [r.time for _, r in prior_residuals.residuals])
+            cautious = [max(0.0, r.memory) for _, r in prior_residuals.residuals]
+            memory = _learned(memory, "memory", prior_residuals.residuals, cautious)
+            time, memory = time.tempered(prior_residuals.weight), memory.tempered(prior_residuals.weight)
         return Calibration(
             time=_learned(time, "time", residuals, [r.time for _, r in residuals]),
             memory=_learned(memory, "memory", residuals, [r.memory for _, r in residuals]),
@@ -162,4 +161,4 @@ def residual_of(trial: TrialResult, prediction: Prediction) -> Residual | None:
 
 
 def _log_ratio(measured: float, predicted: float) -> float:
-    return min(MOST_RESIDUAL, max(-MOST_RESIDUAL, math.log(measured / predicted)))
+    return min(MAX_RESIDUAL, max(-MAX_RESIDUAL, math.log(measured / predicted)))

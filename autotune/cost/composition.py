@@ -16,8 +16,8 @@ from autotune.cost.timing import Rates, seconds_by_class
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from autotune.cost.recorder import Segment
-    from autotune.cost.trace import TracePass
+    from autotune.cost.trace.passes import TracePass
+    from autotune.cost.trace.recorder import Segment
 
 GROWTH, PEAK, SCRATCH, SECONDS = 0, 1, 2, 3
 """Columns of a segment's vector: bytes, bytes, bytes, then seconds by class and the number of launches."""

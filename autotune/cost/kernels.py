@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.knobs.attention import prefers_cudnn
-from autotune.machine import HardwareProfile
+from autotune.knobs import prefers_cudnn
+from autotune.schema import HardwareProfile
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ CLASSES = ("matmul", "adapter", "attention", "elementwise", "dequantization", "c
 SLOW_ON_CPU = ("gelu", "gelu_backward", "narrow")
 """Elementwise kernels that a processor computes for longer than it moves their bytes: a quarter to a thirtieth of a
 copy's rate. The probe measures them, and conversions of stored weights, by themselves. `narrow`: broadcasts and sums
-over a last dimension of `NARROW` at most, as Kandinsky turns pairs of channels; nothing of that is vectorised."""
+over a last dimension of `NARROW` at most, as Kandinsky turns pairs of channels; nothing of that is vectorized."""
 NARROW = 4
 
 ATTENTION_KERNELS = {
@@ -175,7 +175,7 @@ def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[...
             of_weight = torch.empty_like(weight) if weight is not None and weight.requires_grad else None
             return gradient * x, of_weight  # reads both and writes one, as the kernel does
 
-    def normalised(
+    def normalized(
         input: torch.Tensor,
         normalized_shape: list[int],
         weight: torch.Tensor | None = None,
@@ -186,7 +186,7 @@ def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[...
         result: torch.Tensor = Fused.apply(input, weight)  # type: ignore[no-untyped-call]
         return result
 
-    return normalised
+    return normalized
 
 
 def _fused_dropout(

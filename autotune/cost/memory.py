@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.backends import LAYERWISE
 from autotune.cost.composition import ComposedPass
-from autotune.hardware.memory import process_overhead_bytes, shares_host_memory
-from autotune.knobs.quantization import CPU_SLICE_BYTES, LAYERWISE, SLICE_BYTES
-from autotune.machine import HardwareProfile
-from autotune.prediction import MemoryBreakdown, PhaseMemory
-from autotune.schema import Candidate
+from autotune.hardware import process_overhead_bytes, shares_host_memory
+from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
+from autotune.schema import Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
 
 if TYPE_CHECKING:
-    from autotune.cost.model import Storage, TracedModel
+    from autotune.cost.model import ModelBytes, TracedModel
 
 FP32_BYTES = 4
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
@@ -24,7 +23,7 @@ HOST_PROCESS_BYTES = 3 << 29
 VISITING_BLOCKS = 2
 """Swapped blocks on the device at once: the one that runs and the next."""
 QUANTIZING_SLICES = 8
-"""Layers are quantised in slices, and take some slices' sizes more for a moment: on a processor nf4 7.4, float8 6.5,
+"""Layers are quantized in slices, and take some slices' sizes more for a moment: on a processor nf4 7.4, float8 6.5,
 LLM.int8 5 and int8 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
 PHASES = ("load", "cache", "train", "preview", "save")
 MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
@@ -107,7 +106,7 @@ def _quantizing_bytes(hardware: HardwareProfile, quantization: str, largest_laye
     return largest_layer_bytes + QUANTIZING_SLICES * min(slice_bytes, largest_layer_bytes)
 
 
-def away_bytes(storage: "Storage", swapped: int) -> int:
+def away_bytes(storage: "ModelBytes", swapped: int) -> int:
     """Frozen weights that wait on the host: those of the swapped blocks but for the two that visit the device."""
     blocks = storage.block_weight_bytes[:swapped]
     return sum(blocks) - sum(sorted(blocks)[-VISITING_BLOCKS:])

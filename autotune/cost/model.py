@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
 from autotune.cost.quantized import quantize_for_tracing
-from autotune.cost.trace import (
+from autotune.cost.trace.passes import (
     TRACED_BLOCKS,
     TracePass,
     meta_batch,
@@ -19,13 +19,10 @@ from autotune.cost.trace import (
     trace_inference,
     trace_pass,
 )
-from autotune.families.adapter import add_adapter
-from autotune.families.base import Family, Parts
-from autotune.families.resolve import build_on_meta
-from autotune.knobs.checkpointing import Checkpointing
-from autotune.knobs.precision import torch_dtype
+from autotune.families import Family, Parts, add_adapter, build_on_meta
+from autotune.knobs import Checkpointing, torch_dtype
 from autotune.schema import Bucket, Workload
-from autotune.weights.building import attribute_tensors, cast_as_loaded
+from autotune.weights import attribute_tensors, cast_as_loaded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,8 +32,8 @@ ALLOCATORS = ("default", "expandable")
 
 
 @dataclass(frozen=True)
-class Storage:
-    """Bytes that the full model keeps, for one precision and quantisation."""
+class ModelBytes:
+    """Bytes that the full model keeps, for one precision and quantization."""
 
     weight_bytes: int
     buffer_bytes: int
@@ -53,9 +50,9 @@ class Storage:
     outside_bytes: int
     """Of the weights that no block holds."""
     largest_block_bytes: int
-    """Of one block before quantisation."""
+    """Of one block before quantization."""
     largest_layer_bytes: int
-    """Of one weight before quantisation."""
+    """Of one weight before quantization."""
     waste_share: Mapping[str, float]
     """What the caching allocator reserves beyond the weights, as a share of them, by how it grows."""
 
@@ -179,7 +176,7 @@ class TracedModel:
         """Latents as the autoencoder takes them: those of images have no frames."""
         return latents[:, :, 0] if type(vae).__name__ == "AutoencoderKL" else latents
 
-    def _storage(self, precision: str, quantization: str) -> Storage:
+    def _storage(self, precision: str, quantization: str) -> ModelBytes:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""
         from autotune.cost.composition import stretched_index
 
@@ -196,7 +193,7 @@ class TracedModel:
         plain = self.family.blocks(self.model(precision, "none"))
         sizes = [tensor.untyped_storage().nbytes() for block in blocks for tensor in stored_tensors(block)]
         kept = [(i + 1, size) for i, size in enumerate(sizes)] if self.rules == "cuda" else []
-        return Storage(
+        return ModelBytes(
             weight_bytes=outside + sum(frozen[i] for i in index),
             buffer_bytes=_attribute_bytes(model),
             outside_bytes=outside,

@@ -4,11 +4,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.cost.memory import Resident
-from autotune.machine import HardwareProfile
-from autotune.schema import Strategy
+from autotune.schema import HardwareProfile, Strategy
 
 if TYPE_CHECKING:
-    from autotune.cost.model import Storage
+    from autotune.cost.model import ModelBytes
 
 GATHERED_BLOCKS = 2
 """The block that runs and the next one, which FSDP2 gathers meanwhile."""
@@ -28,15 +27,15 @@ class Parallel:
     strategy: Strategy = "single"
     num_processes: int = 1
 
-    def weight_bytes(self, storage: "Storage") -> int:
+    def weight_bytes(self, storage: "ModelBytes") -> int:
         """Frozen weights that one device keeps."""
         shards = self.num_processes if self.strategy == "fsdp2" else 1
         return -(-storage.weight_bytes // shards)
 
-    def resident(self, whole: Resident, storage: "Storage") -> Resident:
+    def resident(self, whole: Resident, storage: "ModelBytes") -> Resident:
         """What one device keeps of a model that alone would take `whole`.
 
-        DDP's buckets hold each gradient once more, beside the one that accumulates without synchronisation.
+        DDP's buckets hold each gradient once more, beside the one that accumulates without synchronization.
         """
         if self.strategy == "single":
             return whole
@@ -50,7 +49,7 @@ class Parallel:
             gathered_bytes=gathered,
         )
 
-    def exchange_seconds(self, hardware: HardwareProfile, storage: "Storage", accumulation: int) -> float:
+    def exchange_seconds(self, hardware: HardwareProfile, storage: "ModelBytes", accumulation: int) -> float:
         """What one step sends, over the link; it overlaps with computing."""
         if self.strategy == "single":
             return 0.0

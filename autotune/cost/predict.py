@@ -9,22 +9,38 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autotune.cost.allocator import Waste, waste_of
-from autotune.cost.calibration import Calibration, Lesson, residual_of
+from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
 from autotune.cost.kernels import CLASSES, DeviceRules, kernel_for
 from autotune.cost.memory import PHASES, Resident, away_bytes, phases_of, resident_of
 from autotune.cost.model import TracedModel
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import RECOMPUTED_LAUNCHES, Rates
-from autotune.families.base import Family, Parts
-from autotune.knobs.base import Setting
-from autotune.knobs.caching import EncoderSize, choose_caching, size_of
-from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE
-from autotune.knobs.precision import Precision
-from autotune.machine import HardwareProfile
-from autotune.prediction import Prediction, StepTime
-from autotune.schema import CachingSettings, Candidate, Reason, Residual, TrialResult, Workload
-from autotune.typical import is_smaller, mean_text_tokens, padded_text_tokens, typical_bucket
+from autotune.families import Family, Parts
+from autotune.knobs import (
+    ELEMENTWISE_SHARE,
+    LAUNCH_SHARE,
+    EncoderSize,
+    Precision,
+    TuningContext,
+    choose_caching,
+    size_of,
+)
+from autotune.schema import (
+    CachingSettings,
+    Candidate,
+    HardwareProfile,
+    Prediction,
+    Reason,
+    Residual,
+    StepTime,
+    TrialResult,
+    Workload,
+    has_typical_shape,
+    mean_text_tokens,
+    padded_text_tokens,
+    typical_bucket,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +56,7 @@ OPTIMIZER_LAUNCHES_PER_TENSOR = 4
 class Predictor:
     """The cost model of one workload on one machine.
 
-    The first prediction for a precision, quantisation, attention kernel and micro-batch size traces the model, which
+    The first prediction for a precision, quantization, attention kernel and micro-batch size traces the model, which
     takes a fraction of a second; all others take well under a millisecond.
     """
 
@@ -92,16 +108,16 @@ class Predictor:
     @cached_property
     def _usual(self) -> tuple[str, str, str]:
         """Precision, attention and its kernel that any machine of this kind has."""
-        precision = str(Precision().choices(self._setting).admitted[0])
+        precision = str(Precision().choices(self._context).admitted[0])
         return precision, "native", kernel_for("native", self.rules, False, self.hardware, precision)
 
     @cached_property
     def caching(self) -> tuple[CachingSettings, Reason]:
         """How captions are to be encoded here, and why. Raises InvalidInput for pins that cannot be."""
-        return choose_caching(self._setting, self.encoder_size, self.caching_pins, self.parallel.num_processes)
+        return choose_caching(self._context, self.encoder_size, self.caching_pins, self.parallel.num_processes)
 
     @property
-    def kept_bytes(self) -> int:
+    def resident_encoder_bytes(self) -> int:
         """What stays on the device beside training, where the caching settings keep encoders and VAE."""
         caching = self.caching[0]
         if caching.residency == "release":
@@ -109,8 +125,8 @@ class Predictor:
         return self.encoder_size.device_bytes(caching) + self.encoder_size.vae_bytes
 
     @property
-    def _setting(self) -> Setting:
-        return Setting(self.hardware, self.family, self.workload)
+    def _context(self) -> TuningContext:
+        return TuningContext(self.hardware, self.family, self.workload)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
@@ -122,19 +138,21 @@ class Predictor:
         storage = self.model.storage(candidate.precision, candidate.quantization)
         return self.parallel.weight_bytes(storage) - away_bytes(storage, candidate.swapped_blocks)
 
-    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
-        """Learn from all `trials` at once and from others' `lessons`; what is not among them is forgotten."""
+    def calibrate(self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()) -> None:
+        """Learn from all `trials` at once and from others' `priors`; what is not among them is forgotten."""
         pairs = [(t.candidate, residual) for t in trials if (residual := self.residual(t))]
         rates = [self.rates_of(candidate) for candidate, _ in pairs] or [Rates(self.hardware, *self._usual)]
         measured = all(each.measured for each in rates)
-        self.calibration = Calibration.of(pairs, rates_measured=measured, lessons=lessons)
+        self.calibration = Calibration.of(pairs, rates_measured=measured, priors=priors)
 
     def residual(self, trial: TrialResult) -> Residual | None:
         """How far the trial was from what is predicted before any calibration; None where it did not run."""
-        return residual_of(trial, self.as_tried.uncalibrated(trial.candidate)) if trial.peak_memory_bytes else None
+        return (
+            residual_of(trial, self.single_process.uncalibrated(trial.candidate)) if trial.peak_memory_bytes else None
+        )
 
     @property
-    def as_tried(self) -> "Predictor":
+    def single_process(self) -> "Predictor":
         """The same work as trials do it: one process, which sends nothing and keeps no buckets for that."""
         if self.parallel.strategy == "single":
             return self
@@ -312,7 +330,7 @@ class Predictor:
         micro-batches are padded to: the larger they are, the more often they hold a long one.
         """
         work = self.workload
-        if not is_smaller(work):
+        if not has_typical_shape(work):
             return 1.0
         mean, longest = mean_text_tokens(work), work.max_text_tokens
         if mean == longest:

@@ -1,4 +1,4 @@
-"""Quantised weights on the meta device: torchao's own tensors where it works there, stand-ins for bitsandbytes.
+"""Quantized weights on the meta device: torchao's own tensors where it works there, stand-ins for bitsandbytes.
 
 bitsandbytes need not be installed to plan, and works on no meta tensors. Its stand-ins store, keep and compute what its
 Linear layers do (bitsandbytes/autograd/_functions.py, MatMul4Bit and MatMul8bitLt; functional.py, quantize_4bit with
@@ -8,8 +8,9 @@ nested statistics).
 from typing import TYPE_CHECKING, Any
 
 from autotune.cost.kernels import DeviceRules, int8_product, int8_rows
-from autotune.families.base import Family
-from autotune.knobs.quantization import NESTED_BLOCK, NF4_BLOCK, Quantization
+from autotune.families import Family
+from autotune.knobs import Quantization
+from autotune.quantization import NESTED_BLOCK, NF4_BLOCK
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +26,13 @@ NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4
 
 
 def nf4_bytes(num_weights: int) -> int:
-    """Bytes of one NF4 tensor with double quantisation: 4 bits each, one byte per 64, one fp32 per 64 x 256."""
+    """Bytes of one NF4 tensor with double quantization: 4 bits each, one byte per 64, one fp32 per 64 x 256."""
     maxima = -(-num_weights // NF4_BLOCK)
     return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
 
 
 def quantize_for_tracing(family: Family, transformer: "nn.Module", quantization: str, rules: DeviceRules) -> None:
-    """Store the blocks' weights as the knob does, or as a stand-in of the same size and behaviour."""
+    """Store the blocks' weights as the knob does, or as a stand-in of the same size and behavior."""
     if not quantization.startswith("bnb-"):
         Quantization().apply(transformer, family, quantization)
         return
@@ -63,7 +64,7 @@ def _functions() -> dict[str, Any]:
     import torch
 
     class MatMul4Bit(torch.autograd.Function):
-        """Dequantises the weight for each product, but for a few rows on CUDA; keeps only the stored weight."""
+        """Dequantizes the weight for each product, but for a few rows on CUDA; keeps only the stored weight."""
 
         @staticmethod
         def forward(ctx: Any, x: "torch.Tensor", layer: "nn.Linear", shape: Any, rules: DeviceRules) -> Any:
@@ -77,7 +78,7 @@ def _functions() -> dict[str, Any]:
             return gradient.matmul(_from_4_bits(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
 
     class MatMul8bit(torch.autograd.Function):
-        """Quantises the input too; keeps the input, and dequantises the weight in the backward pass."""
+        """Quantizes the input too; keeps the input, and dequantizes the weight in the backward pass."""
 
         @staticmethod
         def forward(ctx: Any, x: "torch.Tensor", layer: "nn.Linear", shape: Any, rules: DeviceRules) -> Any:

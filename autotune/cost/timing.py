@@ -1,6 +1,6 @@
 """Seconds of one operation class on one machine: measured rates where the probe has them, else the datasheet's.
 
-Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt where the catalogue
+Rates from a datasheet start from what large bf16 products alone reach: as measured with cuBLASLt where the catalog
 knows it, else .8 of the dense peak (H200 .8, RTX PRO 6000 .91). Of that, by class, round figures from
 published measurements:
 
@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from autotune.cost.kernels import CLASSES, Work
-from autotune.machine import Datasheet, HardwareProfile, Host
+from autotune.schema import Datasheet, HardwareProfile, Host
 
 REACHED_OF_PEAK = 0.8
 MATMUL_EFFICIENCY = 0.81
@@ -27,7 +27,7 @@ ATTENTION_EFFICIENCY_OF = {
     9: {"flash": 0.45, "efficient": 0.25, "cudnn": 0.75},
     10: {"flash": 0.2, "efficient": 0.11, "cudnn": 0.56},
 }
-"""By the major compute capability of data-centre cards. Flash and efficient are kernels for Ampere there: on B200 they
+"""By the major compute capability of data-center cards. Flash and efficient are kernels for Ampere there: on B200 they
 are taken to do in a second what they do on H100, for want of a published figure."""
 BANDWIDTH_EFFICIENCY = 0.7
 STEP_OVER_KERNELS = 1.25

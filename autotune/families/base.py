@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.errors import InvalidInput, nearest_of
+from autotune.errors import InvalidInput, suggest_nearest
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class Family(ABC):
     def target_set(self, name: str) -> Sequence[str] | str:
         """The adapted layers of that name. Raises InvalidInput where there is none."""
         if name not in self.target_sets:
-            hint = nearest_of(name, self.target_sets)
+            hint = suggest_nearest(name, self.target_sets)
             raise InvalidInput(f"{self.name} has no target set called {name!r}", hint=hint)
         return self.target_sets[name]
 
@@ -261,7 +261,7 @@ class Family(ABC):
 
     @abstractmethod
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        """Latents (channels, frames, height, width), normalised, of pixels (3, frames, height, width) in [-1, 1]."""
+        """Latents (channels, frames, height, width), normalized, of pixels (3, frames, height, width) in [-1, 1]."""
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Stack every tensor; prompts are padded with zeros at the end to the longest.

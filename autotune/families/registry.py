@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from autotune.errors import InvalidInput, nearest_of
+from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.base import Family
 from autotune.families.flux1_dev import Flux1Dev
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
@@ -32,5 +32,5 @@ def family_named(name: str) -> Family:
         InvalidInput: no family has that name.
     """
     if name not in FAMILIES:
-        raise InvalidInput(f"there is no model family called {name!r}", hint=nearest_of(name, FAMILIES))
+        raise InvalidInput(f"there is no model family called {name!r}", hint=suggest_nearest(name, FAMILIES))
     return FAMILIES[name]

@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InvalidInput, first_line, nearest_of
+from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
-from autotune.frozen import digest_of
-from autotune.schema import ModelSpec
-from autotune.weights.components import component_class, empty_component, read_config, read_pipeline
-from autotune.weights.hub import fetch, missing_files, snapshot_in_cache
-from autotune.weights.sources import open_source
+from autotune.schema import ModelSpec, digest_of
+from autotune.weights import (
+    component_class,
+    empty_component,
+    fetch,
+    missing_files,
+    open_source,
+    read_config,
+    read_pipeline,
+    snapshot_in_cache,
+)
 
 CHECK_CONFIG = "check transformer/config.json, or update diffusers"
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -71,7 +77,7 @@ def resolve_model(model: str) -> ResolvedModel:
     if snapshot is not None:
         return _from_folder(snapshot, repo, snapshot.name)
     if family is None:
-        hint = f"{nearest_of(model, FAMILIES)}; or a hub id, owner/name"
+        hint = f"{suggest_nearest(model, FAMILIES)}; or a hub id, owner/name"
         raise InvalidInput(f"{model!r} is neither a folder nor a known model", hint=hint)
     return ResolvedModel(family, family.transformer_config, _spec(family, family.transformer_config, repo), None)
 

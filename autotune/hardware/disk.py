@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
-from autotune.hardware.system import Unanswered
+from autotune.hardware.system import Unavailable
 from autotune.hardware.timing import Timings, timed
-from autotune.weights.loaders import LOADERS
-from autotune.weights.sources import open_source
+from autotune.weights import LOADERS, open_source
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +25,12 @@ def disk_timings(
     """Seconds to read a fresh file of `file_bytes`; `cold`, dropped from the page cache before every reading.
 
     Raises:
-        Unanswered: the loader cannot be used here, or the page cache cannot be bypassed, so that nothing honest can
+        Unavailable: the loader cannot be used here, or the page cache cannot be bypassed, so that nothing honest can
             be measured.
     """
     reason = LOADERS[loader].unavailable(device)
     if reason or not hasattr(os, "posix_fadvise"):
-        raise Unanswered(reason or "the page cache cannot be bypassed on this system")
+        raise Unavailable(reason or "the page cache cannot be bypassed on this system")
     folder = platformdirs.user_cache_path("autotune")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:  # nameless: gone with this process, however it ends

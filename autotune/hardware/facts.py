@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.hardware.memory import budget, memory_kind
 from autotune.hardware.reader import FLAG, FREE, SIZE, TEXT, Facts, Reader, number, whole
-from autotune.machine import Device, DeviceKind, Host, Link, MemoryKind, Versions
+from autotune.schema import Device, DeviceKind, Host, Link, MemoryKind, Versions
 
 PACKAGES: Mapping[str, str] = {
     "torch": "torch",

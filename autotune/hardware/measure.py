@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import psutil
 
-from autotune.hardware.answers import RealSystem
 from autotune.hardware.rates import KERNELS, NOISY_ABOVE, Meter, is_noisy
 from autotune.hardware.reader import Facts, Reader, number, whole
+from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import System
-from autotune.machine import Conditions, HardwareProfile, Rate
-from autotune.quiet import silence_libraries
+from autotune.runtime import silence_libraries
+from autotune.schema import Conditions, HardwareProfile, Rate
 
 Report = Callable[[str, str], None]
 CONDITIONS: Facts = {
@@ -47,13 +47,17 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
         report("rate", overhead.model_dump_json())
     import diffusers.models.attention_dispatch  # noqa: F401  # a second or two each, that are no measurement's
 
-    if any(gate.available for gate in profile.gates if gate.name == KERNELS["dequantization.uint8"]):
+    if any(
+        capability.available
+        for capability in profile.capabilities
+        if capability.name == KERNELS["dequantization.uint8"]
+    ):
         with contextlib.suppress(Exception):  # then its measurement says so
             import bitsandbytes  # noqa: F401
 
-    begin, others = time.perf_counter(), Others()
+    begin, others = time.perf_counter(), BackgroundLoad()
     for name, call in meter.measurements():
-        if time.perf_counter() - begin > meter.effort.total_seconds:
+        if time.perf_counter() - begin > meter.sizes.total_seconds:
             report("note", f"not measured for lack of time: {name}")
             continue
         report("measuring", name)
@@ -76,7 +80,7 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
     report("measuring", "done")
 
 
-class Others:
+class BackgroundLoad:
     """How much of the processor other processes take, from its making until now."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ GB10 and Thor answer 1, 1; Orin 1, 0; GH200 and GB200 0, 1; every other card 0, 
 """
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.machine import HardwareProfile, MemoryKind
+from autotune.schema import HardwareProfile, MemoryKind
 
 GIB = 2**30
 OVERRIDES: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent")
@@ -63,7 +63,7 @@ def budget(
     if free is None and total is None:
         raise AutotuneError(
             "neither the CUDA runtime nor NVML says how much memory the device has",
-            hint="see `autotune doctor`; a GPU of the catalogue can be planned for with --hardware",
+            hint="see `autotune doctor`; a GPU of the catalog can be planned for with --hardware",
         )
     most = min(size for size in (free, total) if size is not None)
     whole = total if total is not None else most

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autotune.hardware.system import Unanswered
+from autotune.hardware.system import Unavailable
 
 Answer = Callable[[int], object]
 
@@ -60,7 +60,7 @@ class NvmlSource:
             try:
                 pynvml.nvmlInit()
             except pynvml.NVMLError as error:
-                raise Unanswered(str(error)) from error
+                raise Unavailable(str(error)) from error
             self._module = pynvml
         return self._module
 
@@ -74,7 +74,7 @@ class NvmlSource:
                 return nvml.nvmlDeviceGetHandleByUUID(prefix + name)
             except nvml.NVMLError:
                 continue
-        raise Unanswered(f"no device with UUID {name}")
+        raise Unavailable(f"no device with UUID {name}")
 
     def _get(self, function: str, convert: Callable[[Any], object] = lambda value: value, *arguments: int) -> Answer:
         return lambda index: convert(getattr(self._nvml(), function)(self._handle(index), *arguments))
@@ -91,7 +91,7 @@ class NvmlSource:
         ]
         held = {process.pid: process.usedGpuMemory for process in processes if process.pid != os.getpid()}
         if any(num_bytes is None for num_bytes in held.values()):
-            raise Unanswered(f"{len(held)} other processes, whose memory the driver does not tell")
+            raise Unavailable(f"{len(held)} other processes, whose memory the driver does not tell")
         return sum(held.values())
 
     def _links(self, index: int) -> list[tuple[int, str]]:
@@ -124,7 +124,7 @@ class DriverSource:
             library = ctypes.CDLL("libcuda.so.1")
             status = library.cuInit(0)
             if status != 0:
-                raise Unanswered(f"cuInit failed with error {status}")
+                raise Unavailable(f"cuInit failed with error {status}")
             self._library = library
         return self._library
 
@@ -132,7 +132,7 @@ class DriverSource:
         value = ctypes.c_int()
         status = getattr(self._cuda(), function)(ctypes.byref(value), *arguments)
         if status != 0:
-            raise Unanswered(f"{function} failed with error {status}")
+            raise Unavailable(f"{function} failed with error {status}")
         return value.value
 
     def uuid(self, index: int) -> str:
@@ -140,7 +140,7 @@ class DriverSource:
         buffer = (ctypes.c_ubyte * 16)()
         status = self._cuda().cuDeviceGetUuid_v2(buffer, self._integer("cuDeviceGet", index))
         if status != 0:
-            raise Unanswered(f"cuDeviceGetUuid failed with error {status}")
+            raise Unavailable(f"cuDeviceGetUuid failed with error {status}")
         return str(uuid.UUID(bytes=bytes(buffer)))
 
     def _attribute(self, attribute: int, index: int) -> int:

@@ -13,10 +13,10 @@ from itertools import product
 from typing import Any
 
 from autotune.hardware.disk import disk_timings
-from autotune.hardware.system import Unanswered
+from autotune.hardware.system import Unavailable
 from autotune.hardware.timing import Timings, disagreement, timed
-from autotune.machine import Conditions, DeviceKind, HardwareProfile, Rate
-from autotune.weights.loaders import LOADERS
+from autotune.schema import Conditions, DeviceKind, HardwareProfile, Rate
+from autotune.weights import LOADERS
 
 NOISY_ABOVE = 0.10
 """Spread, or drift between the first and the last measurement, above which a machine is called noisy."""
@@ -35,14 +35,14 @@ KERNELS = {
     "dequantization.float8_e4m3fn": None,
     "dequantization.uint8": "quantization.bnb-nf4",
 }
-"""As the cost model names them (`cost/kernels.py`, Work), and the gate that one needs."""
+"""As the cost model names them (`cost/kernels.py`, Work), and the capability that one needs."""
 
 BACKENDS = ("native", "_native_flash", "_native_cudnn", "_native_efficient", "flash", "xformers", "_native_math")
 """Those that are measured. Hub kernels would be downloaded first, and flex compiled."""
 
 
 @dataclass(frozen=True)
-class Effort:
+class BenchmarkSizes:
     """How much to measure on a kind of device. Widths are the families': 3072, 12288 and 18432.
 
     A processor trains small models only: two of its products are theirs.
@@ -61,13 +61,15 @@ class Effort:
     """For all; what does not fit is left out and said."""
 
 
-EFFORTS: dict[DeviceKind, Effort] = {
-    "cuda": Effort(
+BENCHMARK_SIZES: dict[DeviceKind, BenchmarkSizes] = {
+    "cuda": BenchmarkSizes(
         ((4096, 3072, 3072), (4096, 3072, 12288), (4096, 12288, 3072), (4096, 3072, 18432)),
         (4096, 16384), HEADS, 2**26, 2**30, 2**28, 0.5, 18.0,
     ),
-    "mps": Effort(((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**24, 2**28, 2**28, 0.5, 15.0),
-    "cpu": Effort(
+    "mps": BenchmarkSizes(
+        ((4096, 3072, 3072), (4096, 3072, 12288)), (1024, 4096), HEADS, 2**24, 2**28, 2**28, 0.5, 15.0,
+    ),
+    "cpu": BenchmarkSizes(
         ((128, 3072, 3072), (512, 512, 2048), (256, 256, 256), (128, 3072, 12288)),
         (256, 512), 4, 2**20, 2**27, 2**26, 0.3, 12.0,
     ),
@@ -83,7 +85,7 @@ class Meter:
         self.torch = torch
         self.profile = profile
         self.kind = profile.device.kind
-        self.effort = EFFORTS[self.kind]
+        self.sizes = BENCHMARK_SIZES[self.kind]
         self.device = torch.device(profile.device.torch_name)
         self.conditions = conditions
 
@@ -97,7 +99,7 @@ class Meter:
     def time(self, call: Callable[[], object]) -> Timings:
         if self.kind != "cpu":  # the first call of a kind loads libraries, and cuDNN compiles: seconds at times
             call()
-        return timed(call, limit_seconds=self.effort.limit_seconds, finish=self.finish)
+        return timed(call, limit_seconds=self.sizes.limit_seconds, finish=self.finish)
 
     def rate(self, name: str, work: float, timings: Timings, unit: Any) -> Rate:
         """So much work per second; or, in seconds, what one of so many operations takes."""
@@ -119,7 +121,7 @@ class Meter:
         self.torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
         try:
             pilot = self._product(dtype, thin, k, n) if self.kind == "cpu" else None
-            if pilot is not None and self.time_once(pilot) * (m / thin) > 4 * self.effort.limit_seconds:
+            if pilot is not None and self.time_once(pilot) * (m / thin) > 4 * self.sizes.limit_seconds:
                 return self.rate(f"matmul.{dtype}.{thin}x{k}x{n}", 2 * thin * k * n, self.time(pilot), "FLOP/s")
             timings = self.time(self._product(dtype, m, k, n))
         finally:
@@ -152,27 +154,27 @@ class Meter:
 
         torch = self.torch
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
-        scores_bytes = 24 * self.effort.heads * tokens**2
+        scores_bytes = 24 * self.sizes.heads * tokens**2
         if backend == "_native_math" and scores_bytes > self.profile.device.budget_bytes // 4:
-            raise Unanswered(f"keeps every score, {scores_bytes / 2**30:.0f} GiB of them")
-        shape = (1, tokens, self.effort.heads, HEAD_SIZE)
+            raise Unavailable(f"keeps every score, {scores_bytes / 2**30:.0f} GiB of them")
+        shape = (1, tokens, self.sizes.heads, HEAD_SIZE)
         query, key, value = (torch.randn(shape, device=self.device).to(kind).requires_grad_() for _ in range(3))
         gradient = torch.ones(shape, device=self.device, dtype=kind)
         attend = partial(dispatch_attention_fn, backend=AttentionBackendName(backend))
-        work = ATTENTION_FLOPS * tokens**2 * self.effort.heads * HEAD_SIZE
+        work = ATTENTION_FLOPS * tokens**2 * self.sizes.heads * HEAD_SIZE
         timings = self.time(lambda: torch.autograd.grad(attend(query, key, value), (query, key, value), gradient))
         return self.rate(f"attention.{backend}.{dtype}.{tokens}", work, timings, "FLOP/s")
 
     def bandwidth(self) -> Rate:
         """A copy within the device's memory; it reads and writes, so twice its bytes count."""
-        source = self.torch.ones(self.effort.copy_bytes, dtype=self.torch.uint8, device=self.device)
+        source = self.torch.ones(self.sizes.copy_bytes, dtype=self.torch.uint8, device=self.device)
         target = self.torch.empty_like(source)
         timings = self.time(lambda: target.copy_(source))
-        return self.rate("memory.bandwidth", 2 * self.effort.copy_bytes, timings, "B/s")
+        return self.rate("memory.bandwidth", 2 * self.sizes.copy_bytes, timings, "B/s")
 
     def kernel(self, name: str, dtype: str) -> Rate:
         """A kernel that may compute for longer than it moves its bytes, or a conversion of stored weights."""
-        torch, number = self.torch, self.effort.kernel_elements
+        torch, number = self.torch, self.sizes.kernel_elements
         kind = torch.bfloat16 if dtype == "bf16" else torch.float32
         what, variant = name.split(".")
         x = torch.randn(number, device=self.device).to(kind)
@@ -209,7 +211,7 @@ class Meter:
 
     def host_to_device(self, pinned: bool) -> Rate:
         """A copy from the host's memory."""
-        num_bytes = self.effort.copy_bytes // 4
+        num_bytes = self.sizes.copy_bytes // 4
         source = self.torch.ones(num_bytes, dtype=self.torch.uint8, pin_memory=pinned)
         target = self.torch.empty_like(source, device=self.device)
         name = "host_to_device.pinned" if pinned else "host_to_device.pageable"
@@ -217,33 +219,33 @@ class Meter:
 
     def disk(self, loader: str, *, cold: bool) -> Rate:
         """A safetensors file read onto the device: from disk, past the page cache, or warm from the page cache."""
-        limit = 2 * self.effort.limit_seconds
-        timings = disk_timings(loader, self.effort.file_bytes, self.device, limit, cold=cold)
+        limit = 2 * self.sizes.limit_seconds
+        timings = disk_timings(loader, self.sizes.file_bytes, self.device, limit, cold=cold)
         name = f"disk.{loader}" if cold else f"page_cache.{loader}"
-        return self.rate(name, self.effort.file_bytes, timings, "B/s")
+        return self.rate(name, self.sizes.file_bytes, timings, "B/s")
 
     # --- all of it -------------------------------------------------------------------------------------------
 
     def measurements(self) -> Iterator[tuple[str, Callable[[], Rate]]]:
         """(what, call) in the order of their worth: what the time does not reach is the least missed."""
-        available = [gate.name for gate in self.profile.gates if gate.available]
+        available = [capability.name for capability in self.profile.capabilities if capability.available]
         backends = [name for name in BACKENDS if f"attention.{name}" in available]
         dtype = "bf16" if "precision.bf16" in available else "fp32"
         dtypes = ["bf16", "fp32"] if self.kind != "cuda" else [
             name for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if f"precision.{name}" in available
         ]  # fmt: skip
-        first, *more = self.effort.matmul_shapes
+        first, *more = self.sizes.matmul_shapes
         for name in dtypes:
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         yield "launches", self.launch
-        kernels = [name for name, gate in KERNELS.items() if gate is None or gate in available]
+        kernels = [name for name, capability in KERNELS.items() if capability is None or capability in available]
         for name, of in product(kernels, dtypes if self.kind == "cpu" else (dtype,)):
             yield f"{name} {of}", partial(self.kernel, name, of)
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)
             yield "pageable copies", partial(self.host_to_device, False)
-        short, long = self.effort.tokens
+        short, long = self.sizes.tokens
         for name in backends:
             yield f"attention {name} {short}", partial(self.attention, name, dtype, short)
         for loader in LOADERS:

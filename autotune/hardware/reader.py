@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, StrictBool, StringConstraints, TypeAdapter, ValidationError
 
-from autotune.hardware.system import System, Unanswered
-from autotune.machine import Provenance
+from autotune.hardware.system import System, Unavailable
+from autotune.schema import Provenance
 
 T = TypeVar("T")
 Facts = Mapping[str, tuple[TypeAdapter[Any], *tuple[str, ...]]]
@@ -63,7 +63,7 @@ class Reader:
             try:
                 answer = self.system.ask(source, what, self.index)
                 value = kind.validate_python(answer)
-            except Unanswered as error:
+            except Unavailable as error:
                 reasons.append(f"{SOURCE_NAMES[source]}: {error}")
             except ValidationError:
                 reasons.append(f"{SOURCE_NAMES[source]}: answered {answer!r:.60}, which cannot be")
@@ -78,5 +78,5 @@ class Reader:
         source, _, what = question.partition(":")
         try:
             return self.system.ask(source, what, self.index)
-        except Unanswered:
+        except Unavailable:
             return None

@@ -12,12 +12,11 @@ from pathlib import Path
 import platformdirs
 from pydantic import ValidationError
 
-from autotune.atomic import write_whole
-from autotune.errors import InvalidInput, nearest_of
-from autotune.frozen import digest_of
-from autotune.hardware.catalogue import CatalogueGpu, catalogue, profile_of_gpu
-from autotune.hardware.probe import ABOUT_RATES, measured, probe, with_rates
-from autotune.machine import HardwareProfile
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
+from autotune.hardware.probing import ABOUT_RATES, measure_rates, probe, with_rates
+from autotune.runtime import write_text_atomic
+from autotune.schema import HardwareProfile, digest_of
 
 POWER_TOLERANCE = 0.1
 """Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""
@@ -48,7 +47,7 @@ def cached_profile(
     if saved is not None and still_holds(saved, now):
         about_rates = (note for note in saved.notes if note.startswith(ABOUT_RATES))
         return with_rates(now, saved.rates, (*now.notes, *about_rates), saved.noisy)
-    profile = measured(now, on_progress or (lambda _: None))
+    profile = measure_rates(now, on_progress or (lambda _: None))
     try:
         save_profile(profile, path)
     except OSError as error:  # what was measured is true all the same
@@ -78,7 +77,7 @@ def profile_path(profile: HardwareProfile) -> Path:
 def save_profile(profile: HardwareProfile, path: Path) -> None:
     """Write the profile and its digest; readers see the old file or the whole new one."""
     text = json.dumps({"digest": digest_of(profile), "profile": profile.model_dump(mode="json")}, indent=1)
-    write_whole(path, text + "\n")
+    write_text_atomic(path, text + "\n")
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
@@ -107,21 +106,21 @@ def hardware_named(name_or_path: str) -> HardwareProfile:
     Raises:
         InvalidInput: the catalog has no such GPU, or several, and there is no such file, or the file is damaged.
     """
-    gpu = next((gpu for gpu in catalogue() if name_or_path.lower() in (gpu.id, gpu.name.lower())), None)
+    gpu = next((gpu for gpu in load_catalog() if name_or_path.lower() in (gpu.id, gpu.name.lower())), None)
     if gpu is None and Path(name_or_path).is_file():
         return load_profile(name_or_path)
     return profile_of_gpu(gpu or _meant(name_or_path))
 
 
-def _meant(name: str) -> CatalogueGpu:
+def _meant(name: str) -> CatalogGpu:
     """The one GPU that a part of its name means: `4080`, `RTX 4080`, `4080_super`, `h200`.
 
     A card whose whole name it is, but for maker and series, goes before those that go on (`4080 super`). A Ti or a
     Super is meant only where it is said: who has a 4060 has another card than the 4060 Ti.
     """
     words = _words(name)
-    whole = [gpu for gpu in catalogue() if _words(gpu.id) == words]
-    holding = [gpu for gpu in catalogue() if words and set(words) <= set(_words(gpu.id))]
+    whole = [gpu for gpu in load_catalog() if _words(gpu.id) == words]
+    holding = [gpu for gpu in load_catalog() if words and set(words) <= set(_words(gpu.id))]
     found = whole or [gpu for gpu in holding if OTHER_CARDS.isdisjoint({*_words(gpu.id)} - {*words})]
     if len(found) == 1:
         return found[0]
@@ -130,7 +129,8 @@ def _meant(name: str) -> CatalogueGpu:
         names = ", ".join(gpu.id for gpu in found)
         raise InvalidInput(f"{name!r} may be any of {names}", hint=f"say which one; {listing}")
     others = ", ".join(gpu.id for gpu in holding)
-    near = f"another card is {others}; {listing}" if others else nearest_of(name, (g.id for g in catalogue()), listing)
+    nearest = suggest_nearest(name, (gpu.id for gpu in load_catalog()), listing)
+    near = f"another card is {others}; {listing}" if others else nearest
     raise InvalidInput(f"no hardware called {name!r}: neither a catalog name nor a saved profile", hint=near)
 
 

@@ -7,7 +7,7 @@ Sources: `torch` (the CUDA runtime or MPS as torch sees it), `nvml`, `driver` (C
 from typing import Protocol
 
 
-class Unanswered(Exception):
+class Unavailable(Exception):
     """A source could not answer; the message is the reason, for people."""
 
 
@@ -18,5 +18,5 @@ class System(Protocol):
         """The raw answer about device `index` (sources without devices ignore it). Trust nothing: check it.
 
         Raises:
-            Unanswered: the source is missing, failed, or does not support the question.
+            Unavailable: the source is missing, failed, or does not support the question.
         """

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from autotune.knobs.base import Choices, Knob, Setting
+from autotune.knobs.base import Choices, Knob, TuningContext
 from autotune.schema import Choice
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -18,8 +18,8 @@ class Allocator(Knob):
     names = ("default", "expandable")
     needs_reload = True
 
-    def choices(self, setting: Setting) -> Choices:
-        device, system = setting.hardware.device, setting.hardware.host.system
+    def choices(self, context: TuningContext) -> Choices:
+        device, system = context.hardware.device, context.hardware.host.system
         if device.kind != "cuda" or system.startswith("Windows"):
             reason = "only CUDA on Linux has them"
             return Choices(("default",), rejected={"expandable": reason})

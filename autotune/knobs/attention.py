@@ -2,17 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.families.base import Family
-from autotune.hardware.gates import older
-from autotune.knobs.base import Choices, Knob, Parity, Setting
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Choice
+from autotune.families import Family
+from autotune.hardware import older
+from autotune.knobs.base import Choices, Knob, Parity, TuningContext
+from autotune.schema import Candidate, Choice, HardwareProfile
 
 if TYPE_CHECKING:
     from torch import nn
 
 BACKENDS = ("native", "_native_flash", "_native_math", "_native_efficient", "_native_cudnn", "flash", "xformers")
-"""Backends that can train somewhere; the machine's gates say where. `native` lets torch choose."""
+"""Backends that can train somewhere; the machine's capabilities say where. `native` lets torch choose."""
 
 CUDNN_WINS = (9, 10)
 """Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on Hopper)."""
@@ -26,20 +25,23 @@ REFUSES_MASKS = frozenset({"_native_flash", "flash"})
 
 
 class Attention(Knob):
-    """The backends that this machine's gates let through."""
+    """The backends that this machine can use."""
 
     name = "attention"
     title = "attention"
     names = BACKENDS
 
-    def choices(self, setting: Setting) -> Choices:
-        gates = {name: setting.hardware.gate(f"attention.{name}") for name in BACKENDS}
-        reasons = {name: _pointless(name, setting) if gate.available else gate.reason for name, gate in gates.items()}
+    def choices(self, context: TuningContext) -> Choices:
+        capabilities = {name: context.hardware.capability(f"attention.{name}") for name in BACKENDS}
+        reasons = {
+            name: _pointless(name, context) if capability.available else capability.reason
+            for name, capability in capabilities.items()
+        }
         admitted = tuple(name for name, reason in reasons.items() if not reason)
         return Choices(admitted, {name: reason for name, reason in reasons.items() if reason})
 
-    def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
-        masked = setting.family.masks(candidate.micro_batch_size, setting.workload.text_padding)
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        masked = context.family.masks(candidate.micro_batch_size, context.workload.text_padding)
         if masked and candidate.attention in REFUSES_MASKS:
             name = candidate.attention
             return f"{name} refuses masks, and captions of different lengths in one batch, dropped ones too, need one"
@@ -60,15 +62,15 @@ def prefers_cudnn(hardware: HardwareProfile) -> bool:
     return major in CUDNN_WINS and not older(hardware.versions.cudnn, CUDNN_PREFERRED)
 
 
-def _pointless(name: str, setting: Setting) -> str | None:
+def _pointless(name: str, context: TuningContext) -> str | None:
     """Why a backend that works on this GPU is not worth a trial; None when it is. On a CPU all are tried."""
-    device = setting.hardware.device
+    device = context.hardware.device
     if device.kind != "cuda":
         return None
     if name == "_native_math":
         return "it writes out all pairs of tokens: slower and larger than any fused kernel on a GPU"
-    if name in ("_native_flash", "_native_efficient") or (name == "_native_cudnn" and prefers_cudnn(setting.hardware)):
+    if name in ("_native_flash", "_native_efficient") or (name == "_native_cudnn" and prefers_cudnn(context.hardware)):
         return "native takes this kernel by itself wherever it is the best that torch has"
     if name == "_native_cudnn" and (device.compute_capability or (0, 0))[0] not in CUDNN_WINS:
-        return "cuDNN's kernel wins on Hopper and data-centre Blackwell, and loses elsewhere"
+        return "cuDNN's kernel wins on Hopper and data-center Blackwell, and loses elsewhere"
     return None

@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from autotune.families.base import Family
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Choice, Workload
+from autotune.families import Family
+from autotune.schema import Candidate, Choice, HardwareProfile, Workload
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass(frozen=True)
-class Setting:
+class TuningContext:
     """What choices depend on: where, what and on which model."""
 
     hardware: HardwareProfile
@@ -54,14 +53,14 @@ class Parity:
     """Other knobs' values without which it does not run."""
 
 
-def parity_gate(knob: str, runs: Choice) -> str:
-    """Name of the gate that tells whether gradients under a knob's value are right on a machine."""
+def parity_capability(knob: str, runs: Choice) -> str:
+    """Name of the capability that tells whether gradients under a knob's value are right on a machine."""
     return f"parity.{knob}.{runs}"
 
 
-def closed_because(hardware: HardwareProfile, gate: str) -> str | None:
-    """Why the machine's gate of this name is closed; None where it is open or unknown."""
-    return next((g.reason for g in hardware.gates if g.name == gate and not g.available), None)
+def unavailable_reason(hardware: HardwareProfile, capability: str) -> str | None:
+    """Why the machine lacks the capability of this name; None if it has it, or if it is unknown."""
+    return next((g.reason for g in hardware.capabilities if g.name == capability and not g.available), None)
 
 
 class Knob(ABC):
@@ -77,14 +76,14 @@ class Knob(ABC):
     """Whether another value needs the model loaded anew."""
 
     @abstractmethod
-    def choices(self, setting: Setting) -> Choices:
+    def choices(self, context: TuningContext) -> Choices:
         """The values worth trying for this setting, those that need less memory first where that differs."""
 
     def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         """Why `choice` does not work on this machine at all; None where it may."""
-        return closed_because(hardware, f"{self.name}.{choice}")
+        return unavailable_reason(hardware, f"{self.name}.{choice}")
 
-    def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         """Why this knob's value cannot go with the candidate's other values; None when it can."""
         return None
 

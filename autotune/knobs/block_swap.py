@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autotune.weights.streaming import Transform
+from autotune.weights import Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from autotune.families.base import Family
+    from autotune.families import Family
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """A module, the name of one of its parameters, and that parameter on the host."""
@@ -35,7 +35,7 @@ class BlockSwap:
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.places = [_sent_home(block, device) for block in blocks]
+        self.places = [_offload_frozen(block, device) for block in blocks]
         assert all(self.places), "a block with nothing frozen would be swapped in name only"
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
         """Of the blocks on the device: when their weights have arrived; None where copies are immediate."""
@@ -94,7 +94,7 @@ def _bring(block: nn.Module, device: torch.device) -> None:
             parameter.data = parameter.data.to(device)
 
 
-def _sent_home(block: nn.Module, device: torch.device) -> list[Place]:
+def _offload_frozen(block: nn.Module, device: torch.device) -> list[Place]:
     """Move the block's frozen parameters to the host, pinned for CUDA, and buffers to the device."""
     places = []
     for module in block.modules():
@@ -115,7 +115,7 @@ def _at_home(pinned: bool, part: "Tensor") -> "Tensor":
 
 
 def _each_part(tensor: Any, move: "Callable[[Tensor], Tensor]") -> Any:
-    """`tensor` with `move` applied to it, or to each tensor that a quantised one is made of."""
+    """`tensor` with `move` applied to it, or to each tensor that a quantized one is made of."""
     tensor = tensor.detach()
     if not hasattr(tensor, "__tensor_flatten__"):
         return move(tensor)
@@ -124,7 +124,9 @@ def _each_part(tensor: Any, move: "Callable[[Tensor], Tensor]") -> Any:
     return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
 
 
-def waits_on_host(family: "Family", transformer: nn.Module, num_blocks: int, transform: Transform | None) -> Transform:
+def offload_on_arrival(
+    family: "Family", transformer: nn.Module, num_blocks: int, transform: Transform | None
+) -> Transform:
     """What to do with each module as its weights arrive: `transform`, then to the host if its block is swapped."""
     inside = {id(module) for block in family.blocks(transformer)[:num_blocks] for module in block.modules()}
 

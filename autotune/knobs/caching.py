@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
-from autotune.families.base import Parts
-from autotune.hardware.memory import process_overhead_bytes
-from autotune.knobs.base import Setting
-from autotune.knobs.quantization import STORAGES, STRICTNESS
+from autotune.families import Parts
+from autotune.hardware import process_overhead_bytes
+from autotune.knobs.base import TuningContext
+from autotune.knobs.quantization import STRICTNESS
 from autotune.schema import CachingSettings, Reason, Rejected
 
 PIN = "caching."
@@ -23,7 +24,7 @@ FOR_ENCODERS = ("torchao-int8", "torchao-fp8", "bnb-int8", "bnb-nf4")
 """What can be pinned. Not layerwise-fp8: T5 casts its activations to the dtype in which a weight lies."""
 OFFERED = ("torchao-int8", "bnb-nf4")
 """Storages that are tried, the more exact first."""
-QUANTISED_SHARE = 0.86
+QUANTIZED_SHARE = 0.86
 """Of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3% of T5-XXL)."""
 PASSING_SHARE = 0.08
 """The most of an encoder that is on the device at once while it is streamed: its embeddings (7% of Qwen2.5-VL-7B)."""
@@ -42,7 +43,7 @@ class EncoderSize:
     parameters: int
     """Of all text encoders."""
     element_bytes: int
-    """Of an unquantised parameter."""
+    """Of an unquantized parameter."""
     vae_bytes: int
     """Weights of the VAE, which waits beside the encoders."""
 
@@ -53,10 +54,10 @@ class EncoderSize:
             return 0
         if caching.text_encoder_streamed:
             return round((PASSING_SHARE + WORKING_SHARE) * plain)
-        if caching.text_encoder_storage == "none":
+        if caching.text_encoder_quantization == "none":
             return round((1 + WORKING_SHARE) * plain)
-        small = STORAGES[caching.text_encoder_storage].bytes_per_parameter / self.element_bytes
-        return round((QUANTISED_SHARE * small + 1 - QUANTISED_SHARE + WORKING_SHARE) * plain)
+        small = WEIGHT_FORMATS[caching.text_encoder_quantization].bytes_per_parameter / self.element_bytes
+        return round((QUANTIZED_SHARE * small + 1 - QUANTIZED_SHARE + WORKING_SHARE) * plain)
 
 
 def size_of(parts: Parts, precision: str, vae_bytes: int) -> EncoderSize:
@@ -65,7 +66,7 @@ def size_of(parts: Parts, precision: str, vae_bytes: int) -> EncoderSize:
 
 
 def choose_caching(
-    setting: Setting, size: EncoderSize, pins: Mapping[str, str] | None = None, num_processes: int = 1
+    context: TuningContext, size: EncoderSize, pins: Mapping[str, str] | None = None, num_processes: int = 1
 ) -> tuple[CachingSettings, Reason]:
     """The settings, and why. `pins` fix fields by name.
 
@@ -74,21 +75,21 @@ def choose_caching(
     Raises:
         InvalidInput: a pin names no field or a value that cannot be used here.
     """
-    kept = pinned(pins or {}, setting)
+    kept = pinned(pins or {}, context)
     fixed = set(pins or {}) - {"residency"}
     ways = (
         [kept]
         if fixed
-        else [way.model_copy(update={"residency": kept.residency}) for way in _ways(setting, num_processes)]
+        else [way.model_copy(update={"residency": kept.residency}) for way in _ways(context, num_processes)]
     )
-    against = {way: _against(way, size, setting) for way in ways}
+    against = {way: _against(way, size, context) for way in ways}
     chosen = next((way for way, why in against.items() if why is None), ways[-1])
     rejected = tuple(Rejected(choice=shown(way), reason=why) for way, why in against.items() if why and way != chosen)
-    why = "pinned by the user" if fixed else "the first that fits: exact before quantised, streamed last"
+    why = "pinned by the user" if fixed else "the first that fits: exact before quantized, streamed last"
     return chosen, Reason(knob="caching", chosen=shown(chosen), why=why, rejected=rejected)
 
 
-def pinned(pins: Mapping[str, str], setting: Setting) -> CachingSettings:
+def pinned(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
     """The defaults with `pins`, as text. Raises InvalidInput for what is unknown or cannot be used here."""
     values: dict[str, object] = dict(pins)
     if "text_encoder_streamed" in pins:
@@ -102,14 +103,14 @@ def pinned(pins: Mapping[str, str], setting: Setting) -> CachingSettings:
             wrong = pins[field]
             raise InvalidInput(f"{wrong!r} is no device for text encoders", hint="training, cpu, or cuda:1") from error
         raise InvalidInput(f"{PIN}{field}: {error.errors()[0]['msg'].lower()}", hint=f"settings: {known}") from error
-    device, storage = settings.text_encoder_device, settings.text_encoder_storage
-    if device.startswith("cuda:") and int(device[5:]) >= _num_gpus(setting):
-        raise InvalidInput(f"there is no {device} here", hint=f"this machine has {_num_gpus(setting)} GPU(s)")
-    if storage != "none" and (reason := _unusable(storage, setting)):
+    device, storage = settings.text_encoder_device, settings.text_encoder_quantization
+    if device.startswith("cuda:") and int(device[5:]) >= _num_gpus(context):
+        raise InvalidInput(f"there is no {device} here", hint=f"this machine has {_num_gpus(context)} GPU(s)")
+    if storage != "none" and (reason := _unusable(storage, context)):
         raise InvalidInput(f"text encoders cannot be stored as {storage} here: {reason}", hint="none always works")
     if settings.text_encoder_streamed and (storage, device) != ("none", "training"):
         raise InvalidInput(
-            "only unquantised encoders are streamed, and only to the training device",
+            "only unquantized encoders are streamed, and only to the training device",
             hint="pin caching.text_encoder_streamed=true alone",
         )
     return settings
@@ -117,38 +118,38 @@ def pinned(pins: Mapping[str, str], setting: Setting) -> CachingSettings:
 
 def shown(caching: CachingSettings) -> str:
     """In words for people."""
-    storage = "as they are" if caching.text_encoder_storage == "none" else caching.text_encoder_storage
+    storage = "as they are" if caching.text_encoder_quantization == "none" else caching.text_encoder_quantization
     if caching.text_encoder_streamed:
         storage = "streamed"
     place = "training device" if caching.text_encoder_device == "training" else caching.text_encoder_device
     return f"{place}, {storage}" + (", kept" if caching.residency == "keep" else "")
 
 
-def _num_gpus(setting: Setting) -> int:
-    device = setting.hardware.device
+def _num_gpus(context: TuningContext) -> int:
+    device = context.hardware.device
     return device.count if device.kind == "cuda" else 0
 
 
-def _ways(setting: Setting, num_processes: int) -> list[CachingSettings]:
+def _ways(context: TuningContext, num_processes: int) -> list[CachingSettings]:
     """All ways on this machine, in the order they are preferred."""
-    device = setting.hardware.device
+    device = context.hardware.device
     ways = [CachingSettings()]
-    if _num_gpus(setting) > 1 and num_processes == 1:
+    if _num_gpus(context) > 1 and num_processes == 1:
         ways.append(CachingSettings(text_encoder_device="cuda:1" if device.index == 0 else "cuda:0"))
-    ways += [CachingSettings(text_encoder_storage=storage) for storage in OFFERED]
+    ways += [CachingSettings(text_encoder_quantization=storage) for storage in OFFERED]
     if device.memory_kind in ("discrete", "coherent"):
         ways.append(CachingSettings(text_encoder_device="cpu"))
     return [*ways, CachingSettings(text_encoder_streamed=True)]
 
 
-def _against(way: CachingSettings, size: EncoderSize, setting: Setting) -> str | None:
+def _against(way: CachingSettings, size: EncoderSize, context: TuningContext) -> str | None:
     """Why a way cannot be taken, or None."""
-    hardware = setting.hardware
-    if way.text_encoder_storage != "none" and (reason := _unusable(way.text_encoder_storage, setting)):
+    hardware = context.hardware
+    if way.text_encoder_quantization != "none" and (reason := _unusable(way.text_encoder_quantization, context)):
         return reason
-    context = process_overhead_bytes(hardware)
+    overhead = process_overhead_bytes(hardware)
     held = size.device_bytes(way) + size.vae_bytes
-    budget, needed = hardware.device.budget_bytes, round((1 + ROUNDED_SHARE) * held) + context
+    budget, needed = hardware.device.budget_bytes, round((1 + ROUNDED_SHARE) * held) + overhead
     plain = size.parameters * size.element_bytes
     if way.text_encoder_device == "cpu":
         budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * plain)
@@ -162,15 +163,15 @@ def _against(way: CachingSettings, size: EncoderSize, setting: Setting) -> str |
     return f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {place}"
 
 
-def _unusable(storage: str, setting: Setting) -> str | None:
+def _unusable(storage: str, context: TuningContext) -> str | None:
     if storage not in FOR_ENCODERS:
         return f"unknown to text encoders; known: none, {', '.join(FOR_ENCODERS)}"
-    gate = setting.hardware.gate(f"quantization.{storage}")
-    if not gate.available:
-        return gate.reason
-    if setting.family.casts_to_weight_dtype and STORAGES[storage].library == "bitsandbytes":
+    capability = context.hardware.capability(f"quantization.{storage}")
+    if not capability.available:
+        return capability.reason
+    if context.family.casts_to_weight_dtype and WEIGHT_FORMATS[storage].library == "bitsandbytes":
         return "T5 casts its activations to the dtype in which a weight lies"
-    quality = STORAGES[storage].quality
-    if STRICTNESS.index(quality) < STRICTNESS.index(setting.workload.quality):
-        return f"the quality floor is {setting.workload.quality}; this needs --quality {quality}"
+    quality = WEIGHT_FORMATS[storage].quality
+    if STRICTNESS.index(quality) < STRICTNESS.index(context.workload.quality):
+        return f"the quality floor is {context.workload.quality}; this needs --quality {quality}"
     return None

@@ -3,10 +3,9 @@
 import math
 from typing import TYPE_CHECKING
 
-from autotune.families.base import Family
-from autotune.knobs.base import Choices, Knob, Parity, Setting, closed_because
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Choice, Workload
+from autotune.families import Family
+from autotune.knobs.base import Choices, Knob, Parity, TuningContext, unavailable_reason
+from autotune.schema import Candidate, Choice, HardwareProfile, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,17 +30,17 @@ class Compile(Knob):
     names = ("off", "block")
 
     def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        return closed_because(hardware, "compile") if choice == "block" else None
+        return unavailable_reason(hardware, "compile") if choice == "block" else None
 
-    def choices(self, setting: Setting) -> Choices:
-        gate = setting.hardware.gate("compile")
-        if not gate.available:
-            return Choices(("off",), rejected={"block": gate.reason})
-        return Choices(("off",), on_request={"block": _payback(setting)})
+    def choices(self, context: TuningContext) -> Choices:
+        capability = context.hardware.capability("compile")
+        if not capability.available:
+            return Choices(("off",), rejected={"block": capability.reason})
+        return Choices(("off",), on_request={"block": _payback(context)})
 
-    def conflict(self, candidate: Candidate, setting: Setting) -> str | None:
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.compile != "off" and candidate.quantization != "none":
-            return "quantised layers run outside compiled code, which leaves nothing to gain"
+            return "quantized layers run outside compiled code, which leaves nothing to gain"
         return None
 
     def parity(self, choice: Choice) -> Parity | None:
@@ -62,16 +61,16 @@ def startup_seconds(family: Family, workload: Workload) -> float:
     return STARTUP_SECONDS * len(family.block_lists) * (1 if one_shape else 2)
 
 
-def _payback(setting: Setting) -> str:
-    workload = setting.workload
-    job = setting.family.defaults.num_steps(max(1, sum(bucket.num_items for bucket in workload.buckets)))
-    startup = startup_seconds(setting.family, workload)
+def _payback(context: TuningContext) -> str:
+    workload = context.workload
+    job = context.family.defaults.num_steps(max(1, sum(bucket.num_items for bucket in workload.buckets)))
+    startup = startup_seconds(context.family, workload)
     told = f"compiling takes about {startup:.0f} s here"
-    sheet = setting.hardware.datasheet
+    sheet = context.hardware.datasheet
     if sheet is None or sheet.bf16_flops_per_second is None:
         return f"{told}, and what it saves has to be measured"
     bucket = workload.largest_bucket
-    patches = setting.family.tokens_per_frame(bucket) * bucket.num_frames
+    patches = context.family.tokens_per_frame(bucket) * bucket.num_frames
     tokens = workload.effective_batch_size * (patches + workload.max_text_tokens)
     step = 6 * workload.model.num_parameters * tokens / (REACHED_FLOPS_SHARE * sheet.bf16_flops_per_second)
     steps = math.ceil(startup / (SAVED_SHARE * step))

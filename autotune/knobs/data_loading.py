@@ -4,9 +4,8 @@ Latents and embeddings are encoded beforehand, so a batch is some megabytes that
 step before it runs. What a step waits for data is in every run's report.
 """
 
-from autotune.knobs.base import Choices, Knob, Setting
-from autotune.machine import HardwareProfile
-from autotune.schema import Choice, Workload
+from autotune.knobs.base import Choices, Knob, TuningContext
+from autotune.schema import Choice, HardwareProfile, Workload
 
 WORKERS = (2, 4)
 """Threads, beyond none and one, that can be asked for."""
@@ -27,9 +26,9 @@ class DataWorkers(Knob):
     name = "data_workers"
     title = "data workers"
 
-    def choices(self, setting: Setting) -> Choices:
-        cores = setting.hardware.host.logical_cores
-        on_cpu = setting.hardware.device.kind == "cpu"
+    def choices(self, context: TuningContext) -> Choices:
+        cores = context.hardware.host.logical_cores
+        on_cpu = context.hardware.device.kind == "cpu"
         usual, other, against = (0, 1, AGAINST_ONE) if on_cpu else (1, 0, AGAINST_NONE)
         too_many: dict[Choice, str] = {number: f"this host has {cores} cores" for number in WORKERS if number > cores}
         more: dict[Choice, str] = {number: AGAINST_MORE for number in WORKERS if number <= cores}
@@ -46,9 +45,9 @@ class BatchMemory(Knob):
     title = "batch memory"
     names = ("pageable", "pinned")
 
-    def choices(self, setting: Setting) -> Choices:
-        device = setting.hardware.device
-        reason = self.defect("pinned", setting.hardware)
+    def choices(self, context: TuningContext) -> Choices:
+        device = context.hardware.device
+        reason = self.defect("pinned", context.hardware)
         if reason is None and device.memory_kind == "integrated":
             reason = "device and host share one memory: locked pages are lost to both, and the copy is no faster"
         if reason is None:

@@ -1,8 +1,8 @@
 """How weights are read. The machine's own measurements settle it: the fastest loader that fits, no search."""
 
-from autotune.knobs.base import Choices, Knob, Setting
-from autotune.machine import HardwareProfile
-from autotune.weights.loaders import LOADERS
+from autotune.knobs.base import Choices, Knob, TuningContext
+from autotune.schema import HardwareProfile
+from autotune.weights import LOADERS
 
 DEFAULT = "safetensors"
 """What `from_pretrained` does, and nothing needs less memory of its own."""
@@ -21,19 +21,19 @@ class WeightLoader(Knob):
     title = "loader"
     names = tuple(LOADERS)
 
-    def choices(self, setting: Setting) -> Choices:
-        best = _fastest(setting)
-        return Choices((best,), on_request={name: _against(name, best, setting) for name in LOADERS if name != best})
+    def choices(self, context: TuningContext) -> Choices:
+        best = _fastest(context)
+        return Choices((best,), on_request={name: _against(name, best, context) for name in LOADERS if name != best})
 
 
-def _fastest(setting: Setting) -> str:
-    hardware = setting.hardware
+def _fastest(context: TuningContext) -> str:
+    hardware = context.hardware
     measured = {name: _cold(hardware, name) for name in LOADERS if _cold(hardware, name)}
-    fitting = {name: rate for name, rate in measured.items() if not _too_large(name, setting)}
+    fitting = {name: rate for name, rate in measured.items() if not _too_large(name, context)}
     if not measured:
-        return min((DEFAULT, *LOADERS), key=lambda name: bool(_too_large(name, setting)))
+        return min((DEFAULT, *LOADERS), key=lambda name: bool(_too_large(name, context)))
     if not fitting:
-        return min(measured, key=lambda name: _held_bytes(name, setting))
+        return min(measured, key=lambda name: _held_bytes(name, context))
     top = max(fitting.values())
     close = [name for name, rate in fitting.items() if rate >= AS_FAST * top]
     return max(close, key=lambda name: (_warm(hardware, name), fitting[name]))
@@ -47,26 +47,26 @@ def _warm(hardware: HardwareProfile, name: str) -> float:
     return hardware.rate(f"page_cache.{name}") or 0.0
 
 
-def _held_bytes(name: str, setting: Setting) -> int:
-    shared = setting.hardware.device.memory_kind == "integrated"
-    return LOADERS[name].held_bytes(STORED_BYTES * setting.workload.model.num_parameters, shares_memory=shared)
+def _held_bytes(name: str, context: TuningContext) -> int:
+    shared = context.hardware.device.memory_kind == "integrated"
+    return LOADERS[name].held_bytes(STORED_BYTES * context.workload.model.num_parameters, shares_memory=shared)
 
 
-def _too_large(name: str, setting: Setting) -> str | None:
+def _too_large(name: str, context: TuningContext) -> str | None:
     """Why the model and what the loader holds besides are too large together; None where they fit."""
-    budget = setting.hardware.device.budget_bytes
-    held = _held_bytes(name, setting)
-    model = STORED_BYTES * setting.workload.model.num_parameters
+    budget = context.hardware.device.budget_bytes
+    held = _held_bytes(name, context)
+    model = STORED_BYTES * context.workload.model.num_parameters
     if model + held <= budget or model > budget:  # a model too large by itself speaks against no loader
         return None
     return f"it holds {held / 2**30:.1f} GiB beside the model while it reads, more than there is room for"
 
 
-def _against(name: str, best: str, setting: Setting) -> str:
-    large = _too_large(name, setting)
+def _against(name: str, best: str, context: TuningContext) -> str:
+    large = _too_large(name, context)
     if large:
         return large
-    hardware = setting.hardware
+    hardware = context.hardware
     if not _cold(hardware, name):
         return "not measured on this machine: run `autotune probe`"
     return f"{_speeds(hardware, name)}; {best} reads {_speeds(hardware, best)}"

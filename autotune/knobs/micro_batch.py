@@ -1,6 +1,6 @@
 """Micro-batch size: images per forward pass. Accumulation fills the user's effective batch, so learning is the same."""
 
-from autotune.knobs.base import Choices, Knob, Setting
+from autotune.knobs.base import Choices, Knob, TuningContext
 from autotune.schema import Choice, Workload
 
 
@@ -10,8 +10,8 @@ class MicroBatchSize(Knob):
     name = "micro_batch_size"
     title = "micro-batch"
 
-    def choices(self, setting: Setting) -> Choices:
-        effective = setting.workload.effective_batch_size
+    def choices(self, context: TuningContext) -> Choices:
+        effective = context.workload.effective_batch_size
         return Choices(tuple(size for size in range(1, effective + 1) if effective % size == 0))
 
     def shown(self, choice: Choice, workload: Workload) -> str:

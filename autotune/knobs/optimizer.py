@@ -1,6 +1,6 @@
 """Optimizer of the adapter: fused AdamW on fp32 masters. A rule settles it, no search."""
 
-from autotune.knobs.base import Choices, Knob, Parity, Setting
+from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.schema import Choice
 
 AGAINST_8BIT = (
@@ -16,7 +16,7 @@ class Optimizer(Knob):
     title = "optimizer"
     names = ("adamw",)
 
-    def choices(self, setting: Setting) -> Choices:
+    def choices(self, context: TuningContext) -> Choices:
         return Choices(("adamw",), rejected={"adamw-8bit": AGAINST_8BIT})
 
     def parity(self, choice: Choice) -> Parity | None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.knobs.base import Choices, Knob, Parity, Setting
+from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.schema import Choice
 
 if TYPE_CHECKING:
@@ -21,12 +21,14 @@ class Precision(Knob):
     names = ("bf16", "fp32")
     needs_reload = True
 
-    def choices(self, setting: Setting) -> Choices:
-        hardware = setting.hardware
+    def choices(self, context: TuningContext) -> Choices:
+        hardware = context.hardware
         if hardware.device.kind != "cpu":
-            gate = hardware.gate("precision.bf16")
-            return Choices(("bf16",)) if gate.available else Choices(("fp32",), rejected={"bf16": gate.reason})
-        if _fastest_matmul(setting, "bf16") > _fastest_matmul(setting, "fp32"):
+            capability = hardware.capability("precision.bf16")
+            return (
+                Choices(("bf16",)) if capability.available else Choices(("fp32",), rejected={"bf16": capability.reason})
+            )
+        if _fastest_matmul(context, "bf16") > _fastest_matmul(context, "fp32"):
             return Choices(("bf16", "fp32"))
         slower = "bf16 matmuls were not measured to be faster than fp32 on this CPU"
         return Choices(("fp32",), rejected={"bf16": slower})
@@ -38,8 +40,8 @@ class Precision(Knob):
         return Parity(choice, BF16_TOLERANCE, because)
 
 
-def _fastest_matmul(setting: Setting, dtype: str) -> float:
-    rates = (rate.value for rate in setting.hardware.rates if rate.name.startswith(f"matmul.{dtype}."))
+def _fastest_matmul(context: TuningContext, dtype: str) -> float:
+    rates = (rate.value for rate in context.hardware.rates if rate.name.startswith(f"matmul.{dtype}."))
     return max(rates, default=0.0)
 
 

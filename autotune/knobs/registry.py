@@ -3,7 +3,7 @@
 from autotune.knobs.allocator import Allocator
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Knob
-from autotune.knobs.checkpointing import Checkpointing
+from autotune.knobs.checkpointed_blocks import Checkpointing
 from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.loader import WeightLoader
@@ -11,7 +11,7 @@ from autotune.knobs.micro_batch import MicroBatchSize
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
-from autotune.knobs.swapping import Swapping
+from autotune.knobs.swapped_blocks import Swapping
 from autotune.schema import Candidate, Choice
 
 KNOBS: tuple[Knob, ...] = (

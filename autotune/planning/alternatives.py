@@ -7,17 +7,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autotune.cost.parallel import Parallel
-from autotune.cost.predict import Predictor
+from autotune.cost import Parallel, Predictor
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families.base import Family
-from autotune.hardware.memory import host_floor_bytes
-from autotune.knobs.base import Setting
-from autotune.knobs.registry import KNOBS
-from autotune.planning.question import Question
+from autotune.families import Family
+from autotune.hardware import host_floor_bytes
+from autotune.knobs import KNOBS, TuningContext
+from autotune.planning.request import PlanRequest
 from autotune.schema import Bucket, Candidate, Choice, Workload
-from autotune.search.residual import cautious_bytes
-from autotune.search.space import SearchSpace, without
+from autotune.search import SearchSpace, memory_upper_bound, without
 
 GIB = 2**30
 SMALLER = (0.75, 0.5)
@@ -37,7 +34,7 @@ def least_bytes(candidates: Sequence[Candidate], cost: Predictor, *, cautious: b
     most = max(candidate.checkpointed_blocks for candidate in candidates)
     safest = [c for c in candidates if (c.micro_batch_size, c.checkpointed_blocks) == (least, most)]
     predictions = [cost.predict(candidate) for candidate in safest or candidates]
-    return min(cautious_bytes(each) if cautious else each.required_memory_bytes for each in predictions)
+    return min(memory_upper_bound(each) if cautious else each.required_memory_bytes for each in predictions)
 
 
 def within_host(space: SearchSpace, cost: Predictor) -> SearchSpace:
@@ -58,18 +55,18 @@ def shareable(space: SearchSpace) -> SearchSpace:
     return without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
 
 
-def relaxation(question: Question, space: SearchSpace, cost: Predictor) -> str:
+def relaxation(request: PlanRequest, space: SearchSpace, cost: Predictor) -> str:
     """What to ask instead, where nothing of `space` fits: each was predicted to fit, alone, with all else as asked."""
     budget = cost.hardware.device.budget_bytes
-    needed = least_bytes(space.candidates, cost, cautious=question.here)
-    found = [f"{what} ({_amount(need)})" for what, need in _relaxed(question, cost) if need <= budget]
+    needed = least_bytes(space.candidates, cost, cautious=request.is_local)
+    found = [f"{what} ({_amount(need)})" for what, need in _relaxed(request, cost) if need <= budget]
     memory = f"a device on which a run may take {_amount(needed)} (--max-memory, where one is set)"
     if found:
         return f"predicted to fit: {', or '.join(found)}; or take {memory}"
     return f"no smaller quality, resolution, rank or batch is predicted to fit; take {memory}"
 
 
-def _relaxed(question: Question, cost: Predictor) -> Iterator[tuple[str, float]]:
+def _relaxed(request: PlanRequest, cost: Predictor) -> Iterator[tuple[str, float]]:
     """Options, each with the least memory that a run would need with it."""
     workload, family = cost.workload, cost.family
     qualities = ("exact", "high", "compact")
@@ -85,26 +82,26 @@ def _relaxed(question: Question, cost: Predictor) -> Iterator[tuple[str, float]]
     least_batch = f"--batch {cost.parallel.num_processes}"
     options += [(least_batch, {"effective_batch_size": 1})] if workload.effective_batch_size > 1 else []
     options += [("--rank 4", {"rank": 4})] if workload.rank > 4 else []
-    asked = [(option, question, workload.changed(**changes)) for option, changes in options]
-    if named := [word for word, wish in (("--pin", question.pins), ("--exclude", question.exclusions)) if wish]:
-        asked.append((f"without {' and '.join(named)}", replace(question, pins=(), exclusions=()), workload))
+    asked = [(option, request, workload.changed(**changes)) for option, changes in options]
+    if named := [word for word, wish in (("--pin", request.pins), ("--exclude", request.exclusions)) if wish]:
+        asked.append((f"without {' and '.join(named)}", replace(request, pins=(), exclusions=()), workload))
     for option, other, relaxed in asked:
         with contextlib.suppress(InvalidInput, NothingFits):  # a pinned value may not go with it
             yield option, _needed(other, relaxed, cost)
 
 
-def _needed(question: Question, workload: Workload, cost: Predictor) -> float:
-    """Least memory that a run needs for `workload` as `question` has it, by whichever strategy its processes take."""
+def _needed(request: PlanRequest, workload: Workload, cost: Predictor) -> float:
+    """Least memory that a run needs for `workload` as `request` has it, by whichever strategy its processes take."""
     hardware, family, number = cost.hardware, cost.family, cost.parallel.num_processes
-    space = question.space(Setting(hardware, family, workload), also=WHERE_NOTHING_FITS if number == 1 else None)
+    space = request.space(TuningContext(hardware, family, workload), also=WHERE_NOTHING_FITS if number == 1 else None)
     ways = {Parallel("ddp", number): space, Parallel("fsdp2", number): shareable(space)} if number > 1 else {}
-    known, needs = (family, cost.config, cost.parts, question.caching_pins), []
+    known, needs = (family, cost.config, cost.parts, request.caching_pins), []
     for parallel, admitted in (ways or {cost.parallel: space}).items():
         own = Predictor(hardware, workload, *known, parallel)
-        if question.caching_pins and cost.kept_bytes:
+        if request.caching_pins and cost.resident_encoder_bytes:
             own.caching = cost.caching  # chosen with all of the memory
         if admitted.candidates:
-            needs.append(least_bytes(within_host(admitted, own).candidates, own, cautious=question.here))
+            needs.append(least_bytes(within_host(admitted, own).candidates, own, cautious=request.is_local))
     return min(needs)
 
 
@@ -135,12 +132,12 @@ def larger_batch_advice(cost: Predictor, best: Candidate, step_seconds: float, b
         budget_bytes: what a run may take.
     """
     effective = cost.workload.effective_batch_size
-    now, setting = effective / step_seconds, Setting(cost.hardware, cost.family, cost.workload)
+    now, context = effective / step_seconds, TuningContext(cost.hardware, cost.family, cost.workload)
     best_gain, best_batch = WORTH_TELLING, 0
     for batch in (effective * factor for factor in LARGER):
         for blocks in range(cost.workload.model.num_blocks):
             candidate = best.changed(micro_batch_size=batch, checkpointed_blocks=blocks)
-            if any(knob.conflict(candidate, setting) for knob in KNOBS):
+            if any(knob.conflict(candidate, context) for knob in KNOBS):
                 continue
             prediction = cost.predict(candidate)
             gain = batch / prediction.step_seconds / now

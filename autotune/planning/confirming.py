@@ -7,9 +7,9 @@ the longer trial's steps take at most a tenth of `--search-time` on top of it.
 
 from collections.abc import Callable
 
-from autotune.planning.case import Case
+from autotune.planning.problem import PlanningProblem
 from autotune.schema import Candidate, TrialResult
-from autotune.search.winner import fallbacks_of, measured_scores, promised_scores, winner_of
+from autotune.search import fallbacks_of, measured_scores, promised_scores, winner_of
 
 MOST_CONFIRMATIONS = 3
 """Winners that are tried for longer, should the first fail or turn out slower than the next."""
@@ -24,9 +24,11 @@ SMALLER = 0.9
 Trials = tuple[TrialResult, ...]
 
 
-def confirmed_winner(trials: Trials, case: Case, rehearse: Callable[[Candidate], TrialResult | None]) -> Trials:
+def confirmed_winner(
+    trials: Trials, problem: PlanningProblem, rehearse: Callable[[Candidate], TrialResult | None]
+) -> Trials:
     """`trials` and the longer ones: the winner's, and where it loses by that, those of who wins instead."""
-    objective = case.workload.objective
+    objective = problem.workload.objective
     for _ in range(MOST_CONFIRMATIONS):
         best = winner_of(measured_scores(trials), objective)
         tried = {trial.candidate for trial in trials if trial.confirms}
@@ -46,15 +48,15 @@ def rehearsed_in_part(trials: Trials, best: Candidate) -> tuple[str, ...]:
     return tuple(f"not all of a run could be rehearsed: {trial.message}" for trial in longer[-1:] if trial.message)
 
 
-def unverified_rung(trials: Trials, case: Case) -> Candidate | None:
+def unverified_rung(trials: Trials, problem: PlanningProblem) -> Candidate | None:
     """What to fall back on, where nothing smaller than the winner ran: the fastest that is predicted to be smaller."""
     scores = measured_scores(trials)
-    best = winner_of(scores, case.workload.objective)
+    best = winner_of(scores, problem.workload.objective)
     if best is None or fallbacks_of(scores, best):
         return None
-    case.cost.calibrate(trials)
+    problem.cost.calibrate(trials)
     tried = {trial.candidate for trial in trials}
-    most = SMALLER * case.cost.predict(best.candidate).required_memory_bytes
-    safer = (case.cost.predict(candidate) for candidate in case.space.candidates if candidate not in tried)
+    most = SMALLER * problem.cost.predict(best.candidate).required_memory_bytes
+    safer = (problem.cost.predict(candidate) for candidate in problem.space.candidates if candidate not in tried)
     fitting = [prediction for prediction in safer if prediction.required_memory_bytes <= most]
     return min(fitting, key=lambda prediction: prediction.step_seconds).candidate if fitting else None

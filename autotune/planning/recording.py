@@ -13,16 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autotune.atomic import write_whole
-from autotune.cost.predict import Predictor
+from autotune.cost import Predictor
 from autotune.errors import InvalidInput
-from autotune.machine import HardwareProfile
-from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, TrainingPlan, TrialResult, Workload
-from autotune.search.study import Run
-from autotune.sharing.keys import match, usable_trials
-from autotune.sharing.query import Known, Survey
-from autotune.sharing.record import Record
+from autotune.planning.backend import PlannerBackend
+from autotune.runtime import write_text_atomic
+from autotune.schema import Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload, from_schema_1
+from autotune.search import Run
+from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 
 MAX_RECORDING_BYTES = 64 << 20
 
@@ -41,7 +38,7 @@ class Recording:
 
 
 def recording_of(
-    plan: TrainingPlan, hardware: HardwareProfile, known: Sequence[Known], *, shared: bool = False
+    plan: TrainingPlan, hardware: HardwareProfile, known: Sequence[MatchedRecord], *, shared: bool = False
 ) -> Recording:
     """What it takes to make `plan` again, of what was `known` then."""
     records = tuple((item.name, item.record) for item in known if item.name in plan.frozen.records)
@@ -57,7 +54,7 @@ def write_recording(path: Path, recording: Recording) -> None:
     }
     records = ({"name": name, "record": record.model_dump(mode="json")} for name, record in recording.records)
     trials = ({"trial": trial.model_dump(mode="json", exclude_defaults=True)} for trial in recording.trials)
-    write_whole(path, "".join(f"{json.dumps(line)}\n" for line in (head, *records, *trials)))
+    write_text_atomic(path, "".join(f"{json.dumps(line)}\n" for line in (head, *records, *trials)))
 
 
 def read_recording(path: Path) -> Recording:
@@ -70,7 +67,7 @@ def read_recording(path: Path) -> Recording:
     try:
         if path.stat().st_size > MAX_RECORDING_BYTES:
             raise InvalidInput(f"{path} is too large for a recording", hint=hint)
-        head, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        head, *lines = [from_schema_1(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
         return Recording(
             autotune_version=str(head["autotune_version"]),
             hardware=_parsed(HardwareProfile, head["hardware"]),
@@ -88,8 +85,8 @@ def _parsed(kind: Any, data: object) -> Any:
     return kind.model_validate_json(json.dumps(data))
 
 
-def replayed(recording: Recording) -> Surroundings:
-    """Surroundings in which everything goes as it went then."""
+def replayed(recording: Recording) -> PlannerBackend:
+    """PlannerBackend in which everything goes as it went then."""
     results = {trial.candidate: trial for trial in recording.trials if not trial.confirms}
     confirmed = {trial.candidate: trial for trial in recording.trials if trial.confirms}
 
@@ -105,22 +102,22 @@ def replayed(recording: Recording) -> Surroundings:
     def trials(model: str, cost: Predictor) -> Iterator[Run]:
         yield run
 
-    def survey(hardware: HardwareProfile, workload: Workload) -> Survey:
-        return Survey(
+    def find_matches(hardware: HardwareProfile, workload: Workload) -> StoreMatches:
+        return StoreMatches(
             known=tuple(
-                Known(name, record, match(record, hardware, workload), usable_trials(record, hardware))
+                MatchedRecord(name, record, compare(record, hardware, workload), usable_trials(record, hardware))
                 for name, record in recording.records
             ),
             stale=(),
             refused=(),
         )
 
-    return Surroundings(
+    return PlannerBackend(
         trials,
-        survey,
+        find_matches,
         recording.autotune_version,
         needs_weights=False,
-        prove=lambda setting, choices, model: setting.hardware,
+        prove=lambda context, choices, model: context.hardware,
         rehearse=lambda model, cost, candidate, most_seconds: confirmed.get(candidate),
         tried=tuple(results.values()) if recording.shared else None,
     )

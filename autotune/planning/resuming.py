@@ -14,16 +14,16 @@ import optuna
 import platformdirs
 
 from autotune.errors import NothingFits
-from autotune.frozen import digest_of
-from autotune.planning.case import Case
-from autotune.search.sampler import release_dead, standing_of
-from autotune.search.storage import StudyPlace, opened_study, safe_words
-from autotune.search.study import frozen_plan
-from autotune.trials.lock import locked
+from autotune.hardware import locked
+from autotune.planning.problem import PlanningProblem
+from autotune.schema import digest_of
+from autotune.search import StudyPlace, frozen_plan, opened_study, release_dead, take_snapshot, translate_storage_errors
 
 
 @contextlib.contextmanager
-def kept_study(case: Case, autotune_version: str, on_note: Callable[[str], None]) -> Iterator[optuna.Study]:
+def kept_study(
+    problem: PlanningProblem, autotune_version: str, on_note: Callable[[str], None]
+) -> Iterator[optuna.Study]:
     """The study of this case: new, or as an interrupted search or other workers left it.
 
     Args:
@@ -35,15 +35,15 @@ def kept_study(case: Case, autotune_version: str, on_note: Callable[[str], None]
         InvalidInput: the name or URL is none, or the study is about another question.
         AutotuneError: the storage failed.
     """
-    question, path = case.question, _path(case, autotune_version)
+    request, path = problem.request, _path(problem, autotune_version)
     with contextlib.ExitStack() as held:
         users = None
-        if question.study is None and question.interrupted != "ignored":
+        if request.study is None and request.interrupted != "ignored":
             users = _users(path, held, on_note)
-        place = question.study if users is None else _file_of_its_own(path, users, case, on_note)
-        with safe_words(place):
+        place = request.study if users is None else _file_of_its_own(path, users, problem, on_note)
+        with translate_storage_errors(place):
             try:
-                yield opened_study(place, case.identity)
+                yield opened_study(place, problem.identity)
             except NothingFits:
                 if users is not None and locked(users, fcntl.LOCK_EX):
                     path.unlink(missing_ok=True)  # it came to its end: there may be more memory next time
@@ -62,47 +62,49 @@ def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None
     return users
 
 
-def _file_of_its_own(path: Path, users: int, case: Case, on_note: Callable[[str], None]) -> StudyPlace | None:
+def _file_of_its_own(
+    path: Path, users: int, problem: PlanningProblem, on_note: Callable[[str], None]
+) -> StudyPlace | None:
     """Where the search is kept while the lock on `users` is held; None beside one that is not to be joined."""
-    place, fresh = StudyPlace("search", f"sqlite:///{path}"), case.question.interrupted == "forgotten"
+    place, fresh = StudyPlace("search", f"sqlite:///{path}"), problem.request.interrupted == "forgotten"
     alone = locked(users, fcntl.LOCK_EX)
     if fresh and not alone:
         on_note("another search of the same runs: this one keeps its trials in memory alone")
         return None
-    if fresh or (path.exists() and not _goes_on(place, case, on_note, alone) and alone):
+    if fresh or (path.exists() and not _goes_on(place, problem, on_note, alone) and alone):
         path.unlink(missing_ok=True)
     fcntl.flock(users, fcntl.LOCK_SH)
     return place
 
 
-def _goes_on(place: StudyPlace, case: Case, on_note: Callable[[str], None], is_alone: bool) -> bool:
+def _goes_on(place: StudyPlace, problem: PlanningProblem, on_note: Callable[[str], None], is_alone: bool) -> bool:
     """Whether a search was interrupted there, or is running: not where it has its plan, or nobody can read it."""
     try:
-        study = opened_study(place, case.identity)
+        study = opened_study(place, problem.identity)
         release_dead(study, is_alone=is_alone)
-        standing = standing_of(study)
+        snapshot = take_snapshot(study)
         if frozen_plan(study) is not None:
             return False
     except Exception as error:  # damaged, or of another Optuna: what it held is measured again
         if "database is locked" in str(error):  # of a process that lives
             raise
         return False
-    known = len(standing.results)
+    known = len(snapshot.results)
     trials = "one trial" if known == 1 else f"{known or 'no'} trials"
-    if standing.taken or standing.undecided:  # of a process that lives
+    if snapshot.taken or snapshot.undecided:  # of a process that lives
         on_note(f"another search of the same runs: this one joins it, {trials} known")
     elif known:
         on_note(f"an interrupted search of the same goes on: {trials} known (--fresh forgets them)")
     return True
 
 
-def _path(case: Case, autotune_version: str) -> Path:
-    device = case.hardware.device
+def _path(problem: PlanningProblem, autotune_version: str) -> Path:
+    device = problem.hardware.device
     key: dict[str, object] = {
-        **case.identity,
+        **problem.identity,
         "autotune": autotune_version,
-        "model": case.question.model,  # random weights and real ones fail in other ways
-        "libraries": case.hardware.versions.model_dump(mode="json"),
+        "model": problem.request.model,  # random weights and real ones fail in other ways
+        "libraries": problem.hardware.versions.model_dump(mode="json"),
         "budget": device.budget_bytes if device.budget_set_by_user else None,
     }
     name = digest_of(key).removeprefix("sha256:")[:32]

@@ -8,22 +8,27 @@ memory than the one before. Work, quality and effective batch stay as they are.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autotune.cost.parallel import Parallel
-from autotune.cost.predict import Predictor
+from autotune.cost import Parallel, Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
-from autotune.families.resolve import parts_of, resolve_model
-from autotune.fit import key_misfits, model_misfits, require_fit
-from autotune.knobs.base import Setting, closed_because, parity_gate
-from autotune.knobs.caching import shown
-from autotune.knobs.registry import KNOBS
-from autotune.machine import HardwareProfile
-from autotune.plan_file import read_plan, seal, write_plan
-from autotune.planning.case import beside_kept
-from autotune.planning.freeze import expected, planned_hardware
-from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, FrozenPart, PlannedHardware, Reason, TrainingPlan, TrialResult
-from autotune.search.study import Run, search_cost_seconds
-from autotune.search.winner import measured_scores, winner_of
+from autotune.families import parts_of, resolve_model
+from autotune.knobs import KNOBS, TuningContext, parity_capability, shown, unavailable_reason
+from autotune.planning.backend import PlannerBackend
+from autotune.planning.expectation import build_expectation, planned_hardware
+from autotune.planning.problem import beside_kept
+from autotune.schema import (
+    Candidate,
+    FrozenPart,
+    HardwareProfile,
+    PlannedHardware,
+    Reason,
+    TrainingPlan,
+    TrialResult,
+    read_plan,
+    seal,
+    write_plan,
+)
+from autotune.search import Run, measured_scores, search_cost_seconds, winner_of
+from autotune.training import key_misfits, model_misfits, require_fit
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
 
@@ -49,7 +54,7 @@ def seal_on_arrival(
     path: Path,
     plan: TrainingPlan,
     hardware: HardwareProfile,
-    around: Surroundings | None = None,
+    backend: PlannerBackend | None = None,
 ) -> TrainingPlan:
     """Try the settings of a predicted plan on this machine, turn to its fallbacks where they don't run, and write it.
 
@@ -57,7 +62,7 @@ def seal_on_arrival(
         DoesNotFit: neither its settings nor its fallbacks run here.
     """
     require_fit(key_misfits(plan, hardware))
-    around, model = around or Surroundings(), resolve_model(plan.job.pinned_model)
+    backend, model = backend or PlannerBackend(), resolve_model(plan.job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
@@ -70,17 +75,17 @@ def seal_on_arrival(
     against = _too_large(candidates, cost)
     if fitting := [candidate for candidate in candidates if candidate not in against]:
         choices = {knob.name: tuple({getattr(one, knob.name): None for one in fitting}) for knob in KNOBS}
-        proven = around.prove(Setting(hardware, model.family, work), choices, model)
-        against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, proven))}
+        check_parity = backend.prove(TuningContext(hardware, model.family, work), choices, model)
+        against |= {candidate: why for candidate in fitting if (why := _wrong(candidate, check_parity))}
     if not (usable := [candidate for candidate in candidates if candidate not in against]):
         raise DoesNotFit(
             f"neither the plan's settings nor its fallbacks can be used here; the last: {against[candidates[-1]]}",
             hint=PLAN_AGAIN,
         )
-    with around.trials(plan.job.pinned_model, cost) as run:
+    with backend.trials(plan.job.pinned_model, cost) as run:
         trials = _until_one_runs(usable, run)
-    here = planned_hardware(hardware, parallel)
-    sealed = seal(plan.job, _measured(plan, here, cost, trials, against))
+    is_local = planned_hardware(hardware, parallel)
+    sealed = seal(plan.job, _measured(plan, is_local, cost, trials, against))
     write_plan(sealed_path(path), sealed)
     return sealed
 
@@ -96,12 +101,19 @@ def _too_large(candidates: Sequence[Candidate], cost: Predictor) -> dict[Candida
     }
 
 
-def _wrong(candidate: Candidate, proven: HardwareProfile) -> str | None:
+def _wrong(candidate: Candidate, check_parity: HardwareProfile) -> str | None:
     """Why what it computes is not the same on this machine, or None."""
     chosen = ((knob, getattr(candidate, knob.name)) for knob in KNOBS)
-    gates = ((f"{knob.title} {value}", parity_gate(knob.name, parity.runs)) for knob, value in chosen
+    capabilities = ((f"{knob.title} {value}", parity_capability(knob.name, parity.runs)) for knob, value in chosen
              if (parity := knob.parity(value)))  # fmt: skip
-    return next((f"{what}: {why}" for what, gate in gates if (why := closed_because(proven, gate))), None)
+    return next(
+        (
+            f"{what}: {why}"
+            for what, capability in capabilities
+            if (why := unavailable_reason(check_parity, capability))
+        ),
+        None,
+    )
 
 
 def _until_one_runs(candidates: Sequence[Candidate], run: Run) -> tuple[TrialResult, ...]:
@@ -134,7 +146,9 @@ def _measured(
             **dict(frozen),
             "hardware": hardware,
             "settings": best.candidate,
-            "expected": expected(best, trials, cost, frozen.workload, plan.job, frozen.expected.price_per_hour),
+            "expected": build_expectation(
+                best, trials, cost, frozen.workload, plan.job, frozen.expected.price_per_hour
+            ),
             "reasons": tuple(_reason(reason, best.candidate, failed) for reason in frozen.reasons),
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from autotune.data import MAX_CROP, MAX_ENLARGEMENT, DataReport
 from autotune.reporting.text import wrapped
-from autotune.training.data.check import MAX_CROP, MAX_ENLARGEMENT, DataReport
 
 TITLES = {
     "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",

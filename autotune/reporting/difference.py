@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autotune.knobs.registry import KNOBS
+from autotune.knobs import KNOBS
 from autotune.reporting.text import memory_text, seconds_text
 from autotune.schema import TrainingPlan
 

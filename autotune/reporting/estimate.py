@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from autotune.prediction import Estimate
 from autotune.reporting.text import WIDTH, memory_text, seconds_text, wrapped
+from autotune.schema import Estimate
 
 PARTS = {
     "weight_bytes": "weights",
@@ -21,7 +21,7 @@ KINDS = {
     "adapter_seconds": "adapter",
     "attention_seconds": "attention",
     "elementwise_seconds": "norms and elementwise",
-    "dequantization_seconds": "dequantisation",
+    "dequantization_seconds": "dequantization",
     "convolution_seconds": "convolutions",
     "optimizer_seconds": "optimizer",
     "overhead_seconds": "launch overhead",

@@ -1,4 +1,4 @@
-"""What the terminal shows of a machine: its profile, the doctor's findings, the catalogue. Pure; fits 80 columns."""
+"""What the terminal shows of a machine: its profile, the doctor's findings, the catalog. Pure; fits 80 columns."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotune.hardware.catalogue import CatalogueGpu
-from autotune.hardware.doctor import Finding
-from autotune.machine import Gate, HardwareProfile, Rate
+from autotune.hardware import CatalogGpu, Finding
 from autotune.reporting.text import memory_text
+from autotune.schema import Capability, HardwareProfile, Rate
 
 ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
@@ -21,7 +20,7 @@ def profile_view(profile: HardwareProfile) -> RenderableType:
         Text(profile.device.name, style="bold") + Text(f"  {profile.device.kind}:{profile.device.index}", style="dim"),
         _facts(profile),
         _heading("Features"),
-        _gates(profile.gates),
+        _gates(profile.capabilities),
     ]
     if profile.rates:
         title = "Measured" + (" (noisy machine: trust these less)" if profile.noisy else "")
@@ -41,8 +40,8 @@ def findings_view(findings: Sequence[Finding]) -> RenderableType:
     return table
 
 
-def catalogue_view(gpus: Sequence[CatalogueGpu]) -> RenderableType:
-    """The catalogue's GPUs, one a line."""
+def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
+    """The catalog's GPUs, one a line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), caption=ABOUT_LISTING, caption_justify="left")
     table.add_column("name for --hardware", no_wrap=True)
     for column in ("sm", "memory", "bf16", "bandwidth", "power"):
@@ -108,12 +107,14 @@ def _where(profile: HardwareProfile) -> str:
     return wsl + (f", in {profile.host.container}" if profile.host.container else "")
 
 
-def _gates(gates: Sequence[Gate]) -> Table:
+def _gates(capabilities: Sequence[Capability]) -> Table:
     """One row per group of what is available, and one per reason of what is not."""
     rows: dict[tuple[str, bool, str], list[str]] = {}
-    for gate in gates:
-        group, _, choice = gate.name.rpartition(".")
-        rows.setdefault((group, gate.available, "" if gate.available else gate.reason), []).append(choice)
+    for capability in capabilities:
+        group, _, choice = capability.name.rpartition(".")
+        rows.setdefault((group, capability.available, "" if capability.available else capability.reason), []).append(
+            choice
+        )
     table = _grid()
     for (group, available, reason), choices in sorted(rows.items(), key=lambda row: (row[0][0], not row[0][1])):
         sign = Text("yes", style="green") if available else Text("no", style="dim")

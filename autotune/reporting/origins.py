@@ -1,7 +1,6 @@
 """Which values of a plan's job and workload are the user's, and which the family's defaults, with their source."""
 
-from autotune.families.base import VIEWS_PER_IMAGE
-from autotune.families.registry import family_named
+from autotune.families import VIEWS_PER_IMAGE, family_named
 from autotune.schema import TrainingPlan
 
 

@@ -3,12 +3,21 @@
 from statistics import median
 
 from autotune.reporting.text import memory_text, seconds_text, wrapped
-from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport
+from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport, StepFinished
+
+
+def step_text(event: StepFinished) -> str:
+    """Loss, speed and memory of one step."""
+    text = (
+        f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
+        f"{memory_text(event.memory_bytes)}"
+    )
+    return text if event.gpu_utilization is None else f"{text}  GPU {event.gpu_utilization:.0%}"
 
 
 def report_lines(report: RunReport) -> list[str]:
     """Promise against reality, memory by phase, the verdict: in a few lines."""
-    busy = "" if report.gpu_utilisation is None else f", GPU busy {report.gpu_utilisation:.0%}"
+    busy = "" if report.gpu_utilization is None else f", GPU busy {report.gpu_utilization:.0%}"
     change = report.measured_step_seconds / report.expected_step_seconds - 1
     lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",
@@ -27,7 +36,7 @@ def report_lines(report: RunReport) -> list[str]:
 
 
 def error_lines(error: QuantizationError, storage: str) -> list[str]:
-    """What quantising the real weights cost."""
+    """What quantizing the real weights cost."""
     return [
         f"base weights as {storage}: {error.overall:.1%} off their real outputs, "
         f"at most {error.worst:.1%} (block {error.worst_block})"

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from autotune.reporting.text import WIDTH, cut, memory_text
-from autotune.weights.inspection import FileSummary, TensorSummary
+from autotune.weights import FileSummary, TensorSummary
 
 
 def render_file(summary: FileSummary) -> str:

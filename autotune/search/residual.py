@@ -10,10 +10,8 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from autotune.cost.calibration import NOISE, Lesson, residual_of
-from autotune.cost.predict import Predictor
-from autotune.prediction import Prediction
-from autotune.schema import Candidate, Objective, TrialResult
+from autotune.cost import NOISE, Predictor, PriorResiduals, residual_of
+from autotune.schema import Candidate, Objective, Prediction, TrialResult
 from autotune.search.space import SearchSpace
 
 OPTIMISM = 1.5
@@ -36,7 +34,7 @@ BROKEN = ("unsupported", "numerics")
 
 
 @dataclass(frozen=True)
-class Outlook:
+class ScoredCandidate:
     """An untried candidate that may run, and what is expected of it."""
 
     candidate: Candidate
@@ -49,7 +47,7 @@ class Outlook:
     """What it may take at most, as far as is known."""
 
     @property
-    def hope(self) -> float:
+    def lower_bound(self) -> float:
         """Lower confidence bound of the logarithm."""
         return self.expected - OPTIMISM * self.uncertainty
 
@@ -83,13 +81,13 @@ class ResidualSearch:
         cost: Predictor,
         budget_bytes: int,
         *,
-        lessons: Callable[[Sequence[TrialResult]], Sequence[Lesson]] = lambda results: (),
+        priors: Callable[[Sequence[TrialResult]], Sequence[PriorResiduals]] = lambda results: (),
         first: Sequence[Candidate] = (),
         objective: Objective = "throughput",
         ascending: bool = False,
     ) -> None:
         self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
-        self.lessons, self.first, self.objective, self.ascending = lessons, first, objective, ascending
+        self.priors, self.first, self.objective, self.ascending = priors, first, objective, ascending
 
     def next_candidate(
         self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
@@ -105,13 +103,15 @@ class ResidualSearch:
         if any(result.outcome == "ok" for result in results):
             best = self._best(results)
             apart = [outlook for outlook in outlooks if not any(_alike(outlook.candidate, other) for other in taken)]
-            promising = max(apart or outlooks, key=lambda outlook: (outlook.improvement(best), -outlook.hope))
+            promising = max(apart or outlooks, key=lambda outlook: (outlook.improvement(best), -outlook.lower_bound))
             return (self._on_the_way(promising, outlooks, results) if self.ascending else promising).candidate
         return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
 
-    def outlooks(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> list[Outlook]:
+    def outlooks(
+        self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
+    ) -> list[ScoredCandidate]:
         """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
-        self.cost.calibrate(results, self.lessons(results))
+        self.cost.calibrate(results, self.priors(results))
         tried = {result.candidate for result in results} | set(taken)
         barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
         # Without a step it was the weights themselves that missed the quality floor: no attention changes that.
@@ -123,29 +123,29 @@ class ResidualSearch:
             if candidate in tried or storage in too_far or (candidate.attention, storage) in barred:
                 continue
             prediction = self.cost.predict(candidate)
-            required = cautious_bytes(prediction)
+            required = memory_upper_bound(prediction)
             if required < limit and prediction.host_memory_bytes <= most_of_host:
                 found.append(self._outlook(prediction, required))
         # On memory of its own a trial has a cap: where caution alone is against a first one, being wrong costs no more.
-        return found if found or results or taken or self.ascending else self._boldly()
+        return found if found or results or taken or self.ascending else self._smallest_only()
 
-    def _boldly(self) -> list[Outlook]:
+    def _smallest_only(self) -> list[ScoredCandidate]:
         """The candidate that needs least, where that is predicted to fit."""
         predictions = [self.cost.predict(candidate) for candidate in self.space.candidates]
         least = min(predictions, key=lambda prediction: prediction.required_memory_bytes)
         needed = least.required_memory_bytes
         return [self._outlook(least, needed)] if needed <= self.budget_bytes else []
 
-    def _outlook(self, prediction: Prediction, required_bytes: float) -> Outlook:
+    def _outlook(self, prediction: Prediction, required_bytes: float) -> ScoredCandidate:
         expected, uncertainty = self._expected(prediction)
-        return Outlook(prediction.candidate, expected, uncertainty, prediction.step_seconds, required_bytes)
+        return ScoredCandidate(prediction.candidate, expected, uncertainty, prediction.step_seconds, required_bytes)
 
     def nothing_to_gain(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> bool:
         """Whether no remaining candidate is expected to be better by a worthwhile share than the best that ran."""
         remaining = self.outlooks(results, taken)
         if not remaining or not any(result.outcome == "ok" for result in results):
             return not remaining
-        return min(outlook.hope for outlook in remaining) > self._best(results) + math.log1p(-WORTHWHILE_GAIN)
+        return min(outlook.lower_bound for outlook in remaining) > self._best(results) + math.log1p(-WORTHWHILE_GAIN)
 
     def is_surprised(self, results: Sequence[TrialResult]) -> bool:
         """Whether predictions were overconfident: each result against the prediction made from those before it.
@@ -154,7 +154,7 @@ class ResidualSearch:
         """
         squares = []
         for number, result in enumerate(results):
-            self.cost.calibrate(results[:number], self.lessons(results[:number]))
+            self.cost.calibrate(results[:number], self.priors(results[:number]))
             prediction = self.cost.predict(result.candidate)
             if error := residual_of(result, prediction):
                 squares.append(error.time**2 / (prediction.time_uncertainty**2 + NOISE["time"] ** 2))
@@ -172,7 +172,9 @@ class ResidualSearch:
             return math.log(prediction.allocated_memory_bytes), prediction.memory_uncertainty
         return math.log(prediction.step_seconds), prediction.time_uncertainty
 
-    def _on_the_way(self, best: Outlook, outlooks: Sequence[Outlook], results: Sequence[TrialResult]) -> Outlook:
+    def _on_the_way(
+        self, best: ScoredCandidate, outlooks: Sequence[ScoredCandidate], results: Sequence[TrialResult]
+    ) -> ScoredCandidate:
         """`best` where it is within reach of what has run, else the largest that is: predictions err by factors."""
         largest = max(self._required(result) for result in results if result.outcome == "ok")
         reach = max(GROWTH * largest, SAFE_SHARE * self.budget_bytes)
@@ -201,7 +203,7 @@ class ResidualSearch:
         return min((self.cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf)
 
     def _required(self, result: TrialResult) -> float:
-        return cautious_bytes(self.cost.predict(result.candidate))
+        return memory_upper_bound(self.cost.predict(result.candidate))
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:
@@ -209,7 +211,7 @@ def _alike(one: Candidate, other: Candidate) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("quantization", "attention", "micro_batch_size"))
 
 
-def cautious_bytes(prediction: Prediction) -> float:
+def memory_upper_bound(prediction: Prediction) -> float:
     """What a run may need in its neediest phase: uncertain is the step alone."""
     others = max((phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"), default=0)
     return max(others, prediction.peak_memory_bytes * math.exp(CAUTION * prediction.memory_uncertainty))

@@ -42,7 +42,7 @@ TICKET_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Standing:
+class StudySnapshot:
     """Where a search stands, as far as its trials up to some number tell."""
 
     results: tuple[TrialResult, ...]
@@ -54,7 +54,7 @@ class Standing:
     """Numbers of trials whose workers have not chosen yet."""
 
 
-def standing_of(study: Study, before: int | None = None) -> Standing:
+def take_snapshot(study: Study, before: int | None = None) -> StudySnapshot:
     """Of the trials with numbers below `before`, or of all."""
     trials = [t for t in study.get_trials(deepcopy=False) if before is None or t.number < before]
     # A result counts even where its worker died before it could say that the trial has ended.
@@ -69,7 +69,7 @@ def standing_of(study: Study, before: int | None = None) -> Standing:
         deaths.pop(known, None)
     message = f"it took its process down {MOST_DEATHS} times"
     lost = [TrialResult(candidate=c, outcome="crash", message=message) for c, n in deaths.items() if n >= MOST_DEATHS]
-    return Standing(
+    return StudySnapshot(
         results=(*results, *lost),
         taken=tuple(taken),
         abandoned=tuple(candidate for candidate, count in deaths.items() if count < MOST_DEATHS),
@@ -89,7 +89,7 @@ class ResidualSampler(BaseSampler):
         is_over: whether no trial shall follow.
     """
 
-    def __init__(self, search: ResidualSearch, is_over: Callable[[Standing], bool]) -> None:
+    def __init__(self, search: ResidualSearch, is_over: Callable[[StudySnapshot], bool]) -> None:
         self.search, self.is_over = search, is_over
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -99,8 +99,8 @@ class ResidualSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        standing = _after_all_lower_tickets(study, trial.number)
-        chosen = None if self.is_over(standing) else self._choice(standing)
+        snapshot = _after_all_lower_tickets(study, trial.number)
+        chosen = None if self.is_over(snapshot) else self._choice(snapshot)
         return {name: getattr(chosen, name) for name in search_space} if chosen else {}
 
     def sample_independent(
@@ -108,20 +108,20 @@ class ResidualSampler(BaseSampler):
     ) -> Any:
         raise RuntimeError(f"{param_name} is not part of the search space")
 
-    def _choice(self, standing: Standing) -> Candidate | None:
-        if standing.abandoned:
-            return standing.abandoned[0]
-        return self.search.next_candidate(standing.results, standing.taken)
+    def _choice(self, snapshot: StudySnapshot) -> Candidate | None:
+        if snapshot.abandoned:
+            return snapshot.abandoned[0]
+        return self.search.next_candidate(snapshot.results, snapshot.taken)
 
 
-def _after_all_lower_tickets(study: Study, number: int) -> Standing:
+def _after_all_lower_tickets(study: Study, number: int) -> StudySnapshot:
     deadline = time.monotonic() + TICKET_SECONDS
-    while (standing := standing_of(study, before=number)).undecided:
+    while (snapshot := take_snapshot(study, before=number)).undecided:
         release_dead(study)
         if time.monotonic() > deadline:  # died before its first heartbeat
-            _give_up_for_dead(study, standing.undecided)
+            _give_up_for_dead(study, snapshot.undecided)
         time.sleep(0.1)
-    return standing
+    return snapshot
 
 
 def release_dead(study: Study, *, is_alone: bool = False) -> None:

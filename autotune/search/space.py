@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.errors import InvalidInput, NothingFits
-from autotune.knobs.base import Choices, Knob, Setting, parity_gate
-from autotune.knobs.registry import KNOBS
+from autotune.knobs import KNOBS, Choices, Knob, TuningContext, parity_capability
 from autotune.schema import Candidate, Choice, Rejected
 
 Wish = tuple[str, str]
@@ -27,7 +26,7 @@ class SearchSpace:
 
 
 def search_space(
-    setting: Setting, pins: Sequence[Wish] = (), exclusions: Sequence[Wish] = (), *, also: str | None = None
+    context: TuningContext, pins: Sequence[Wish] = (), exclusions: Sequence[Wish] = (), *, also: str | None = None
 ) -> SearchSpace:
     """Enumerate what may be tried; `pins` leave one value of a knob, `exclusions` take one away.
 
@@ -37,7 +36,7 @@ def search_space(
         InvalidInput: there is no such knob or value, or what is left of them does not go together.
         NothingFits: some knob has no admissible value here.
     """
-    per_knob = {knob.name: _that_learn_the_same(knob, setting) for knob in KNOBS}
+    per_knob = {knob.name: _that_learn_the_same(knob, context) for knob in KNOBS}
     if also is not None:
         offered, usual = per_knob[also].on_request, per_knob[also].admitted
         per_knob[also] = Choices((*offered, *usual), per_knob[also].rejected)
@@ -57,7 +56,7 @@ def search_space(
     clashes: dict[str, None] = {}
     for values in itertools.product(*admitted.values()):
         candidate = Candidate.model_validate(dict(zip(admitted, values, strict=True)))
-        conflicts = {knob.name: why for knob in KNOBS if (why := knob.conflict(candidate, setting))}
+        conflicts = {knob.name: why for knob in KNOBS if (why := knob.conflict(candidate, context))}
         if not conflicts:
             candidates.append(candidate)
         clashes |= dict.fromkeys(conflicts.values())
@@ -78,15 +77,17 @@ def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
     return [Rejected(choice=choice, reason=why) for choice, why in reasons.items()]
 
 
-def _that_learn_the_same(knob: Knob, setting: Setting) -> Choices:
+def _that_learn_the_same(knob: Knob, context: TuningContext) -> Choices:
     """The knob's choices less those whose gradients were found to be others than the reference's on this machine."""
-    choices = knob.choices(setting)
-    gates = {gate.name: gate.reason for gate in setting.hardware.gates if not gate.available}
+    choices = knob.choices(context)
+    capabilities = {
+        capability.name: capability.reason for capability in context.hardware.capabilities if not capability.available
+    }
     usable = (*choices.admitted, *choices.on_request)
     wrong = {
-        choice: gates[name]
+        choice: capabilities[name]
         for choice in usable
-        if (parity := knob.parity(choice)) and (name := parity_gate(knob.name, parity.runs)) in gates
+        if (parity := knob.parity(choice)) and (name := parity_capability(knob.name, parity.runs)) in capabilities
     }
     return Choices(
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),

@@ -16,7 +16,7 @@ import platformdirs
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.search.sampler import standing_of
+from autotune.search.sampler import take_snapshot
 
 QUESTION = "question"
 """Study attribute: what is searched for, and on what."""
@@ -56,7 +56,7 @@ def opened_study(place: StudyPlace | None, question: Mapping[str, str | None]) -
         return optuna.create_study()
     if not re.fullmatch(r"[\w.-]{1,80}", place.name):
         raise InvalidInput(f"{place.name!r} cannot name a study", hint="use up to 80 letters, digits, dots and dashes")
-    with safe_words(place):
+    with translate_storage_errors(place):
         try:
             return _opened(place, question)
         except (ValueError, LookupError) as error:  # damage in what is text to the database
@@ -72,12 +72,12 @@ def _opened(place: StudyPlace, question: Mapping[str, str | None]) -> optuna.Stu
     except DuplicatedStudyError:
         study = optuna.load_study(storage=storage, study_name=place.name)
         _require_same(study, place, question)
-        standing_of(study)
+        take_snapshot(study)
     return study
 
 
 @contextmanager
-def safe_words(place: StudyPlace | None) -> Iterator[None]:
+def translate_storage_errors(place: StudyPlace | None) -> Iterator[None]:
     """Turn a storage's errors into ours, without the password.
 
     Raises:
@@ -136,7 +136,7 @@ def _storage(place: StudyPlace) -> optuna.storages.RDBStorage:
     raise AssertionError("the last attempt returns or raises")
 
 
-class _Storage(optuna.storages.RDBStorage):
+class _StudyStorage(optuna.storages.RDBStorage):
     def record_heartbeat(self, trial_id: int) -> None:
         """In a thread of its own, which has nobody to tell of a failure: the next beat may come through."""
         with suppress(StorageInternalError):
@@ -152,7 +152,7 @@ def _open(place: StudyPlace) -> optuna.storages.RDBStorage:
     connect = {"timeout": 60} if url.startswith("sqlite:") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        return _Storage(
+        return _StudyStorage(
             url,
             engine_kwargs={"connect_args": connect, "pool_pre_ping": True, "hide_parameters": True},
             heartbeat_interval=place.heartbeat_seconds,

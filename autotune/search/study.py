@@ -9,8 +9,7 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState, create_trial
 
-from autotune.frozen import digest_of
-from autotune.schema import Candidate, TrialResult
+from autotune.schema import Candidate, TrialResult, digest_of
 from autotune.search.residual import ResidualSearch, best_seconds
 from autotune.search.sampler import (
     CANDIDATE,
@@ -18,10 +17,10 @@ from autotune.search.sampler import (
     RESULT,
     STOPPED,
     ResidualSampler,
-    Standing,
+    StudySnapshot,
     owner_here,
     release_dead,
-    standing_of,
+    take_snapshot,
 )
 
 Run = Callable[[Candidate], TrialResult]
@@ -85,31 +84,31 @@ def run_search(
         return ()
     predicted = min(outlook.step_seconds for outlook in outlooks)
 
-    def is_over(standing: Standing) -> bool:
-        return enough(standing.results) or _is_over(search, limits, predicted, standing)
+    def is_over(snapshot: StudySnapshot) -> bool:
+        return enough(snapshot.results) or _is_over(search, limits, predicted, snapshot)
 
     study = study or optuna.create_study()
     study.sampler = ResidualSampler(search, is_over)
 
     def stop_when_over(study: optuna.Study, _: object) -> None:
-        if is_over(standing_of(study)):
+        if is_over(take_snapshot(study)):
             study.stop()
 
     release_dead(study)
-    for result in standing_of(study).results:
+    for result in take_snapshot(study).results:
         on_trial(result)
     while True:
-        standing = standing_of(study)
-        if not is_over(standing):
+        snapshot = take_snapshot(study)
+        if not is_over(snapshot):
             try:
                 study.optimize(lambda trial: _tried(trial, search, run, on_trial), callbacks=[stop_when_over])
             except UpdateFinishedTrialError:
                 continue  # this worker was given up for dead, and another has taken its candidate over
-        elif standing.taken or standing.undecided:
+        elif snapshot.taken or snapshot.undecided:
             time.sleep(POLL_SECONDS)  # should one of the others die, its candidate is ours
             release_dead(study)
         else:
-            return standing.results
+            return snapshot.results
 
 
 def _tried(trial: Trial, search: ResidualSearch, run: Run, on_trial: Callable[[TrialResult], None]) -> float:
@@ -132,21 +131,21 @@ def _tried(trial: Trial, search: ResidualSearch, run: Run, on_trial: Callable[[T
     return result.median_step_seconds or math.inf
 
 
-def _is_over(search: ResidualSearch, limits: Limits, predicted_seconds: float, standing: Standing) -> bool:
-    results, count = standing.results, len(standing.results) + len(standing.taken)
+def _is_over(search: ResidualSearch, limits: Limits, predicted_seconds: float, snapshot: StudySnapshot) -> bool:
+    results, count = snapshot.results, len(snapshot.results) + len(snapshot.taken)
     best = best_seconds(results)
     allowed = limits.allowed_seconds(predicted_seconds if math.isinf(best) else best)
     if count >= limits.max_trials or (results and search_cost_seconds(results) >= allowed):
         return True
-    if standing.abandoned:
+    if snapshot.abandoned:
         return False
-    if search.lessons(results):
+    if search.priors(results):
         least = MIN_TRIALS_TAUGHT
     else:
         least = MIN_TRIALS + (MORE_TRIALS if search.is_surprised(results) else 0)
     if count < least or math.isinf(best):
-        return not search.outlooks(results, standing.taken)
-    return search.nothing_to_gain(results, standing.taken)
+        return not search.outlooks(results, snapshot.taken)
+    return search.nothing_to_gain(results, snapshot.taken)
 
 
 def frozen_plan(study: optuna.Study) -> str | None:
@@ -155,7 +154,7 @@ def frozen_plan(study: optuna.Study) -> str | None:
     return next((text for text in proposals if text is not None), None)
 
 
-def once(
+def memoize(
     study: optuna.Study, what: str, candidate: Candidate, measure: Callable[[Candidate], TrialResult | None]
 ) -> TrialResult | None:
     """What `measure` finds about the candidate, kept as `what`: a search that was interrupted does not ask again."""
@@ -169,7 +168,7 @@ def once(
     return found
 
 
-def freeze(study: optuna.Study, plan: str) -> str:
+def publish_plan(study: optuna.Study, plan: str) -> str:
     """Propose a plan, and return the one that the search ended in: the first that any worker proposed."""
     if frozen_plan(study) is None:
         study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs={PLAN: plan}))

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import NothingFits
-from autotune.prediction import Prediction
-from autotune.schema import Candidate, Choice, Objective, Reason, Rejected, TrialResult
+from autotune.schema import Candidate, Choice, Objective, Prediction, Reason, Rejected, TrialResult
 from autotune.search.space import SearchSpace
 
 GIB = 2**30

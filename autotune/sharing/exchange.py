@@ -6,9 +6,9 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import IO
 
-from autotune.atomic import replacing
 from autotune.errors import InvalidInput
-from autotune.frozen import TRIAL_PROTOCOL_VERSION
+from autotune.runtime import atomic_write
+from autotune.schema import TRIAL_PROTOCOL_VERSION
 from autotune.sharing.record import MAX_RECORD_BYTES, Record
 from autotune.sharing.store import MAX_RECORDS, Found, Merged, Store, examined
 
@@ -35,7 +35,7 @@ def _require_moderate(num_bytes: int, where: str) -> None:
 def export_to(store: Store, file: Path) -> int:
     """Write all sound records into one file of JSON lines; how many."""
     count = 0
-    with replacing(file) as part, part.open("wb") as lines:
+    with atomic_write(file) as part, part.open("wb") as lines:
         for found in store.contents():
             if found.record:
                 lines.write(b'{"name":"' + found.name.encode() + b'","record":' + found.content + b"}\n")
@@ -110,7 +110,7 @@ def _useless(contents: Iterable[Found], oldest: date | None) -> Iterator[tuple[s
             yield found.key, found.problem or found.damage
     for record, found in sorted(sound, key=lambda pair: (pair[0].day, len(pair[0].trials)), reverse=True):
         newer, most = fullest.get(subject := _subject(record), ("", 0))
-        name, protocol = found.name[:12], record.machine.hard_keys.get("trial_protocol") or ""
+        name, protocol = found.name[:12], record.machine.match_keys.get("trial_protocol") or ""
         if protocol.isdecimal() and int(protocol) < TRIAL_PROTOCOL_VERSION:
             yield found.key, f"{name} was measured by an older trial protocol"
         elif len(record.trials) <= most:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from autotune.atomic import replacing
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.runtime import atomic_write
 
 KEY = re.compile(
     r"(?P<hard>[0-9a-f]{16})/(?P<architecture>[a-z0-9-]{1,64})/(?P<work>[a-z0-9-]{1,100})/(?P<name>[0-9a-f]{64})\.json"
@@ -88,7 +88,7 @@ class LocalFiles:
     def write(self, contents: Mapping[str, bytes]) -> None:
         with reaching(self.where):
             for key, content in contents.items():
-                with replacing(Path(self._place(key))) as part:
+                with atomic_write(Path(self._place(key))) as part:
                     part.write_bytes(content)
 
     def delete(self, key: str) -> None:

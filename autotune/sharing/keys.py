@@ -1,7 +1,7 @@
 """How far a record is from a machine and its work: hard keys decide whether it counts, soft ones how much.
 
 A distance is a weighted sum: a name or version that differs counts its weight once, a quantity its weight per doubling.
-Weights are judgements of how much each shifts step time and memory; a local trial has the last word either way.
+Weights are judgments of how much each shifts step time and memory; a local trial has the last word either way.
 """
 
 import math
@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autotune.fit import KEY_NAMES
-from autotune.knobs.attention import prefers_cudnn
-from autotune.machine import HardwareProfile
-from autotune.schema import TrialResult, Workload
+from autotune.knobs import prefers_cudnn
+from autotune.schema import HardwareProfile, TrialResult, Workload, mean_text_tokens
 from autotune.sharing.record import LIBRARIES, Machine, Record, class_of, machine_of
-from autotune.typical import mean_text_tokens
+from autotune.training import KEY_NAMES
 
 Value = str | float | None
 Kind = Literal["exact", "upgraded", "near", "none"]
@@ -51,7 +49,7 @@ def _rate(prefix: str) -> Callable[[Machine], Value]:
 
 def _training_cores(machine: Machine) -> Value:
     """Cores count where they train."""
-    return machine.logical_cores if machine.hard_keys.get("device_kind") == "cpu" else None
+    return machine.logical_cores if machine.match_keys.get("device_kind") == "cpu" else None
 
 
 def _version(name: str, weight: float) -> SoftKey:
@@ -102,7 +100,7 @@ class Match:
     """What differs, one line each; the hard keys alone where one of them does."""
 
 
-def match(record: Record, hardware: HardwareProfile, workload: Workload) -> Match:
+def compare(record: Record, hardware: HardwareProfile, workload: Workload) -> Match:
     """Compare a record with this machine and this work."""
     work, machine = compare_work(record, workload), compare_machine(record, hardware)
     if "none" in (work.kind, machine.kind):
@@ -127,7 +125,7 @@ def compare_work(record: Record, workload: Workload) -> Match:
 def compare_machine(record: Record, hardware: HardwareProfile) -> Match:
     """Compare a record with this machine alone, whatever the work."""
     here, there = machine_of(hardware), record.machine
-    ours, theirs = here.hard_keys, there.hard_keys
+    ours, theirs = here.match_keys, there.match_keys
     hard = tuple(
         f"{KEY_NAMES.get(key, key)}: {theirs.get(key) or 'none'} there, {ours.get(key) or 'none'} here"
         for key in sorted({*theirs, *ours})

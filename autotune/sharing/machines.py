@@ -1,18 +1,17 @@
 """A shared record's machine as hardware to plan for: what it measured, on the sheet of its GPU."""
 
 from autotune.errors import InvalidInput
-from autotune.hardware.catalogue import matching, profile_of_gpu
-from autotune.hardware.probe import with_budget, with_rates
-from autotune.machine import HardwareProfile
+from autotune.hardware import matching, profile_of_gpu, with_budget, with_rates
+from autotune.schema import HardwareProfile
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import Record
 
 
 def profile_of_record(record: Record) -> HardwareProfile:
-    """The catalogue's profile of the record's GPU, with the rates and the budget that the record's machine had.
+    """The catalog's profile of the record's GPU, with the rates and the budget that the record's machine had.
 
     Raises:
-        InvalidInput: the record cannot be true, or the catalogue does not know the device: most facts would be missing.
+        InvalidInput: the record cannot be true, or the catalog does not know the device: most facts would be missing.
     """
     machine = record.machine
     if reasons := implausible(record):
@@ -20,7 +19,7 @@ def profile_of_record(record: Record) -> HardwareProfile:
     gpu = matching(machine.device_name, machine.total_memory_bytes)
     if gpu is None:
         raise InvalidInput(
-            f"the record's device, {machine.device_name}, is not in the catalogue",
+            f"the record's device, {machine.device_name}, is not in the catalog",
             hint="plan on that machine, or save its probe there and pass the file",
         )
     profile = with_budget(profile_of_gpu(gpu), machine.budget_bytes)

@@ -1,20 +1,20 @@
 """Spots records that cannot be true, by physics: what no device can do is a mistake or a lie, and is named.
 
 Bounds are loose on purpose: a true record must never be refused. What is merely unlikely is left to the cost model
-and to the local trials that verify a record before anything stands on it (`autotune.sharing.advice`).
+and to the local trials that verify a record before anything stands on it (`autotune.sharing.warm_start`).
 """
 
 import math
 from collections.abc import Iterator, Sequence
 
-from autotune.families.registry import FAMILIES
-from autotune.hardware.catalogue import CatalogueGpu, catalogue, matching
-from autotune.knobs.quantization import STORAGES
+from autotune.backends import WEIGHT_FORMATS
+from autotune.families import FAMILIES
+from autotune.hardware import CatalogGpu, load_catalog, matching
 from autotune.schema import Candidate, TrialResult, Workload
 from autotune.sharing.record import Record
 
 PEAK_MARGIN = 1.3
-"""Over a datasheet's peak: cards boost above it, 9% in the largest case of the catalogue."""
+"""Over a datasheet's peak: cards boost above it, 9% in the largest case of the catalog."""
 LEAST_USED = 0.25
 """Share of the parameters that every image token at least goes through: in a model with two streams a token meets the
 weights of its own, less what acts once per image."""
@@ -53,11 +53,11 @@ def _trials(record: Record) -> Iterator[str]:
         yield from (f"trial {number}: {why}" for why in _impossible(record, trial, gpu))
 
 
-def _rates(record: Record, gpu: CatalogueGpu | None) -> Iterator[str]:
+def _rates(record: Record, gpu: CatalogGpu | None) -> Iterator[str]:
     """Predictions go by these, so that false ones could cover for false trials."""
-    if record.machine.hard_keys.get("device_kind") != "cuda":
+    if record.machine.match_keys.get("device_kind") != "cuda":
         return
-    known = (gpu,) if gpu else catalogue()
+    known = (gpu,) if gpu else load_catalog()
     most = {"B/s": max(each.memory_gb_per_second for each in known) * 1e9, "FLOP/s": _peak_flops(known, gpu)}
     for rate in record.machine.rates:
         if rate.name.startswith(("memory.", "matmul.bf16.")) and rate.value > PEAK_MARGIN * most.get(
@@ -66,12 +66,12 @@ def _rates(record: Record, gpu: CatalogueGpu | None) -> Iterator[str]:
             yield f"its rate {rate.name} is above the device's peak"
 
 
-def _peak_flops(known: Sequence[CatalogueGpu], gpu: CatalogueGpu | None) -> float:
+def _peak_flops(known: Sequence[CatalogGpu], gpu: CatalogGpu | None) -> float:
     dtypes = ("bf16", "fp16", "fp8", "int8") if gpu is None else ("bf16", "fp16", "tf32")
     return 1e12 * max(each.dense_tflops.get(dtype, 0.0) for each in known for dtype in dtypes)
 
 
-def _impossible(record: Record, trial: TrialResult, gpu: CatalogueGpu | None) -> Iterator[str]:
+def _impossible(record: Record, trial: TrialResult, gpu: CatalogGpu | None) -> Iterator[str]:
     if any(seconds <= 0 for seconds in (*trial.step_seconds, *trial.warmup_seconds)):
         yield "a step took no time, or less"
         return
@@ -86,20 +86,20 @@ def _impossible(record: Record, trial: TrialResult, gpu: CatalogueGpu | None) ->
         yield f"its peak of {peak / 2**30:.2f} GiB is less than its weights, {weights / 2**30:.2f} GiB"
     if total is not None and peak > SPILL * total:
         yield f"its peak of {peak / 2**30:.2f} GiB is more than the device has, {total / 2**30:.2f} GiB"
-    if record.machine.hard_keys.get("device_kind") == "cuda":
+    if record.machine.match_keys.get("device_kind") == "cuda":
         fastest = min(trial.step_seconds)
         needed = _least_seconds(record.workload, trial.candidate, weights, gpu)
         if fastest < needed:
             yield f"a step of {fastest:.4g} s is faster than the device's peak allows, {needed:.4g} s"
 
 
-def _least_seconds(work: Workload, candidate: Candidate, weights: int, gpu: CatalogueGpu | None) -> float:
+def _least_seconds(work: Workload, candidate: Candidate, weights: int, gpu: CatalogGpu | None) -> float:
     """The least time of an optimizer step: by arithmetic at the peak, and by reading the weights from memory.
 
     Per token and parameter 2 FLOPs forward, 2 backward (to the activations: the base is frozen), 2 for each
     recomputation. A pass forward and one backward read every weight once per micro-batch.
     """
-    known = (gpu,) if gpu else catalogue()
+    known = (gpu,) if gpu else load_catalog()
     peak = PEAK_MARGIN * _peak_flops(known, gpu)
     bandwidth = PEAK_MARGIN * 1e9 * max(each.memory_gb_per_second for each in known)
     again = 1 + min(1.0, candidate.checkpointed_blocks / work.model.num_blocks) / 2
@@ -120,6 +120,6 @@ def _image_tokens(work: Workload) -> float:
 def _bits(candidate: Candidate) -> int:
     """Per stored parameter, at least."""
     if candidate.quantization != "none":
-        storage = STORAGES.get(candidate.quantization)
+        storage = WEIGHT_FORMATS.get(candidate.quantization)
         return int(8 * (storage.bytes_per_parameter if storage else UNKNOWN_BYTES))
     return 32 if candidate.precision == "fp32" else 16

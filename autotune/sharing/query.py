@@ -1,8 +1,8 @@
-"""What the stores know about a question: exact records first, then neighbours, and what no longer counts.
+"""What the stores know about a question: exact records first, then neighbors, and what no longer counts.
 
-A record is advice: `autotune.sharing.advice` says what a search does with it. On the way it is a `Known`, a record that
-counts here, in the `Survey` that a question gets; then the `Ground` that a search stands on, with the `Lesson` that its
-trials taught the cost model.
+A record is advice: `warm_start.py` says what a search does with it. A `MatchedRecord` is a record that counts here, one
+of the `StoreMatches` for a workload; a `WarmStartSource` is one that the search stands on, with the `PriorResiduals`
+that its trials taught the cost model.
 """
 
 import math
@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import AutotuneError
-from autotune.machine import HardwareProfile
-from autotune.schema import TrialResult, Workload
-from autotune.sharing.keys import Match, compare_work, match, usable_trials
+from autotune.schema import HardwareProfile, TrialResult, Workload
+from autotune.sharing.keys import Match, compare, compare_work, usable_trials
 from autotune.sharing.record import Record, architecture_folder, class_of, machine_folder, machine_of
 from autotune.sharing.store import Entry, Found, Store, own_store
 
@@ -26,7 +25,7 @@ KINDS = ("exact", "upgraded", "near")
 
 
 @dataclass(frozen=True)
-class Known:
+class MatchedRecord:
     """A record that counts here."""
 
     name: str
@@ -42,10 +41,10 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Survey:
+class StoreMatches:
     """The answer of the stores."""
 
-    known: tuple[Known, ...]
+    known: tuple[MatchedRecord, ...]
     """Exact ones first, then those before an upgrade, then by distance; newer before older, of one day the fastest."""
     stale: tuple[str, ...]
     """Records of this very device that no longer count, or only in part, after a change here: one line each."""
@@ -53,7 +52,7 @@ class Survey:
     """Records that cannot be true or cannot be read: one line each."""
 
 
-def survey(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store] | None = None) -> Survey:
+def find_matches(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store] | None = None) -> StoreMatches:
     """Ask the user's own store, or `stores`.
 
     Args:
@@ -61,18 +60,18 @@ def survey(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store
         workload: the question.
         stores: where to look instead.
     """
-    found: dict[str, Known] = {}
+    found: dict[str, MatchedRecord] = {}
     stale: dict[str, str] = {}
     refused: dict[str, str] = {}
     for store in (own_store(),) if stores is None else stores:
         for entry in _asked(store, hardware, workload, refused):
             record, name = entry.record, entry.name
-            matched = match(record, hardware, workload) if record else None
+            matched = compare(record, hardware, workload) if record else None
             if record is None or matched is None or (matched.kind != "none" and entry.problem):
                 refused[name] = entry.problem or entry.damage
                 continue
             if matched.kind != "none":
-                found[name] = Known(name, record, matched, usable_trials(record, hardware))
+                found[name] = MatchedRecord(name, record, matched, usable_trials(record, hardware))
             if matched.kind != "exact" and _was_here(record, hardware, workload):
                 verdict = {"none": "no longer counts", "upgraded": "is from before an upgrade, and verified first"}
                 told = verdict.get(matched.kind, "counts as a prior only")
@@ -80,7 +79,7 @@ def survey(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store
     ordered = sorted(found.values(), key=lambda item: (KINDS.index(item.match.kind), item.match.distance, _age(item)))
     if ordered and ordered[0].match.kind == "exact":
         stale = {}  # measured again since
-    return Survey(tuple(ordered), tuple(stale.values()), tuple(refused.values()))
+    return StoreMatches(tuple(ordered), tuple(stale.values()), tuple(refused.values()))
 
 
 def _asked(store: Store, hardware: HardwareProfile, workload: Workload, refused: dict[str, str]) -> Iterator[Found]:
@@ -107,7 +106,7 @@ def _candidates(store: Store, hardware: HardwareProfile, workload: Workload) -> 
 def _was_here(record: Record, hardware: HardwareProfile, workload: Workload) -> bool:
     """Whether it reads as this very device's record of this very work, before something was upgraded."""
     machine, device = record.machine, hardware.device
-    same_device = machine.device_name == device.name and machine.hard_keys.get("device_kind") == device.kind
+    same_device = machine.device_name == device.name and machine.match_keys.get("device_kind") == device.kind
     return same_device and machine.total_memory_bytes == device.total_memory_bytes and same_work(record, workload)
 
 
@@ -117,5 +116,5 @@ def same_work(record: Record, workload: Workload) -> bool:
     return compare_work(record, ours).kind == "exact"
 
 
-def _age(item: Known) -> tuple[int, float, str]:
+def _age(item: MatchedRecord) -> tuple[int, float, str]:
     return -item.record.day.toordinal(), item.record.expected.step_seconds, item.name

@@ -16,18 +16,23 @@ from pydantic import Field, ValidationError, model_validator
 
 from autotune import __version__
 from autotune.errors import InvalidInput
-from autotune.frozen import Frozen, NaturalInt, PositiveInt, digest_of
-from autotune.machine import HardwareProfile, Rate, Versions
 from autotune.schema import (
     Bucket,
     Candidate,
     Expected,
+    Frozen,
     FrozenPart,
+    HardwareProfile,
     ModelSpec,
+    NaturalInt,
+    PositiveInt,
+    Rate,
     Residual,
     TrainingPlan,
     TrialResult,
+    Versions,
     Workload,
+    digest_of,
 )
 
 MAX_RECORD_BYTES = 1 << 18
@@ -73,7 +78,7 @@ class ForeignRecord(DamagedRecord):
 class Machine(Frozen):
     """A machine as far as its measurements depend on it. Never its name, its user, its paths or its serial numbers."""
 
-    hard_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
+    match_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
     """Those that decide for every trial; libraries decide only for the trials that used them (`LIBRARIES`)."""
     device_name: str
     total_memory_bytes: int | None
@@ -260,7 +265,7 @@ def machine_of(hardware: HardwareProfile) -> Machine:
     """The part of a profile that is shared and compared."""
     device = hardware.device
     return Machine(
-        hard_keys={key: _public(value) for key, value in hardware.hard_keys.items() if key not in LIBRARIES},
+        match_keys={key: _public(value) for key, value in hardware.match_keys.items() if key not in LIBRARIES},
         device_name=device.name,
         total_memory_bytes=device.total_memory_bytes,
         budget_bytes=device.budget_bytes,
@@ -274,7 +279,7 @@ def machine_of(hardware: HardwareProfile) -> Machine:
 
 def machine_folder(machine: Machine) -> str:
     """Folder of all machines with these hard keys."""
-    return _short_digest(tuple(sorted(machine.hard_keys.items())))
+    return _short_digest(tuple(sorted(machine.match_keys.items())))
 
 
 def architecture_folder(workload: Workload) -> str:
@@ -304,7 +309,7 @@ def why_no_evidence(plan: TrainingPlan, hardware: HardwareProfile) -> str | None
 
 def _without_names(workload: Workload) -> Workload:
     """The same work without the folder's name and without the shape of the data beyond its largest bucket."""
-    from autotune.families.registry import FAMILIES
+    from autotune.families import FAMILIES
 
     model, largest = workload.model, workload.largest_bucket
     family = FAMILIES.get(model.family)

@@ -15,8 +15,7 @@ from typing import Any
 import platformdirs
 
 from autotune.errors import InvalidInput
-from autotune.machine import HardwareProfile
-from autotune.schema import Residual, TrainingPlan
+from autotune.schema import HardwareProfile, Residual, TrainingPlan
 from autotune.sharing.files import Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, parse_record, record_of

@@ -9,8 +9,8 @@ from pathlib import Path
 import platformdirs
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.atomic import write_whole
-from autotune.frozen import Frozen
+from autotune.runtime import write_text_atomic
+from autotune.schema import Frozen
 from autotune.sharing.record import Record, class_of
 from autotune.sharing.store import Store
 
@@ -42,7 +42,7 @@ def summaries(store: Store) -> tuple[Summary, ...]:
     if fresh:
         index |= fresh
         with contextlib.suppress(OSError):  # a cache: without it records are opened again
-            write_whole(path, _Index.dump_json(index).decode())
+            write_text_atomic(path, _Index.dump_json(index).decode())
     found = [index[entry.name] for entry in entries if entry.name in index]
     return tuple(sorted(found, key=lambda row: (row.measured_on, row.name), reverse=True))
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune.data import tensors_digest
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.training.data.cache import tensors_digest
-from autotune.weights.errors import BadWeights
-from autotune.weights.loaders import read_whole
-from autotune.weights.saving import save_file
+from autotune.weights import BadWeights, read_whole, save_file
+
+CHECKPOINTS = "checkpoints"
+"""The folder inside a run's output folder that holds them."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +40,11 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     """The checkpoints that lie in `folder`, of whatever run, by their steps, oldest first."""
     found = ((STEP.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
     return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def checkpoints_of(output: Path) -> set[Path]:
+    """The checkpoints of the run whose output folder this is."""
+    return set(checkpoints_in(output / CHECKPOINTS).values())
 
 
 class Checkpoints:

@@ -3,23 +3,18 @@
 import math
 from dataclasses import dataclass
 
-from autotune.cost.arguments import checked_bucket, positive
+from autotune.cost import checked_bucket, positive
+from autotune.data import EMPTY_CAPTION, Dataset, assign_buckets, make_buckets
 from autotune.errors import InvalidInput, first_line
-from autotune.families.base import Family
-from autotune.families.resolve import ResolvedModel
-from autotune.job import Job
-from autotune.schema import Bucket, Objective, Quality, Workload
-from autotune.training.data.buckets import assign_buckets, make_buckets
-from autotune.training.data.captions import EMPTY_CAPTION
-from autotune.training.data.dataset import Dataset
-from autotune.typical import quantiles_of
+from autotune.families import Family, ResolvedModel
+from autotune.schema import Bucket, Job, Objective, Quality, Workload, quantiles_of
 
 NUM_QUANTILES = 16
 """Lengths of captions that a workload names."""
 
 
 @dataclass(frozen=True)
-class Wishes:
+class WorkloadOverrides:
     """What a user may fix about a workload; None takes the family's default."""
 
     size_px: tuple[int, int] | None = None
@@ -40,13 +35,13 @@ KEPT = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size",
 """Wishes that a workload holds as they were."""
 
 
-def wishes_of(workload: Workload, *, has_data: bool = True) -> Wishes:
+def overrides_from(workload: Workload, *, has_data: bool = True) -> WorkloadOverrides:
     """The wishes that lead to `workload` again, on data of its class; without data its shape and length count."""
     largest, side = workload.largest_bucket, workload.resolution_px
     size_px = (side, side) if has_data else (largest.width_px, largest.height_px)
     text_tokens = None if has_data else workload.max_text_tokens
     kept = {name: getattr(workload, name) for name in KEPT}
-    return Wishes(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **kept)
+    return WorkloadOverrides(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **kept)
 
 
 def require_even_shares(workload: Workload, num_processes: int) -> None:
@@ -73,7 +68,7 @@ def check_job(job: Job, family: Family) -> None:
 
 
 def describe_workload(
-    model: ResolvedModel, dataset: Dataset | None, wishes: Wishes, *, drops_captions: bool = False
+    model: ResolvedModel, dataset: Dataset | None, wishes: WorkloadOverrides, *, drops_captions: bool = False
 ) -> Workload:
     """The workload of training `model` on `dataset`; with `drops_captions` the empty caption is among the others.
 

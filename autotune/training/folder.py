@@ -9,18 +9,15 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from autotune.data import EncodedDataset
 from autotune.errors import InvalidInput, InvalidPlan
-from autotune.frozen import digest_of
-from autotune.plan_file import read_plan, write_plan
-from autotune.schema import TrainingPlan
-from autotune.training.checkpoint import checkpoints_in
-from autotune.training.data.encode import EncodedDataset
+from autotune.runtime import require_free
+from autotune.schema import TrainingPlan, digest_of, read_plan, write_plan
+from autotune.training.checkpoint import CHECKPOINTS, checkpoints_in
 from autotune.training.save import ADAPTER_FILE
-from autotune.training.shortage import require_free
 
 PLAN_FILE = "run-plan.yaml"
 REPORT_FILE = "report.json"
-CHECKPOINTS = "checkpoints"
 LOCK_FILE = ".lock"
 
 NOT_LEARNED = frozenset(

@@ -11,30 +11,26 @@ from typing import cast
 
 import torch
 
+from autotune.data import BatchLoader, EncodedDataset, LoadedBatch, Order
 from autotune.errors import AutotuneError, InvalidInput, Preempted
-from autotune.families.base import Batch
-from autotune.knobs.registry import reload_key
-from autotune.schema import TrainingPlan
-from autotune.training.checkpoint import Checkpoint, Checkpoints
-from autotune.training.data.batches import Order
-from autotune.training.data.encode import EncodedDataset
-from autotune.training.data.loader import BatchLoader, LoadedBatch
-from autotune.training.events import RunEvents, StepEvent
-from autotune.training.memory import (
+from autotune.families import Batch
+from autotune.knobs import reload_key
+from autotune.runtime import (
     allocated_bytes,
+    catch_stop_signals,
     device_peak_bytes,
     give_back_memory,
-    live_tensors,
+    is_out_of_memory,
     with_peak_memory,
 )
+from autotune.schema import Notice, OnEvent, StepFinished, TrainingPlan
+from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
-from autotune.training.monitor import MemoryWatch, Utilisation
+from autotune.training.monitor import MemoryWatch, Utilization
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
-from autotune.training.shortage import is_out_of_memory
-from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, optimizer_step, to_device
-from autotune.training.stopping import stop_requests
+from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_tensors, optimizer_step, to_device
 
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
@@ -54,7 +50,7 @@ class RunContext:
     checkpoints: Checkpoints
     metrics: Metrics | None
     """None on all processes but the first."""
-    events: RunEvents
+    on_event: OnEvent
     preview: Callable[[int], None]
     """Called on processes that sample, with the number of steps taken."""
     budget_bytes: int
@@ -114,7 +110,7 @@ class Loop:
         self.peak_bytes = 0
         self.seconds: list[float] = []
         self.data_seconds: list[float] = []
-        self.utilisation = Utilisation(model.device)
+        self.utilization = Utilization(model.device)
         self.warnings: list[str] = []
         self.paced_from: tuple[float, int] | None = None
 
@@ -129,7 +125,7 @@ class Loop:
         processes = self.context.processes
         self.network = processes.replicate(self.model.transformer)
         single = processes.world_size == 1
-        with stop_requests(second_ends=single) as signal_name, _tracing(self.context.trace) as trace:
+        with catch_stop_signals(second_ends=single) as signal_name, _tracing(self.context.trace) as trace:
             while self.done < self.num_steps:
                 try:
                     self._take_steps(signal_name, trace)
@@ -173,17 +169,17 @@ class Loop:
             pin_memory=self.settings.batch_memory == "pinned",
         )
 
-    def _tell(self, event: StepEvent) -> None:
+    def _tell(self, event: StepFinished) -> None:
         if self.context.metrics:
             self.context.metrics.add(event)
-        self.context.events.on_step(event)
+        self.context.on_event(event)
         peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
         if warning := self.watch.look(event.memory_bytes, peak):
             self._warn(warning)
 
     def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
-        self.context.events.on_warning(warning)
+        self.context.on_event(Notice(text=warning, level="warning"))
 
     def _step_down(self) -> None:
         """Turn to the next fallback; the step that ran out is taken again, with the same images and noise."""
@@ -213,7 +209,7 @@ class Loop:
         elif job.preview_every and done % job.preview_every == 0 and context.processes.samples:
             context.preview(done)
 
-    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: BatchLoader) -> StepEvent:
+    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: BatchLoader) -> StepFinished:
         """One step; the second of the settings in use also measures memory."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         if step == self.measured_step:
@@ -232,7 +228,7 @@ class Loop:
         self.rate.step(outcome.loss)
         self.seconds.append(seconds)
         self.data_seconds.append(waited)
-        return StepEvent(
+        return StepFinished(
             step=step + 1,
             num_steps=self.num_steps,
             loss=outcome.loss,
@@ -242,7 +238,7 @@ class Loop:
             data_seconds=waited,
             images_per_second=self.order.effective_batch_size / seconds,
             memory_bytes=allocated_bytes(self.model.device),
-            gpu_utilisation=self.utilisation.read(),
+            gpu_utilization=self.utilization.read(),
             remaining_seconds=self._remaining_seconds(step + 1),
         )
 

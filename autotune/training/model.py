@@ -7,20 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autotune.families.adapter import add_adapter, without_dropout
-from autotune.families.base import Family
-from autotune.families.resolve import ResolvedModel
-from autotune.knobs.block_swap import waits_on_host
-from autotune.knobs.precision import torch_dtype
-from autotune.knobs.quantization import quantize_inside
-from autotune.knobs.registry import KNOBS
-from autotune.knobs.swapping import Swapping
+from autotune.families import Family, ResolvedModel, add_adapter, without_dropout
+from autotune.knobs import KNOBS, Swapping, offload_on_arrival, torch_dtype
+from autotune.quantization import quantize_inside
 from autotune.schema import Candidate, QuantizationError, Workload
 from autotune.training.quality import ErrorMeter, require_quality
 from autotune.training.sharding import shard_on_arrival
-from autotune.weights.building import build_empty, dtype_of_from_pretrained
-from autotune.weights.sources import open_source, weights_in
-from autotune.weights.streaming import Transform, fill_random, load_into
+from autotune.weights import (
+    Transform,
+    build_empty,
+    dtype_of_from_pretrained,
+    fill_random,
+    load_into,
+    open_source,
+    weights_in,
+)
 
 MOST_GRAPHS = 32
 """Code is compiled for one shape, then for any, and again for micro-batches of one and for those with a mask."""
@@ -36,7 +37,7 @@ class TrainingModel:
     device: torch.device
     dtype: torch.dtype
     quantization_error: QuantizationError | None = None
-    """Of real weights that were quantised."""
+    """Of real weights that were quantized."""
 
 
 def load_model(
@@ -48,13 +49,13 @@ def load_model(
     *,
     shards: int = 1,
 ) -> TrainingModel:
-    """Load the transformer, quantise it, add the adapter, and apply all other settings.
+    """Load the transformer, quantize it, add the adapter, and apply all other settings.
 
     With `shards`, frozen weights are shared out over that many processes.
 
     Raises:
         BadWeights: files are missing, damaged or of another model.
-        QualityMissed: quantised, the weights are further off than the workload's quality floor allows.
+        QualityMissed: quantized, the weights are further off than the workload's quality floor allows.
     """
     dtype = torch_dtype(settings.precision)
     transformer, error = load_transformer(model, settings, device, shards=shards)
@@ -101,10 +102,10 @@ def as_written(transformer: nn.Module) -> Iterator[None]:
 def load_transformer(
     model: ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
 ) -> tuple[nn.Module, QuantizationError | None]:
-    """Stream the weights in and quantise each layer as it arrives, so that loading never needs much more than the end.
+    """Stream the weights in and quantize each layer as it arrives, so that loading never needs much more than the end.
 
     Without files the architecture gets random weights: enough for a trial, which measures memory and time. With them,
-    the error that quantising leaves is measured and returned.
+    the error that quantizing leaves is measured and returned.
     """
     family, dtype = model.family, torch_dtype(settings.precision)
     if device.type == "cuda":
@@ -119,7 +120,7 @@ def load_transformer(
     if transform and settings.quantization != "none" and model.folder is not None:
         transform = meter.around(transform)
     if settings.swapped_blocks:  # once they are measured, on the device
-        transform = waits_on_host(family, transformer, settings.swapped_blocks, transform)
+        transform = offload_on_arrival(family, transformer, settings.swapped_blocks, transform)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
         return transformer.eval(), None

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import torch
 
+from autotune.runtime import device_peak_bytes, forget_host_peak, host_peak_bytes
 from autotune.schema import PhasePeak
-from autotune.training.memory import device_peak_bytes, forget_host_peak, host_peak_bytes
 
 ALARM_SHARE = 0.85
 """Of the budget: beyond it a run is one fragmented allocation away from its end."""
@@ -108,7 +108,7 @@ def leak_bytes_per_step(floors: list[int]) -> float:
     return usual / WINDOW_STEPS if usual * len(growth) >= floors[0] * LEAK_SHARE else 0.0
 
 
-class Utilisation:
+class Utilization:
     """How busy the GPU is, asked once a second: NVML averages over about as long, and asking takes milliseconds."""
 
     def __init__(self, device: torch.device) -> None:

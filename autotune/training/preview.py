@@ -17,18 +17,12 @@ from PIL import Image
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotune.atomic import replacing
+from autotune.data import Cache, Encoders, Identity, entry_key, moved, open_image, prompt_of, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.families.adapter import ADAPTER
-from autotune.families.resolve import build_on_meta
+from autotune.families import ADAPTER, build_on_meta
+from autotune.runtime import atomic_write, give_back_memory, is_out_of_memory
 from autotune.schema import Bucket
-from autotune.training.data.cache import Cache, entry_key
-from autotune.training.data.pixels import open_image, to_rgb
-from autotune.training.data.recipes import Identity, prompt_of
-from autotune.training.encoders import Encoders, moved
-from autotune.training.memory import give_back_memory
-from autotune.training.shortage import is_out_of_memory
-from autotune.weights.adapters import read_adapter
+from autotune.weights import read_adapter
 
 
 class PreviewTooLarge(AutotuneError):
@@ -244,5 +238,5 @@ def grid(pairs: Sequence[tuple[Image.Image, Image.Image]]) -> Image.Image:
 
 def save_image(image: Image.Image, path: Path) -> None:
     """Write a PNG, whole or not at all."""
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         image.save(part, format="PNG")

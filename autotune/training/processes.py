@@ -1,9 +1,9 @@
 """Several processes that train together, one per device: kept in step here, started in `launching`.
 
 accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own, for accelerate wraps
-no model with sharded weights on GPUs. It sees the adapter alone: frozen weights, quantised or sharded ones too, are
+no model with sharded weights on GPUs. It sees the adapter alone: frozen weights, quantized or sharded ones too, are
 declared out of its sight, so it neither sends nor checks them. Layers that get no gradient (the last block's text
-stream) are looked for in every step, since a static graph does not go with accumulation without synchronisation (torch
+stream) are looked for in every step, since a static graph does not go with accumulation without synchronization (torch
 2.13 fails in the second step).
 """
 
@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from autotune.errors import AutotuneError
-from autotune.fit import memory_misfits
-from autotune.hardware.probe import probe
-from autotune.machine import HardwareProfile
-from autotune.schema import PlannedHardware, Strategy, TrainingPlan
+from autotune.hardware import probe
+from autotune.schema import HardwareProfile, PlannedHardware, Strategy, TrainingPlan
+from autotune.training.fit import memory_misfits
 from autotune.training.sharding import is_sharded
 
 LONGEST_WAIT = timedelta(hours=12)

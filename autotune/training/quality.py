@@ -1,4 +1,4 @@
-"""How far quantised layers are from the real weights: measured on each layer as it arrives, judged by the floor.
+"""How far quantized layers are from the real weights: measured on each layer as it arrives, judged by the floor.
 
 Each Linear gets the same random inputs before and after; the error is |after - before| / |before| of its outputs
 without bias, over all Linears of a block together. The whole model's may differ: layers follow each other.
@@ -14,7 +14,7 @@ from autotune.errors import AutotuneError
 from autotune.schema import Quality, QuantizationError
 
 if TYPE_CHECKING:
-    from autotune.weights.streaming import Transform
+    from autotune.weights import Transform
 
 LIMITS: Mapping[Quality, float] = {"exact": 0.0, "high": 0.05, "compact": 0.15}
 """Largest error of a block. Of weights drawn from normal, Laplace and Student's t (5 degrees) distributions, 2048 x
@@ -25,11 +25,11 @@ NUM_INPUTS = 32
 
 
 class QualityMissed(AutotuneError):
-    """Quantised weights are further from the real ones than the quality floor allows."""
+    """Quantized weights are further from the real ones than the quality floor allows."""
 
 
 class ErrorMeter:
-    """Compares each layer with itself around a transform that quantises it."""
+    """Compares each layer with itself around a transform that quantizes it."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._block_of = {id(layer): number for number, block in enumerate(blocks) for layer in block.modules()}
@@ -57,7 +57,7 @@ class ErrorMeter:
         self._sums[block] = wrong + difference, whole + before.double().square().sum().item()
 
     def result(self) -> QuantizationError | None:
-        """None where nothing was quantised. Errors that are not numbers count as 1."""
+        """None where nothing was quantized. Errors that are not numbers count as 1."""
         if not self._sums:
             return None
         errors = {block: _ratio(*sums) for block, sums in self._sums.items()}

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from autotune.families.adapter import ADAPTER
+from autotune.families import ADAPTER
 from autotune.schema import Workload
 from autotune.training.model import TrainingModel
 from autotune.training.step import AdapterOptimizer
-from autotune.weights.adapters import AdapterInfo, save_adapter
+from autotune.weights import AdapterInfo, save_adapter
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The name that diffusers looks for in a folder."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from diffusers.optimization import get_scheduler
 
-from autotune.job import Job
+from autotune.schema import Job
 
 PLATEAU_FACTOR = 0.5
 PLATEAU_PATIENCE = 5

@@ -6,8 +6,8 @@ adapter is added later and stays whole on every process: it is small, and its gr
 
 from torch import nn
 
-from autotune.families.base import Family
-from autotune.weights.streaming import Transform
+from autotune.families import Family
+from autotune.weights import Transform
 
 
 def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, world_size: int) -> Transform:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from autotune.families.base import Batch, Family
-from autotune.families.loss import flow_matching_loss
-from autotune.families.packing import PATCH
-from autotune.job import TimestepSampling, Weighting
+from autotune.families import PATCH, Batch, Family, flow_matching_loss
+from autotune.schema import TimestepSampling, Weighting
+from autotune.weights import attribute_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,10 +172,10 @@ def optimizer_step(
     """
     total = torch.zeros((), dtype=torch.float32)
     position, end = first_position, first_position + effective_batch_size
-    unsynchronised = getattr(transformer, "no_sync", contextlib.nullcontext)
+    unsynchronized = getattr(transformer, "no_sync", contextlib.nullcontext)
     for batch in micro_batches:
         size = len(batch["latents"])
-        with contextlib.nullcontext() if position + size == end else unsynchronised():
+        with contextlib.nullcontext() if position + size == end else unsynchronized():
             _seed_dropout(batch["latents"].device, _seed_at(-1 - noising.seed, step, position))
             loss = noising.loss(family, transformer, batch, step, position) * (size / effective_batch_size)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -188,3 +187,10 @@ def optimizer_step(
         average(total)
     loss_value, norm_value = torch.stack([total, norm.to(total)]).tolist()  # one wait for the device, not two
     return StepOutcome(loss=loss_value, gradient_norm=norm_value)
+
+
+def live_tensors(transformer: nn.Module, optimizer: AdapterOptimizer) -> list[torch.Tensor]:
+    """What stays on the device between steps: weights, master weights and the optimizer's moments."""
+    states = [value for state in optimizer.adamw.state.values() for value in state.values()]
+    plain = attribute_tensors(transformer)
+    return [*transformer.parameters(), *transformer.buffers(), *plain, *optimizer.masters, *states]

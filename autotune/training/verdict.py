@@ -4,8 +4,7 @@ import math
 from pathlib import Path
 
 from autotune.schema import AdapterVerdict
-from autotune.weights.adapters import read_adapter
-from autotune.weights.layer import Layer
+from autotune.weights import Layer, read_adapter
 
 
 def judge(adapter: Path, *, last_block: str, base_loss: float | None, adapter_loss: float | None) -> AdapterVerdict:

@@ -13,17 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune.families.adapter import add_adapter
-from autotune.families.loss import flow_matching_loss
-from autotune.families.registry import family_named
-from autotune.knobs.precision import torch_dtype
+from autotune.families import add_adapter, family_named, flow_matching_loss
+from autotune.knobs import torch_dtype
 from autotune.schema import Candidate
-from autotune.training.model import apply_knobs
-from autotune.training.step import AdapterOptimizer, to_device
+from autotune.training import AdapterOptimizer, apply_knobs, to_device
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.steps import longest_captions, synthetic_samples
-from autotune.weights.building import build_empty, cast_as_loaded
-from autotune.weights.streaming import fill_random
+from autotune.weights import build_empty, cast_as_loaded, fill_random
 
 UPDATES = 3
 UPDATED = ((4, 64), (96, 4), (7,))
@@ -31,7 +27,7 @@ UPDATED = ((4, 64), (96, 4), (7,))
 
 
 def gradient_error(request: GradientRequest, kept: dict[str, Any]) -> float:
-    """Relative error against fp32 with native attention, nothing quantised, nothing recomputed."""
+    """Relative error against fp32 with native attention, nothing quantized, nothing recomputed."""
     torch.set_float32_matmul_precision("highest")
     if "plain" not in kept:
         kept["plain"] = _plain_transformer(request)

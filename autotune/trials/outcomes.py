@@ -18,8 +18,8 @@ SPREADS = 4.0
 
 def classify(error: BaseException) -> Outcome:
     """The outcome that an exception amounts to."""
-    from autotune.training.quality import QualityMissed
-    from autotune.training.shortage import is_out_of_memory
+    from autotune.runtime import is_out_of_memory
+    from autotune.training import QualityMissed
 
     if isinstance(error, QualityMissed):
         return "numerics"

@@ -2,9 +2,10 @@
 
 An optimizer's gradients are given: its updates have to agree.
 
-Reference: the same weights and inputs in fp32, native attention, nothing quantised, nothing recomputed, on a tiny
-instance of the family's real class, on this device. Verdicts become gates of the machine's profile, `parity.<knob>.
-<choice>`, and are kept for each machine, set of library versions and kind of work: a plan seldom waits for them.
+Reference: the same weights and inputs in fp32, native attention, nothing quantized, nothing recomputed, on a tiny
+instance of the family's real class, on this device. Verdicts become capabilities of the machine's profile,
+`parity.<knob>.<choice>`, and are kept for each machine, set of library versions and kind of work, so that a plan seldom
+waits for them.
 """
 
 import contextlib
@@ -16,15 +17,10 @@ from pathlib import Path
 import platformdirs
 
 from autotune import __version__
-from autotune.atomic import write_whole
-from autotune.families.base import Family
-from autotune.families.resolve import ResolvedModel
-from autotune.frozen import digest_of
-from autotune.knobs.base import Parity, Setting, parity_gate
-from autotune.knobs.precision import Precision
-from autotune.knobs.registry import KNOBS
-from autotune.machine import Gate, HardwareProfile
-from autotune.schema import Bucket, Candidate, Choice, Workload
+from autotune.families import Family, ResolvedModel
+from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
+from autotune.runtime import write_text_atomic
+from autotune.schema import Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
@@ -40,40 +36,40 @@ PASSING = ("timeout", "oom", "host_oom")
 ParityRequest = GradientRequest | UpdateRequest
 
 
-def proven(
-    setting: Setting,
+def check_parity(
+    context: TuningContext,
     choices: Mapping[str, Sequence[Choice]],
     model: ResolvedModel,
 ) -> HardwareProfile:
-    """The machine with a gate for each of `choices` that changes what is computed, from now or from an earlier plan.
+    """The machine with a capability for each of `choices` that changes results, found now or by an earlier plan.
 
     Raises:
         AutotuneError: another search has the device and does not end.
     """
-    hardware, to_prove = setting.hardware, _to_prove(choices)
-    tiny = {**model.config, **setting.family.tiny_config}
+    hardware, to_prove = context.hardware, _to_prove(choices)
+    tiny = {**model.config, **context.family.tiny_config}
     precision = str(choices["precision"][0])
-    path = _path(setting, tiny, precision)
+    path = _path(context, tiny, precision)
     known = _kept(path)
     missing = [name for name in to_prove if name not in known]
     if missing:
-        with ProcessTrialRunner(hardware, model.spec.name, setting.workload) as runner:
+        with ProcessTrialRunner(hardware, model.spec.name, context.workload) as runner:
             for name in missing:
-                request = _request(setting, tiny, runner.device, precision, *to_prove[name])
+                request = _request(context, tiny, runner.device, precision, *to_prove[name])
                 answer = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
                 known[name], lasting = verdict(*to_prove[name], request, answer)
                 if lasting:
                     _keep(path, known[name])
-    gates = (*hardware.gates, *(known[name] for name in to_prove))
-    return hardware.changed(gates=gates)
+    capabilities = (*hardware.capabilities, *(known[name] for name in to_prove))
+    return hardware.changed(capabilities=capabilities)
 
 
-def verdict(knob: str, parity: Parity, request: ParityRequest, answer: float | Failure) -> tuple[Gate, bool]:
+def verdict(knob: str, parity: Parity, request: ParityRequest, answer: float | Failure) -> tuple[Capability, bool]:
     """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
-    name = parity_gate(knob, parity.runs)
+    name = parity_capability(knob, parity.runs)
     if isinstance(answer, Failure):
         why = f"what it computes could not be checked on this machine ({answer.outcome}: {answer.message})"
-        return Gate(name=name, available=False, reason=why), answer.outcome not in PASSING
+        return Capability(name=name, available=False, reason=why), answer.outcome not in PASSING
     what, allowed = "updates of the adapter", parity.tolerance  # which are in fp32 whatever the precision
     if isinstance(request, GradientRequest):
         what = "adapter gradients"
@@ -82,31 +78,31 @@ def verdict(knob: str, parity: Parity, request: ParityRequest, answer: float | F
     error = f"{what} differ by {answer:.2g} from the reference's, {allowed:.2g} may be ({parity.because})"
     if not math.isfinite(answer):
         error = f"{what} are not finite, or there are none"
-    return Gate(name=name, available=answer <= allowed, reason=error), True
+    return Capability(name=name, available=answer <= allowed, reason=error), True
 
 
 def _to_prove(choices: Mapping[str, Sequence[Choice]]) -> dict[str, tuple[str, Parity]]:
-    """Knob and parity of every kind of computation among the choices, by gate; precisions first: others run in one."""
+    """Knob and parity of every kind of computation among the choices, by capability name, precisions first."""
     found: dict[str, tuple[str, Parity]] = {}
     for knob in sorted(KNOBS, key=lambda knob: knob.name != "precision"):
         for choice in choices.get(knob.name, ()):
             if parity := knob.parity(choice):
-                found.setdefault(parity_gate(knob.name, parity.runs), (knob.name, parity))
+                found.setdefault(parity_capability(knob.name, parity.runs), (knob.name, parity))
     return found
 
 
 def _request(
-    setting: Setting, tiny: Mapping[str, object], device: str, precision: str, knob: str, parity: Parity
+    context: TuningContext, tiny: Mapping[str, object], device: str, precision: str, knob: str, parity: Parity
 ) -> ParityRequest:
     fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.runs}
     candidate = Candidate.model_validate({**fields, **dict(parity.needs)})
     if knob == "optimizer":
         return UpdateRequest(candidate, device)
-    work = small_work(setting.family, setting.workload)
-    asked = Setting(setting.hardware, setting.family, work)
+    work = small_work(context.family, context.workload)
+    asked = TuningContext(context.hardware, context.family, work)
     if any(one.conflict(candidate, asked) for one in KNOBS):  # masks, where captions differ in length
         work = work.changed(text_padding="exact")
-    return GradientRequest(setting.family.name, tiny, work, candidate, device)
+    return GradientRequest(context.family.name, tiny, work, candidate, device)
 
 
 def small_work(family: Family, workload: Workload) -> Workload:
@@ -123,16 +119,16 @@ def small_work(family: Family, workload: Workload) -> Workload:
     return workload.changed(**shape, rank=RANK, lora_alpha=float(RANK), lora_dropout=0.0)
 
 
-def _path(setting: Setting, tiny: Mapping[str, object], precision: str) -> Path:
+def _path(context: TuningContext, tiny: Mapping[str, object], precision: str) -> Path:
     """Where verdicts on this machine, with these libraries, for this kind of work are kept."""
-    work = small_work(setting.family, setting.workload).model_dump(mode="json", exclude={"model"})
+    work = small_work(context.family, context.workload).model_dump(mode="json", exclude={"model"})
     key = {
         "autotune": __version__,
         "precision": precision,
-        "machine": setting.hardware.fingerprint,
-        "device": setting.hardware.device.name,
-        "libraries": setting.hardware.versions.model_dump(mode="json"),
-        "family": setting.family.name,
+        "machine": context.hardware.fingerprint,
+        "device": context.hardware.device.name,
+        "libraries": context.hardware.versions.model_dump(mode="json"),
+        "family": context.family.name,
         "config": json.loads(json.dumps(tiny, default=list)),
         "work": work,
     }
@@ -140,16 +136,16 @@ def _path(setting: Setting, tiny: Mapping[str, object], precision: str) -> Path:
     return platformdirs.user_data_path("autotune") / "parity" / f"{name}.json"
 
 
-def _kept(path: Path) -> dict[str, Gate]:
+def _kept(path: Path) -> dict[str, Capability]:
     """Verdicts by name; none where the file is absent or damaged: they are found again."""
     try:
-        gates = [Gate.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        capabilities = [Capability.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
         return {}
-    return {gate.name: gate for gate in gates}
+    return {capability.name: capability for capability in capabilities}
 
 
-def _keep(path: Path, gate: Gate) -> None:
-    gates = {**_kept(path), gate.name: gate}
+def _keep(path: Path, capability: Capability) -> None:
+    capabilities = {**_kept(path), capability.name: capability}
     with contextlib.suppress(OSError):  # a verdict that cannot be kept is found again
-        write_whole(path, "".join(f"{one.model_dump_json()}\n" for one in gates.values()))
+        write_text_atomic(path, "".join(f"{one.model_dump_json()}\n" for one in capabilities.values()))

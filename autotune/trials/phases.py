@@ -10,15 +10,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from autotune.families.resolve import ResolvedModel, resolve_model
+from autotune.data import Cache, Encoders, open_pixels
+from autotune.families import ResolvedModel, resolve_model
+from autotune.runtime import give_back_memory
 from autotune.schema import TrialResult
-from autotune.training.data.cache import Cache
-from autotune.training.data.pixels import open_pixels
-from autotune.training.encoders import Encoders
-from autotune.training.memory import give_back_memory
-from autotune.training.monitor import PhaseWatch
-from autotune.training.preview import Preview, PreviewSampler
-from autotune.training.save import ADAPTER_FILE, save_trained
+from autotune.training import ADAPTER_FILE, PhaseWatch, Preview, PreviewSampler, save_trained
 from autotune.trials.outcomes import one_line
 from autotune.trials.requests import RehearsalRequest
 from autotune.trials.steps import Steps, load

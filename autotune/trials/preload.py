@@ -10,7 +10,7 @@ the trial that needs it.
 import sys
 from unittest import mock
 
-from autotune.quiet import silence_libraries, silence_progress_bars
+from autotune.runtime import silence_libraries, silence_progress_bars
 
 silence_libraries()
 

@@ -15,13 +15,26 @@ from typing import Any
 
 import psutil
 
-from autotune.hardware.memory import LEAST_MARGIN_BYTES, process_overhead_bytes, shares_host_memory, usual_reserve
-from autotune.knobs.registry import reload_key
-from autotune.machine import HardwareProfile
-from autotune.prediction import Prediction
-from autotune.quiet import stderr_in
-from autotune.schema import CachingSettings, Candidate, Choice, Outcome, TrialResult, Workload
-from autotune.trials.lock import DeviceLock, lock_path
+from autotune.hardware import (
+    LEAST_MARGIN_BYTES,
+    DeviceLock,
+    lock_path,
+    process_overhead_bytes,
+    shares_host_memory,
+    usual_reserve,
+)
+from autotune.knobs import reload_key
+from autotune.runtime import stderr_in
+from autotune.schema import (
+    CachingSettings,
+    Candidate,
+    Choice,
+    HardwareProfile,
+    Outcome,
+    Prediction,
+    TrialResult,
+    Workload,
+)
 from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
 from autotune.trials.requests import RehearsalRequest, Request, TrialRequest
 from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_watchdog
@@ -96,7 +109,7 @@ class ProcessTrialRunner:
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
         limit = hopeless_seconds(best)
         request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
-        result = self.judged(candidate, self.ask(request, reload_key(candidate)))
+        result = self.classify(candidate, self.ask(request, reload_key(candidate)))
         return result.changed(wall_seconds=round(time.monotonic() - started, 3))
 
     def _turn(self) -> float:
@@ -128,10 +141,10 @@ class ProcessTrialRunner:
         if isinstance(answer, Failure) and answer.so_far is not None:
             known = ", ".join(phase.name for phase in answer.so_far.phases)
             answer = answer.so_far.changed(message=f"confirmed as far as {known}: {answer.message}")
-        result = self.judged(candidate, answer)
+        result = self.classify(candidate, answer)
         return result.changed(confirms=True, wall_seconds=round(time.monotonic() - started, 3))
 
-    def judged(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
+    def classify(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
         """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""
         mark = self.memory_cap_bytes if self.mark_cap else None
         if isinstance(answer, Failure):

@@ -8,20 +8,28 @@ from typing import Any
 
 import torch
 
-from autotune.families.base import Batch, Family, Sample
-from autotune.families.resolve import resolve_model
-from autotune.schema import Bucket, Candidate, TrialResult, Workload
-from autotune.training.memory import (
-    device_peak_bytes,
-    give_back_memory,
-    host_peak_bytes,
-    live_tensors,
-    with_peak_memory,
+from autotune.families import Batch, Family, Sample, resolve_model
+from autotune.runtime import device_peak_bytes, give_back_memory, host_peak_bytes, with_peak_memory
+from autotune.schema import (
+    Bucket,
+    Candidate,
+    TrialResult,
+    Workload,
+    has_typical_shape,
+    typical_bucket,
+    typical_text_tokens,
 )
-from autotune.training.model import TrainingModel, apply_settings, load_model
-from autotune.training.step import AdapterOptimizer, StepOutcome, optimizer_step, to_device
+from autotune.training import (
+    AdapterOptimizer,
+    StepOutcome,
+    TrainingModel,
+    apply_settings,
+    live_tensors,
+    load_model,
+    optimizer_step,
+    to_device,
+)
 from autotune.trials.requests import TrialRequest
-from autotune.typical import is_smaller, typical_bucket, typical_text_tokens
 
 COMPARED_STEP = 3
 """Of the steady ones: its loss is kept, so that losses of trials compare however many steps each took."""
@@ -62,7 +70,7 @@ def load(request: TrialRequest) -> Loaded:
     known, size = (resolved.family, resolved.config, workload), workload.effective_batch_size
     largest = synthetic_samples(*known, workload.largest_bucket, longest_captions(workload, size), model.dtype)
     typical = largest
-    if is_smaller(workload):
+    if has_typical_shape(workload):
         typical = synthetic_samples(*known, typical_bucket(workload), typical_text_tokens(workload), model.dtype)
     initial = [parameter.detach().clone() for parameter in model.adapter]
     return Loaded(model, largest, typical, initial, time.perf_counter() - started, device_peak_bytes(device))

@@ -11,9 +11,8 @@ from functools import cache
 
 import psutil
 
-from autotune.hardware.answers import memory_bytes, memory_limits
-from autotune.hardware.memory import host_floor_bytes
-from autotune.machine import MemoryKind
+from autotune.hardware import host_floor_bytes, memory_bytes, memory_limits
+from autotune.schema import MemoryKind
 
 WATCH_SECONDS = 0.02
 """Between two looks. Filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from autotune.knobs.allocator import configure_allocator
+from autotune.knobs import configure_allocator
 from autotune.schema import Outcome
 from autotune.trials.requests import Request
 
@@ -68,7 +68,7 @@ def serve(requests: Connection, log: str, allowance: Allowance) -> None:
 
 
 def _answer(request: Request, kept: dict[str, Any], tell: Callable[[Any], None], allowance: Allowance) -> Any:
-    from autotune.training.memory import host_peak_bytes
+    from autotune.runtime import host_peak_bytes
     from autotune.trials.outcomes import classify, one_line
 
     try:
@@ -110,7 +110,7 @@ def cap_memory(allowance: Allowance) -> None:
     """
     import torch
 
-    from autotune.training.processes import make_current
+    from autotune.training import make_current
 
     device, cap_bytes = torch.device(allowance.device), allowance.memory_cap_bytes
     if device.type == "cuda":

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from pydantic import Field, ValidationError
 
 from autotune.errors import InvalidInput, first_line
-from autotune.frozen import Frozen, NaturalInt, PositiveInt
+from autotune.schema import Frozen, NaturalInt, PositiveInt
 from autotune.weights.errors import CorruptFile
 from autotune.weights.flux_layers import (
     FLUX_CLASS,

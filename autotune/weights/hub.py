@@ -30,7 +30,7 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
     Out of reach of the hub, or with HF_HUB_OFFLINE=1, what is in the cache is used if it is complete.
 
     Raises:
-        HubError: no such repository or revision, or its licence has not been accepted.
+        HubError: no such repository or revision, or its license has not been accepted.
         MissingWeights: a component is not in the repository, or offline a file is not in the cache: it says which.
         PickledWeights: a component has pickled weights only.
     """
@@ -169,8 +169,8 @@ def _explained(repo: str, revision: str) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:  # before its parent, RepositoryNotFoundError
-        hint = "accept the licence on the model's page on the hub, then run `hf auth login`"
-        raise told("its licence has to be accepted first", hint) from error
+        hint = "accept the license on the model's page on the hub, then run `hf auth login`"
+        raise told("its license has to be accepted first", hint) from error
     except RepositoryNotFoundError as error:
         hint = "check the spelling, owner/name, or the folder's path; for a private repository run `hf auth login`"
         raise told("there is no such repository, or it is private", hint) from error

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.frozen import Frozen, NaturalInt
+from autotune.schema import Frozen, NaturalInt
 from autotune.weights.files import TensorEntry, WeightFile
 from autotune.weights.loaders import read_tensor
 from autotune.weights.sources import open_source

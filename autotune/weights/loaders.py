@@ -148,7 +148,7 @@ def _descriptor(path: Path, stack: ExitStack) -> int:
 
 
 def _buffer(entry: TensorEntry) -> "tuple[Tensor, memoryview]":
-    """An uninitialised tensor, and its bytes. Pages of its own, where it is large: they go when the tensor does, while
+    """An uninitialized tensor, and its bytes. Pages of its own, where it is large: they go when the tensor does, while
     a heap keeps what was freed below a small allocation."""
     import torch
 

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.atomic import replacing
 from autotune.errors import InvalidInput
+from autotune.runtime import atomic_write
 from autotune.weights.loaders import read_tensor
 from autotune.weights.saving import MAX_SHARD_BYTES, save_shards
 from autotune.weights.sources import PIPELINE_INDEX, STEMS, open_source, weights_in
@@ -52,7 +52,7 @@ def reshard(source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTE
 
     for name in CONFIGS:
         if (weights.parent / name).is_file():
-            with replacing(folder / name) as part:
+            with atomic_write(folder / name) as part:
                 shutil.copyfile(weights.parent / name, part)
     sizes = {name: entry.size_bytes for name, (_, entry) in places.items()}
     # Shards are named as the source names them, e.g. `model` in a text encoder, for readers look for that.

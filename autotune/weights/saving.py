@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.atomic import replacing, write_whole
+from autotune.runtime import atomic_write, write_text_atomic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ def save_file(path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str
     from safetensors import SafetensorError
     from safetensors.torch import save_file as write
 
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         mode = part.stat().st_mode
         try:
             write(_storable(tensors), part, metadata={**METADATA, **(metadata or {})})
@@ -104,7 +104,7 @@ def _into_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[st
 
 def _write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
     document = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    write_whole(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
+    write_text_atomic(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
 
 
 def _remove(paths: set[Path]) -> None:

@@ -1,10 +1,10 @@
-"""Give a model built without weights its tensors, one by one as they arrive, and quantise each module when it is whole.
+"""Give a model built without weights its tensors, one by one as they arrive, and quantize each module when it is whole.
 
 So loading needs the final model, the one module that is being converted, and what the loader reads ahead; never two
 copies of the model.
 
     model = build_empty(lambda: QwenImageTransformer2DModel(**config), dtype=torch.bfloat16)
-    load_into(model, open_source(folder / "transformer"), loader="pread", device="cuda", transform=quantise)
+    load_into(model, open_source(folder / "transformer"), loader="pread", device="cuda", transform=quantize)
 """
 
 import re
@@ -84,7 +84,7 @@ def load_into(
 def _return_freed_memory() -> None:
     """Have glibc give free pages back to the system, which it keeps where a small allocation lies behind them.
 
-    Without it the heap grew to several times the model while quantising. A no-op on other C libraries. See
+    Without it the heap grew to several times the model while quantizing. A no-op on other C libraries. See
     malloc_trim(3); a call takes about a millisecond.
     """
     import ctypes
@@ -209,7 +209,7 @@ class _Arrivals:
                 tensors.update(dict.fromkeys(tensors))
 
     def finish(self, device: "torch.device") -> None:
-        """Move what is in no file, make sure that nothing was left without values, and give back what quantising took:
+        """Move what is in no file, make sure that nothing was left without values, and give back what quantizing took:
         CUDA's allocator would have to at the edge of memory, in the middle of a step, which reads as a spill."""
         import torch
 
@@ -261,4 +261,4 @@ def _check_kind(slot: _Slot, name: str, entry: TensorEntry) -> None:
         raise ShapeMismatch(message, hint=OTHER_MODEL)
     if entry.torch_dtype.is_floating_point != slot.dtype.is_floating_point:
         message = f"{name} is {entry.dtype} in the file, {slot.dtype} in the model"
-        raise DtypeMismatch(message, hint="quantised files cannot be loaded; load the original and quantise it")
+        raise DtypeMismatch(message, hint="quantized files cannot be loaded; load the original and quantize it")

@@ -10,7 +10,7 @@ from summary import GIB, of, rows_in
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 520, 70, 30, 50, 60
 CAPS_GIB = (24, 32, 48, 80)
-COLOURS = ("#1b6ca8", "#c2410c", "#15803d", "#7e22ce")
+COLORS = ("#1b6ca8", "#c2410c", "#15803d", "#7e22ce")
 
 
 def main() -> None:
@@ -34,8 +34,8 @@ def main() -> None:
     def at(x: float, y: float) -> tuple[float, float]:
         return LEFT + x / most_x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y / most_y * (HEIGHT - TOP - BOTTOM)
 
-    def text(x: float, y: float, words: str, anchor: str = "middle", colour: str = "#333") -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+    def text(x: float, y: float, words: str, anchor: str = "middle", color: str = "#333") -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{words}</text>'
 
     small = " (a rehearsal with tiny models)" if curve["small"] else ""
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13"'
@@ -55,26 +55,26 @@ def main() -> None:
     for cap in (cap for cap in CAPS_GIB if cap < most_x):
         x = at(cap, 0)[0]
         out.append(f'<path d="M{x:.1f} {TOP} V{HEIGHT - BOTTOM}" stroke="#bbb" stroke-dasharray="4 4"/>')
-        out.append(text(x, TOP - 6, f"{cap} GiB", colour="#777"))
+        out.append(text(x, TOP - 6, f"{cap} GiB", color="#777"))
     for number, (batch, line) in enumerate(sorted(lines.items())):
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLORS[number % len(COLORS)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))
-        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        out.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         out.append(
             text(
                 WIDTH - RIGHT,
                 TOP + 18 * (number + 1),
                 f"micro-batch {batch}: line predicted, dots measured",
                 "end",
-                colour,
+                color,
             )
         )
         for size, x, y, chosen in dots:
             if size == batch:
                 plain = chosen["quantization"] == "none" and chosen["attention"] == "native"
                 px, py = at(x, y)
-                fill = colour if plain else "white"
-                out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{fill}" stroke="{colour}"><title>'
+                fill = color if plain else "white"
+                out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="{fill}" stroke="{color}"><title>'
                            f'{chosen["quantization"]}, {chosen["attention"]}, {chosen["checkpointed_blocks"]} blocks'
                            "</title></circle>")  # fmt: skip
     out += [

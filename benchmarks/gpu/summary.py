@@ -98,7 +98,7 @@ def table(rows: Sequence[Row], paths: str) -> list[str]:
 
 
 def relative_errors(rows: list[Row]) -> list[Row]:
-    """How far predictions were from what was measured, in per cent; after calibration on those held out from it."""
+    """How far predictions were from what was measured, in percent; after calibration on those held out from it."""
     good = [row for row in of(rows, "accuracy", "trial") if row["outcome"] == "ok"]
     seconds: Callable[[Row], Any] = lambda row: statistics.median(row["step_seconds"])  # noqa: E731
     asked = (
@@ -121,7 +121,7 @@ def relative_errors(rows: list[Row]) -> list[Row]:
     return lines
 
 
-def utilisation(rows: list[Row]) -> list[Row]:
+def utilization(rows: list[Row]) -> list[Row]:
     """Seconds per image and arithmetic of a model that recomputes nothing, against the matmul rate of the same card."""
     work = (of(rows, "training", "work") or [{}])[-1]
     lines = []
@@ -154,7 +154,7 @@ def distances(rows: list[Row]) -> list[Row]:
 
 DERIVED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "accuracy": (relative_errors, "what n mean p95 worst target"),
-    "training": (utilisation, "name seconds_per_image flops_per_second of_matmul_rate"),
+    "training": (utilization, "name seconds_per_image flops_per_second of_matmul_rate"),
     "search": (distances, "cap_gib percent_slower_than_grid grid_cells"),
 }
 
@@ -172,7 +172,7 @@ def main() -> None:
     lines += [
         f"{memory} GiB; host: {host['cpu']}, {host['logical_cores']} cores, {host_memory} GiB, {host['system']}. "
         f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items() if version)}. "
-        f"Commit {machine['commit']}. Series: median (smallest to largest, n). Errors in per cent.",
+        f"Commit {machine['commit']}. Series: median (smallest to largest, n). Errors in percent.",
         "",
     ]
     for part, kinds in TABLES.items():

@@ -9,9 +9,9 @@ from autotune.cost.arguments import checked_bucket, parse_resolution, positive, 
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import resolve_model
-from autotune.knobs.base import Setting
-from autotune.schema import Candidate
-from autotune.training.describe import Wishes, describe_workload
+from autotune.knobs.base import TuningContext
+from autotune.schema.candidate import Candidate
+from autotune.training.describe import WorkloadOverrides, describe_workload
 from tests import builders
 
 QWEN, CLIPS = FAMILIES["qwen-image"], FAMILIES["kandinsky5-video-lite"]
@@ -52,9 +52,9 @@ def test_more_frames_than_a_family_takes_are_refused(family, frames):
 
 def test_longer_captions_than_a_family_takes_are_refused():
     model = resolve_model("qwen-image")
-    assert describe_workload(model, None, Wishes(text_tokens=1024)).max_text_tokens == 1024
+    assert describe_workload(model, None, WorkloadOverrides(text_tokens=1024)).max_text_tokens == 1024
     with pytest.raises(InvalidInput, match="no caption of 1025 tokens") as error:
-        describe_workload(model, None, Wishes(text_tokens=1025))
+        describe_workload(model, None, WorkloadOverrides(text_tokens=1025))
     assert "1024" in error.value.hint
 
 
@@ -77,8 +77,8 @@ def test_negative_counts_are_refused():
 )
 def test_candidates_that_cannot_be_are_refused(changes, hint):
     good = {"micro_batch_size": 1, "checkpointed_blocks": 0}
-    setting = Setting(builders.hardware(), QWEN, workload_of("qwen-image"))
-    require_sound(Candidate(**good), setting)
+    context = TuningContext(builders.hardware(), QWEN, workload_of("qwen-image"))
+    require_sound(Candidate(**good), context)
     with pytest.raises(InvalidInput) as error:
-        require_sound(Candidate(**{**good, **changes}), setting)
+        require_sound(Candidate(**{**good, **changes}), context)
     assert hint in error.value.hint

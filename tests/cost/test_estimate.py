@@ -5,12 +5,12 @@ import json
 import pytest
 from tiny_models import TINY, gpu, workload_of
 
-from autotune.cost.estimate import estimate, job_time
+from autotune.cost.job_estimate import estimate, job_time
 from autotune.cost.predict import Predictor
 from autotune.families.registry import FAMILIES
-from autotune.prediction import Estimate
 from autotune.reporting.estimate import render
-from autotune.schema import Candidate
+from autotune.schema.candidate import Candidate
+from autotune.schema.prediction import Estimate
 
 
 @pytest.fixture(scope="module")

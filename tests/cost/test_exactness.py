@@ -9,7 +9,7 @@ from tiny_models import TINY, cpu
 from autotune.cost.predict import Predictor
 from autotune.families.loss import flow_matching_loss
 from autotune.families.registry import FAMILIES
-from autotune.schema import Candidate
+from autotune.schema.candidate import Candidate
 from autotune.training.step import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, parts_of, run, storage_bytes
 from tests.builders import BITSANDBYTES
@@ -24,14 +24,14 @@ STORED = [
         for storage in ("bnb-nf4", "bnb-int8")
     ),
 ]
-STORAGES = [*((name, "none") for name in TINY), *STORED]
+WEIGHT_FORMATS = [*((name, "none") for name in TINY), *STORED]
 
 
 def candidate_of(precision: str = "bf16", quantization: str = "none", k: int = 0, size: int = 2) -> Candidate:
     return Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=quantization, precision=precision)
 
 
-@pytest.mark.parametrize(("name", "quantization"), STORAGES)
+@pytest.mark.parametrize(("name", "quantization"), WEIGHT_FORMATS)
 def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     precision = "bf16"
     own, family = predictor(name), FAMILIES[name]
@@ -50,7 +50,7 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     assert own._resident(candidate).optimizer_bytes == storage_bytes([*states, *masters])
 
 
-@pytest.mark.parametrize(("name", "quantization"), STORAGES)
+@pytest.mark.parametrize(("name", "quantization"), WEIGHT_FORMATS)
 def test_bytes_saved_for_backward_are_exact(predictor, name, quantization):
     own, family = predictor(name), FAMILIES[name]
     transformer, _ = build(family, TINY[name], own.workload, candidate_of("fp32", quantization))

@@ -9,10 +9,10 @@ from tiny_models import TINY, cpu, gpu, workload_of
 from autotune.cost.kernels import CLASSES, kernel_for, substitutes, workspace_bytes
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes, quantize_for_tracing
-from autotune.cost.recorder import SCRATCH, Recorder
 from autotune.cost.timing import Rates, seconds_by_class
+from autotune.cost.trace.recorder import SCRATCH, Recorder
 from autotune.families.registry import FAMILIES
-from autotune.machine import Rate
+from autotune.schema.hardware import Rate
 
 
 def with_cudnn(card: str, version: str | None):
@@ -92,7 +92,7 @@ def recorded(call):
 
 
 def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
-    """Kandinsky's queries and keys are normalised in fp32 by a bf16 weight: torch then takes plain operations."""
+    """Kandinsky's queries and keys are normalized in fp32 by a bf16 weight: torch then takes plain operations."""
 
     def norm(dtype):
         weight = torch.empty(1024, device="meta", dtype=dtype)
@@ -174,7 +174,7 @@ def kinds_of(call):
     return {work[0] for work in recorder.segments[0].work}
 
 
-def test_what_no_processor_vectorises_is_charged_by_its_own_rate():
+def test_what_no_processor_vectorizes_is_charged_by_its_own_rate():
     """As Kandinsky turns pairs of channels; the same numbers of one shape are an ordinary product."""
     pairs, turns = (torch.empty(shape, device="meta") for shape in ((2, 8, 1, 2), (8, 2, 2)))
     whole = torch.empty(2, 8, 2, 2, device="meta")

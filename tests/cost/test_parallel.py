@@ -7,9 +7,9 @@ import pytest
 
 from autotune.cost.parallel import GATHERED_BLOCKS, PCIE_BANDWIDTH, Parallel
 from autotune.cost.predict import Predictor
-from autotune.job import Job
-from autotune.planning.freeze import expected
-from autotune.schema import Candidate
+from autotune.planning.expectation import build_expectation
+from autotune.schema.candidate import Candidate
+from autotune.schema.job import Job
 from autotune.search.winner import Score
 from tests.builders import trial
 
@@ -60,7 +60,7 @@ def test_a_trial_alone_is_compared_with_what_one_process_does(alone: Predictor) 
         preview_steps=2,
     )
     score = Score(CANDIDATE, one.step_seconds, one.allocated_memory_bytes)
-    beside, single = (expected(score, [ran], cost, alone.workload, job) for cost in (two, alone))
+    beside, single = (build_expectation(score, [ran], cost, alone.workload, job) for cost in (two, alone))
     buckets = alone.model.storage("bf16", "none").adapter_bytes
     assert beside.process_memory_bytes - single.process_memory_bytes == buckets
 
@@ -70,8 +70,8 @@ def test_fsdp2_keeps_a_part_and_gathers_what_runs(alone: Predictor) -> None:
     one, four = alone.predict(CANDIDATE), _several(alone, "fsdp2", 4).predict(CANDIDATE)
     gathered = GATHERED_BLOCKS * storage.largest_block_bytes + storage.outside_bytes
     kept = -(-storage.weight_bytes // 4)
-    expected = one.allocated_memory_bytes - storage.weight_bytes + kept + gathered + storage.adapter_bytes
-    assert four.allocated_memory_bytes == pytest.approx(expected, abs=2)
+    build_expectation = one.allocated_memory_bytes - storage.weight_bytes + kept + gathered + storage.adapter_bytes
+    assert four.allocated_memory_bytes == pytest.approx(build_expectation, abs=2)
     assert _several(alone, "fsdp2", 4).weight_bytes(CANDIDATE) == kept
 
 

@@ -7,16 +7,18 @@ import torch
 from diffusers.models.attention_dispatch import attention_backend
 from tiny_models import TINY, cpu, gpu, workload_of
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.memory import library_bytes
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import KERNELS
-from autotune.knobs.quantization import STORAGES
-from autotune.machine import Rate
-from autotune.prediction import Prediction
-from autotune.schema import Bucket, Candidate, TrialResult
-from autotune.typical import padded_text_tokens
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import Rate
+from autotune.schema.prediction import Prediction
+from autotune.schema.trial import TrialResult
+from autotune.schema.typical import padded_text_tokens
+from autotune.schema.workload import Bucket
 
 STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution", "optimizer", "overhead")
 
@@ -26,7 +28,7 @@ def card():
     return Predictor(gpu("nvidia-rtx-4090"), workload_of("flux1-dev"), FAMILIES["flux1-dev"], TINY["flux1-dev"])
 
 
-@pytest.mark.parametrize("quantization", STORAGES)
+@pytest.mark.parametrize("quantization", WEIGHT_FORMATS)
 def test_parts_add_up_and_survive_json(card, quantization):
     prediction = card.predict(Candidate(micro_batch_size=2, checkpointed_blocks=3, quantization=quantization))
     for phase in prediction.phases:
@@ -73,8 +75,8 @@ def test_more_checkpointed_blocks_never_keep_more_and_always_take_longer(card):
     assert predictions[0].step_time.recompute_seconds == 0
 
 
-def test_quantised_weights_take_what_their_formats_say(card):
-    weights = {q: card.model.storage("bf16", q).weight_bytes for q in STORAGES}
+def test_quantized_weights_take_what_their_formats_say(card):
+    weights = {q: card.model.storage("bf16", q).weight_bytes for q in WEIGHT_FORMATS}
     assert weights["none"] > weights["torchao-int8"] > weights["layerwise-fp8"] > weights["bnb-nf4"]
     assert nf4_bytes(64 * 256) == 64 * 256 // 2 + 256 + 4 + 64 + 1024 + 4
 
@@ -91,8 +93,8 @@ def test_a_cast_takes_nothing_but_the_layer_and_costs_no_scaling(card):
 
 
 @pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8", "layerwise-fp8"])
-def test_uncheckpointed_layers_keep_no_dequantised_weights(card, storage):
-    """Frozen layers dequantise again for the backward pass: what is saved does not grow when storage shrinks."""
+def test_uncheckpointed_layers_keep_no_dequantized_weights(card, storage):
+    """Frozen layers dequantize again for the backward pass: what is saved does not grow when storage shrinks."""
     plain, small = (
         card.composed(Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization=q), accumulates=False)
         for q in ("none", storage)
@@ -165,7 +167,7 @@ def test_operations_that_run_again_cost_the_host_what_packing_their_tensors_take
     assert more == pytest.approx(3 * accumulation * repeated * launch.value, rel=1e-3)
 
 
-def test_4_bits_are_dequantised_by_reading_them_and_writing_the_copy_for_each_product(card):
+def test_4_bits_are_dequantized_by_reading_them_and_writing_the_copy_for_each_product(card):
     small = Candidate(micro_batch_size=1, checkpointed_blocks=0, quantization="bnb-nf4")
     work = card.model.traced("bf16", "bnb-nf4", "flash", 1, 0).backward[1].work
     shapes = [(layer.in_features, layer.out_features) for layer in linears(card.model.model("bf16", "bnb-nf4"))]

@@ -6,9 +6,9 @@ import torch
 
 from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.machine import Device, HardwareProfile, Host, Versions
-from autotune.schema import Bucket, ModelSpec, Workload
+from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.schema.hardware import Device, HardwareProfile, Host, Versions
+from autotune.schema.workload import Bucket, ModelSpec, Workload
 
 QWEN = {
     "num_layers": 5,
@@ -71,7 +71,7 @@ def cpu() -> HardwareProfile:
 
 
 def gpu(name: str) -> HardwareProfile:
-    return profile_of_gpu(next(card for card in catalogue() if card.id == name))
+    return profile_of_gpu(next(card for card in load_catalog() if card.id == name))
 
 
 def workload_of(name: str, **changes: Any) -> Workload:

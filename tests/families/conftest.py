@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from autotune.families.registry import FAMILIES
-from autotune.quiet import silence_libraries, silence_progress_bars
+from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 from tests.families.small import make_small
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from autotune.families.adapter import add_adapter
 from autotune.families.loss import flow_matching_loss
 from autotune.families.resolve import build_on_meta, resolve_model
-from autotune.schema import Bucket
+from autotune.schema.workload import Bucket
 from tests.families.small import CAPTIONS, Small
 
 
@@ -152,7 +152,7 @@ def masks_are_announced(small: Small) -> None:
 
 
 def checkpointing_gives_equal_gradients(small: Small) -> None:
-    from autotune.knobs.checkpointing import Checkpointing
+    from autotune.knobs.checkpointed_blocks import Checkpointing
 
     batch = small.family.collate([small.sample()])
     noise = torch.randn(batch["latents"].shape, generator=torch.Generator().manual_seed(0))

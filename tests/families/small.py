@@ -11,8 +11,8 @@ from torch import nn
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Family, Sample
 from autotune.families.resolve import resolve_model
-from autotune.schema import Bucket, Workload
-from autotune.training.describe import Wishes, describe_workload
+from autotune.schema.workload import Bucket, Workload
+from autotune.training.describe import WorkloadOverrides, describe_workload
 
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
 
@@ -52,7 +52,9 @@ class Small:
 
     def workload(self, targets: str = "attention") -> Workload:
         """For an adapter of rank 4."""
-        return describe_workload(resolve_model(str(self.folder)), None, Wishes(rank=4, lora_alpha=4.0, targets=targets))
+        return describe_workload(
+            resolve_model(str(self.folder)), None, WorkloadOverrides(rank=4, lora_alpha=4.0, targets=targets)
+        )
 
     def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:
         """A copy of the transformer with an adapter that is not zero."""

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from autotune.families import qwen_image_edit
-from autotune.schema import Bucket
+from autotune.schema.workload import Bucket
 from tests.families.small import CAPTIONS
 
 AREA = 64 * 64

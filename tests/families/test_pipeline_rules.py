@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from autotune.families.base import bare_pipeline, unwrapped
 from autotune.families.qwen_image_edit import CONDITION_AREA, PLUS_CONDITION_AREA, _stock_size
 from autotune.families.registry import FAMILIES
-from autotune.schema import Bucket
+from autotune.schema.workload import Bucket
 from tests.families.small import CAPTIONS
 
 sides = st.integers(1, 4096)

@@ -12,7 +12,7 @@ from autotune.cost.model import TracedModel
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES, family_named
 from autotune.families.resolve import build_on_meta, parts_of, resolve_model
-from autotune.schema import Bucket
+from autotune.schema.workload import Bucket
 from tests.builders import workload
 from tests.families.published import CONFIGS
 

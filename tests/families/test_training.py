@@ -10,7 +10,7 @@ from peft import get_peft_model_state_dict
 from PIL import Image
 
 from autotune.families.loss import flow_matching_loss
-from autotune.schema import Bucket
+from autotune.schema.workload import Bucket
 from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
 from tests.families import reference
 from tests.families.small import CAPTIONS

@@ -11,10 +11,11 @@ import torch
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.hardware.probe import probe
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Workload
-from autotune.training.describe import Wishes, describe_workload
+from autotune.hardware.probing import probe
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
+from autotune.training.describe import WorkloadOverrides, describe_workload
 from autotune.trials.runner import ProcessTrialRunner
 
 GIB = 2**30
@@ -56,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def work(model: Path, side_px: int = 128, batch: int = 2, padding: str = "exact") -> Workload:
-    wishes = Wishes((side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16)
+    wishes = WorkloadOverrides((side_px, side_px), rank=4, effective_batch_size=batch, text_tokens=16)
     asked = describe_workload(resolve_model(str(model)), None, wishes)
     return asked.changed(text_padding=padding, quality="compact")  # which admits 4 bits, too
 

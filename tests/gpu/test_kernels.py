@@ -2,12 +2,12 @@
 
 import pytest
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import FAMILIES, family_named
 from autotune.families.resolve import resolve_model
 from autotune.knobs.attention import BACKENDS
-from autotune.knobs.base import Setting
-from autotune.knobs.quantization import STORAGES
-from autotune.trials.parity import proven
+from autotune.knobs.base import TuningContext
+from autotune.trials.parity import check_parity
 from tests.gpu.conftest import CAPTIONS, work
 
 NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
@@ -19,21 +19,25 @@ NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardware, precision, name, padding):
     family_named(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
     resolved = resolve_model(str(tmp_path / "model"))
-    open_gates = {gate.name for gate in hardware.gates if gate.available}
+    open_gates = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision],
         "attention": [b for b in BACKENDS if f"attention.{b}" in open_gates],
-        "quantization": [q for q in STORAGES if f"quantization.{q}" in open_gates],
+        "quantization": [q for q in WEIGHT_FORMATS if f"quantization.{q}" in open_gates],
         "swapped_blocks": [0, 1],
         "compile": ["block"] if "compile" in open_gates and hardware.device.kind == "cuda" else [],
         "optimizer": ["adamw"],
     }
     workload = work(tmp_path / "model", padding=padding)
-    machine = proven(Setting(hardware, resolved.family, workload), choices, resolved)
-    gates = machine.gates[len(hardware.gates) :]
-    assert gates
-    assert all(gate.reason for gate in gates)
+    machine = check_parity(TuningContext(hardware, resolved.family, workload), choices, resolved)
+    capabilities = machine.capabilities[len(hardware.capabilities) :]
+    assert capabilities
+    assert all(capability.reason for capability in capabilities)
     proven_everywhere = ("quantization.torchao-int8", "swapped_blocks.2", "optimizer.adamw")
     must = {f"parity.{name}" for name in (f"precision.{precision}", *proven_everywhere)}
-    failed = [f"{gate.name}: {gate.reason}" for gate in gates if gate.name in must and not gate.available]
+    failed = [
+        f"{capability.name}: {capability.reason}"
+        for capability in capabilities
+        if capability.name in must and not capability.available
+    ]
     assert not failed

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.knobs.allocator import VARIABLES
 from autotune.knobs.attention import BACKENDS
-from autotune.knobs.quantization import STORAGES
-from autotune.schema import Candidate
+from autotune.schema.candidate import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from tests.gpu.conftest import GIB, candidate, work
 
 LOSS_TOLERANCES = {"torchao-int8": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5, "layerwise-fp8": 0.5, "bnb-nf4": 1.0}
-"""Of a loss against unquantised weights: random ones magnify small errors; test_kernels.py holds gradients to less."""
+"""Of a loss against unquantized weights: random ones magnify small errors; test_kernels.py holds gradients to less."""
 
 
 @pytest.mark.anywhere
@@ -29,20 +29,20 @@ def test_a_forked_child_uses_the_device(runner, precision):
 @pytest.mark.anywhere
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_attention_whose_gate_is_open_trains(runner, hardware, precision, name):
-    gate = hardware.gate(f"attention.{name}")
-    if not gate.available:
-        pytest.skip(gate.reason)
+    capability = hardware.capability(f"attention.{name}")
+    if not capability.available:
+        pytest.skip(capability.reason)
     result = runner.run(candidate(precision, attention=name))
     assert result.outcome == "ok", result.message
 
 
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", [name for name in STORAGES if name != "none"])
+@pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name != "none"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
 def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, name, checkpointed):
-    gate = hardware.gate(f"quantization.{name}")
-    if not gate.available:
-        pytest.skip(gate.reason)
+    capability = hardware.capability(f"quantization.{name}")
+    if not capability.available:
+        pytest.skip(capability.reason)
     result = runner.run(candidate(precision, quantization=name, checkpointed_blocks=checkpointed))
     assert result.outcome == "ok", result.message
     # Second: a slower trial after a faster one may end before the step whose loss is compared.
@@ -53,14 +53,14 @@ def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, na
 @pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8", "layerwise-fp8"])
 def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     from autotune.families.registry import family_named
-    from autotune.knobs.quantization import quantize_inside
-    from autotune.training.memory import tensor_bytes
+    from autotune.quantization.layers import quantize_inside
+    from autotune.runtime.memory import tensor_bytes
     from autotune.weights.building import build_empty
     from autotune.weights.streaming import fill_random
 
-    gate = hardware.gate(f"quantization.{name}")
-    if not gate.available:
-        pytest.skip(gate.reason)
+    capability = hardware.capability(f"quantization.{name}")
+    if not capability.available:
+        pytest.skip(capability.reason)
     family = family_named("qwen-image")
     config = {"num_layers": 1, "joint_attention_dim": 128}
     model = build_empty(lambda: family.build_transformer(config), dtype=torch.bfloat16)

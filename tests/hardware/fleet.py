@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from autotune.hardware.system import Unanswered
-from autotune.machine import HardwareProfile
+from autotune.hardware.system import Unavailable
+from autotune.schema.hardware import HardwareProfile
 
 HERE = Path(__file__).parent
 ANSWERS: dict[str, Any] = {
@@ -31,18 +31,18 @@ class FakeSystem:
     def ask(self, source: str, question: str, index: int = 0) -> object:
         known = _present(self._answers.get(source, {}))
         if not isinstance(known, Mapping):
-            raise Unanswered(f"{source} gives no answers")
+            raise Unavailable(f"{source} gives no answers")
         devices = known.get("devices", ())
         of_device = devices[index] if index < len(devices) else {}
         for place in (of_device, known):
             if question in place:
                 return _present(place[question])
-        raise Unanswered("not reported")
+        raise Unavailable("not reported")
 
 
 def _present(answer: object) -> object:
     if isinstance(answer, Mapping) and "absent" in answer:
-        raise Unanswered(str(answer["absent"]))
+        raise Unavailable(str(answer["absent"]))
     return answer
 
 
@@ -51,11 +51,14 @@ def machine(name: str) -> FakeSystem:
 
 
 def as_text(profile: HardwareProfile, findings: list[str]) -> str:
-    """The whole profile, in the order of its fields; what the catalogue says is only named."""
-    data = profile.model_dump(mode="json", exclude={"gates", "provenance", "datasheet"})
-    data["hard_keys"] = profile.hard_keys
+    """The whole profile, in the order of its fields; what the catalog says is only named."""
+    data = profile.model_dump(mode="json", exclude={"capabilities", "provenance", "datasheet"})
+    data["match_keys"] = profile.match_keys
     data["datasheet"] = profile.datasheet.id if profile.datasheet else None
-    data["gates"] = {gate.name: f"{'yes' if gate.available else 'no'}: {gate.reason}" for gate in profile.gates}
+    data["capabilities"] = {
+        capability.name: f"{'yes' if capability.available else 'no'}: {capability.reason}"
+        for capability in profile.capabilities
+    }
     data["sources"] = {fact.fact: fact.source or f"absent: {fact.absent_because}" for fact in profile.provenance}
     data["findings"] = findings
     return yaml.safe_dump(data, sort_keys=False, width=118, default_flow_style=None)

@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from autotune.cli import app
-from autotune.hardware import doctor
-from autotune.hardware.catalogue import catalogue
+from autotune.cli.app import app
+from autotune.hardware import diagnosis as doctor
+from autotune.hardware.catalog import load_catalog
 from tests.hardware.fleet import machine
 
 
@@ -19,7 +19,7 @@ def test_the_doctor_exits_with_one_where_something_blocks(monkeypatch, name, sta
     assert told.exit_code == status == int("blocks" in severities)
 
 
-def test_the_catalogue_is_listed_for_people_and_for_scripts():
+def test_the_catalog_is_listed_for_people_and_for_scripts():
     assert "nvidia-rtx-4090" in CliRunner().invoke(app, ["probe", "--list"]).stdout
     entries = json.loads(CliRunner().invoke(app, ["probe", "--list", "--json"]).stdout)
-    assert len({entry["id"] for entry in entries}) == len(catalogue())
+    assert len({entry["id"] for entry in entries}) == len(load_catalog())

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune.hardware import answers
-from autotune.hardware.answers import RealSystem
+from autotune.hardware import sources as answers
 from autotune.hardware.facts import read_host
 from autotune.hardware.memory import budget
 from autotune.hardware.reader import Reader
-from autotune.hardware.system import Unanswered
+from autotune.hardware.sources import RealSystem
+from autotune.hardware.system import Unavailable
 
 GIB = 2**30
 
@@ -66,7 +66,7 @@ def test_limits_of_the_older_control_groups_count_too(v1: Path, monkeypatch: pyt
     (v1 / "cpu" / "cpu.cfs_quota_us").write_text("250000\n")
     assert ask("os", "logical_cores") == 2
     (v1 / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
-    with pytest.raises(Unanswered, match="no limit"):
+    with pytest.raises(Unavailable, match="no limit"):
         ask("os", "container_free_bytes")
 
 
@@ -93,10 +93,10 @@ def test_odd_control_groups_cost_neither_cores_nor_memory(
 
 
 def test_without_limits_nothing_is_answered(groups: Path) -> None:
-    with pytest.raises(Unanswered, match="no limit"):
+    with pytest.raises(Unavailable, match="no limit"):
         RealSystem(torch=False).ask("os", "container_free_bytes")
     answers.OWN_CGROUP.unlink()
-    with pytest.raises(Unanswered, match="no limit"):
+    with pytest.raises(Unavailable, match="no limit"):
         RealSystem(torch=False).ask("os", "container_free_bytes")
 
 

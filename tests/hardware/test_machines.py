@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.machine import machine_for
+from autotune.cli.machine import machine_for
 from autotune.errors import InvalidInput
-from autotune.hardware.doctor import LEAST, findings
-from autotune.hardware.gates import NO_BF16
-from autotune.hardware.patient import examine
-from autotune.hardware.probe import profile_of, with_cap, with_reserve
+from autotune.hardware.capabilities import NO_BF16
+from autotune.hardware.diagnosis import LEAST, findings
+from autotune.hardware.doctor_facts import examine
+from autotune.hardware.probing import profile_of, with_cap, with_reserve
 from autotune.knobs.attention import BACKENDS
 from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
 
@@ -83,7 +83,7 @@ def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
     monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: free)
-    monkeypatch.setattr("autotune.hardware.probe.probe", lambda index: (free, busy)[index])
+    monkeypatch.setattr("autotune.hardware.probing.probe", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
     assert machine_for(None).device.budget_bytes == free.device.budget_bytes
     both = machine_for(None, num_devices=2).device
@@ -141,7 +141,7 @@ def test_memory_kind_can_be_overridden_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("name", "gate", "available", "because"),
+    ("name", "capability", "available", "because"),
     [
         ("rtx-3060", "precision.fp8", False, "8.9"),
         ("rtx-4090", "precision.fp8", True, ""),
@@ -165,8 +165,8 @@ def test_memory_kind_can_be_overridden_and_says_so():
         ("apple-m3-max", "attention._native_flash", False, "mps"),
     ],
 )
-def test_gates_are_true_and_say_why(name, gate, available, because):
-    told = profile_of(machine(name)).gate(gate)
+def test_gates_are_true_and_say_why(name, capability, available, because):
+    told = profile_of(machine(name)).capability(capability)
     assert told.available == available
     assert because in told.reason
 
@@ -192,14 +192,14 @@ def test_a_card_of_eight_lanes_misses_none():
 @pytest.mark.parametrize("storage", ["bnb-nf4", "bnb-int8"])
 def test_bitsandbytes_runs_on_a_processor_from_the_version_that_was_tried(storage):
     newer = profile_of(changed("cpu-only-torch", packages={"bitsandbytes": "0.50.2"}))
-    assert newer.gate(f"quantization.{storage}").available
+    assert newer.capability(f"quantization.{storage}").available
 
 
 @pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8"])
 @pytest.mark.parametrize(("version", "usable"), [("0.17.0", False), ("0.18.0", True)])
 def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was_tried(storage, version, usable):
-    gate = profile_of(changed("rtx-4090", packages={"torchao": version})).gate(f"quantization.{storage}")
-    assert gate.available is usable
+    capability = profile_of(changed("rtx-4090", packages={"torchao": version})).capability(f"quantization.{storage}")
+    assert capability.available is usable
 
 
 @pytest.mark.parametrize(
@@ -282,6 +282,10 @@ def test_findings_come_worst_first():
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_backend_that_the_machine_is_said_to_have_is_one_that_a_plan_can_choose(name):
-    gates = [gate for gate in profile_of(machine(name)).gates if gate.name.startswith("attention.")]
-    assert {gate.name.removeprefix("attention.") for gate in gates if gate.available} <= set(BACKENDS)
-    assert {f"attention.{backend}" for backend in BACKENDS} <= {gate.name for gate in gates}
+    capabilities = [
+        capability for capability in profile_of(machine(name)).capabilities if capability.name.startswith("attention.")
+    ]
+    assert {capability.name.removeprefix("attention.") for capability in capabilities if capability.available} <= set(
+        BACKENDS
+    )
+    assert {f"attention.{backend}" for backend in BACKENDS} <= {capability.name for capability in capabilities}

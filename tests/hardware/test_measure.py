@@ -12,9 +12,9 @@ import torch
 
 from autotune.hardware import disk, rates
 from autotune.hardware import measure as measuring
-from autotune.hardware.catalogue import catalogue
-from autotune.hardware.probe import measured, profile_of
-from autotune.machine import Rate
+from autotune.hardware.catalog import load_catalog
+from autotune.hardware.probing import measure_rates, profile_of
+from autotune.schema.hardware import Rate
 from tests.builders import BITSANDBYTES
 from tests.hardware.fleet import machine
 
@@ -35,7 +35,7 @@ UNITS = {
 def small_effort(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     small = dataclasses.replace(
-        rates.EFFORTS["cpu"],
+        rates.BENCHMARK_SIZES["cpu"],
         matmul_shapes=((8, 64, 64), (8, 64, 128)),
         tokens=(16, 32),
         heads=1,
@@ -45,7 +45,7 @@ def small_effort(monkeypatch, tmp_path):
         limit_seconds=0.01,
         total_seconds=60.0,
     )
-    monkeypatch.setitem(rates.EFFORTS, "cpu", small)
+    monkeypatch.setitem(rates.BENCHMARK_SIZES, "cpu", small)
 
 
 def reports_of(name="no-gpu"):
@@ -63,7 +63,12 @@ def test_a_processor_is_measured_whole(small_effort):
         "process.overhead",
         "memory.bandwidth",
         "operation.launch",
-        *(f"{kernel}.{dtype}" for kernel, gate in rates.KERNELS.items() if gate is None for dtype in ("bf16", "fp32")),
+        *(
+            f"{kernel}.{dtype}"
+            for kernel, capability in rates.KERNELS.items()
+            if capability is None
+            for dtype in ("bf16", "fp32")
+        ),
         "matmul.bf16.8x64x64",
         "matmul.fp32.8x64x64",
         "matmul.fp16.8x64x64",
@@ -105,8 +110,8 @@ def test_a_first_measurement_that_fails_or_fails_again_ends_nothing(small_effort
 
 
 def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
-    none_left = dataclasses.replace(rates.EFFORTS["cpu"], total_seconds=-1.0)
-    monkeypatch.setitem(rates.EFFORTS, "cpu", none_left)
+    none_left = dataclasses.replace(rates.BENCHMARK_SIZES["cpu"], total_seconds=-1.0)
+    monkeypatch.setitem(rates.BENCHMARK_SIZES, "cpu", none_left)
     reports = reports_of()
     assert [json.loads(value)["name"] for kind, value in reports if kind == "rate"] == ["process.overhead"]
     assert sum(value.startswith("not measured for lack of time") for _, value in reports) == 29
@@ -115,12 +120,14 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
 @BITSANDBYTES
 def test_4_bit_weights_are_measured_where_they_work(small_effort):
     profile = profile_of(machine("no-gpu"))
-    gates = tuple(
-        gate.model_copy(update={"available": True}) if gate.name == "quantization.bnb-nf4" else gate
-        for gate in profile.gates
+    capabilities = tuple(
+        capability.model_copy(update={"available": True}) if capability.name == "quantization.bnb-nf4" else capability
+        for capability in profile.capabilities
     )
     told = []
-    measuring.measure(profile.model_copy(update={"gates": gates}), machine("no-gpu"), lambda *what: told.append(what))
+    measuring.measure(
+        profile.model_copy(update={"capabilities": capabilities}), machine("no-gpu"), lambda *what: told.append(what)
+    )
     names = {json.loads(value)["name"] for kind, value in told if kind == "rate"}
     assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
 
@@ -131,25 +138,25 @@ def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enoug
     moved = []
     monkeypatch.setattr(meter, "time", lambda call: call())
     monkeypatch.setattr(meter, "rate", lambda name, work, timings, unit: moved.append(work))
-    for name in (name for name, gate in rates.KERNELS.items() if gate is None):
+    for name in (name for name, capability in rates.KERNELS.items() if capability is None):
         meter.kernel(name, "bf16")
-    each = rates.EFFORTS["cuda"].kernel_elements / rates.EFFORTS["cpu"].kernel_elements
-    fastest = max(gpu.memory_gb_per_second for gpu in catalogue()) * 1e9
+    each = rates.BENCHMARK_SIZES["cuda"].kernel_elements / rates.BENCHMARK_SIZES["cpu"].kernel_elements
+    fastest = max(gpu.memory_gb_per_second for gpu in load_catalog()) * 1e9
     assert each * min(moved) / fastest > 4 * 5e-6
-    assert each * max(moved) < 2 * rates.EFFORTS["cuda"].copy_bytes  # as the copies take
+    assert each * max(moved) < 2 * rates.BENCHMARK_SIZES["cuda"].copy_bytes  # as the copies take
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_what_a_library_takes_to_load_is_not_taken_for_the_time_of_a_call(monkeypatch, kind):
     meter = rates.Meter(profile_of(machine("no-gpu")), lambda: None)
-    meter.kind, meter.effort = kind, dataclasses.replace(meter.effort, limit_seconds=0.01)
+    meter.kind, meter.sizes = kind, dataclasses.replace(meter.sizes, limit_seconds=0.01)
     monkeypatch.setattr(meter, "finish", lambda: None)
     load = iter([0.05])
     assert meter.time(lambda: time.sleep(next(load, 0.0))).median < 0.04
 
 
 def child(code, **options):
-    return measured(profile_of(machine("h100-sxm")), lambda _: None, (sys.executable, "-c", code), **options)
+    return measure_rates(profile_of(machine("h100-sxm")), lambda _: None, (sys.executable, "-c", code), **options)
 
 
 RATE = Rate(name="memory.bandwidth", value=3e12, unit="B/s", spread=0.01, num_samples=9)
@@ -200,7 +207,7 @@ def test_names_of_any_script_reach_the_child_and_bytes_that_are_no_text_cost_not
     report = "print(json.dumps({'note': cpu})); print(json.dumps({'measuring': 'done'}))"
     profile = profile_of(machine("no-gpu"))
     named = profile.changed(host=profile.host.changed(cpu="\N{GREEK CAPITAL LETTER OMEGA} 3A6000"))
-    told = measured(named, lambda _: None, (sys.executable, "-c", f"{code}; {report}"))
+    told = measure_rates(named, lambda _: None, (sys.executable, "-c", f"{code}; {report}"))
     assert told.notes[-1] == named.host.cpu
 
 
@@ -214,12 +221,12 @@ def test_a_child_that_chatters_is_understood():
 
 
 def test_other_processes_on_the_processor_are_noise(small_effort, monkeypatch):
-    monkeypatch.setattr(measuring.Others, "share", lambda self: 0.4)
+    monkeypatch.setattr(measuring.BackgroundLoad, "share", lambda self: 0.4)
     assert ("noisy", "other processes took 40% of the processor") in reports_of()
 
 
 def test_own_work_is_no_other_process():
-    others = measuring.Others()
+    others = measuring.BackgroundLoad()
     begin = time.process_time()
     while time.process_time() < begin + 0.2:
         pass

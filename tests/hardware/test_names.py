@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.hardware.catalogue import catalogue
+from autotune.hardware.catalog import load_catalog
 from autotune.hardware.store import OTHER_CARDS, SERIES, hardware_named, save_profile
 
-IDS = [gpu.id for gpu in catalogue()]
+IDS = [gpu.id for gpu in load_catalog()]
 WORDS = sorted({word for id_ in IDS for word in id_.split("-")})
 NUMBERS = Counter(word for id_ in IDS for word in id_.split("-") if re.fullmatch(r"[a-z]{0,2}\d+[a-z]?", word))
 
@@ -35,7 +35,7 @@ def refusal(name):
     return caught.value
 
 
-@pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.id)
+@pytest.mark.parametrize("gpu", load_catalog(), ids=lambda gpu: gpu.id)
 def test_every_card_is_found_by_its_id_with_and_without_maker_and_series_and_by_what_cuda_calls_it(gpu):
     short = gpu.id.removeprefix("nvidia-").removeprefix("rtx-")
     for name in (gpu.id, gpu.id.upper(), gpu.id.removeprefix("nvidia-"), short, f"RTX {short}", gpu.name):

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.hardware import nvidia
-from autotune.hardware.answers import RealSystem
 from autotune.hardware.nvidia import DriverSource, NvmlSource
 from autotune.hardware.reader import FLAG
-from autotune.hardware.system import Unanswered
+from autotune.hardware.sources import RealSystem
+from autotune.hardware.system import Unavailable
 
 LIBCUDA = """
 #include <string.h>
@@ -51,12 +51,12 @@ def test_the_driver_api_answers_through_ctypes(libcuda):
     answers = {name: ask(0) for name, ask in driver.questions.items()}
     assert answers == {"count": 1, "cuda_driver": "13.2", "integrated": 1, "host_page_tables": 1}
     assert driver.uuid(0) == "00010203-0405-0607-0809-0a0b0c0d0e0f"
-    with pytest.raises(Unanswered, match="101"):
+    with pytest.raises(Unavailable, match="101"):
         driver.questions["integrated"](1)
 
 
 def test_a_driver_that_does_not_start_is_a_reason(libcuda):
-    with pytest.raises(Unanswered, match="cuInit failed with error 100"):
+    with pytest.raises(Unavailable, match="cuInit failed with error 100"):
         libcuda(100).questions["integrated"](0)
 
 
@@ -124,7 +124,7 @@ def test_nvml_answers_in_our_units_and_by_uuid(monkeypatch):
     assert [FLAG.validate_python(ask["mig"](index)) for index in (0, 1)] == [False, True]
     assert ask["links"](0) == [(0, "nvlink")]
     assert ask["other_process_bytes"](1) == 30  # ours is left out, and a process seen twice counts once
-    with pytest.raises(Unanswered, match="1 other processes"):
+    with pytest.raises(Unavailable, match="1 other processes"):
         ask["other_process_bytes"](0)
 
 
@@ -138,13 +138,13 @@ def test_every_function_that_is_called_exists_in_the_real_module():
 
 def test_a_device_that_nvml_does_not_know_is_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    with pytest.raises(Unanswered, match="no device with UUID 9"):
+    with pytest.raises(Unavailable, match="no device with UUID 9"):
         NvmlSource(lambda _: "9").questions["free_bytes"](0)
 
 
 @pytest.mark.parametrize("source", ["torch", "nvml", "driver", "os", "packages", "environment"])
 def test_the_real_machine_answers_or_says_why(source):
-    with pytest.raises(Unanswered):
+    with pytest.raises(Unavailable):
         RealSystem(torch=False).ask(source, "no such question")
 
 
@@ -153,7 +153,7 @@ def test_the_real_machine_knows_its_memory_and_packages():
     assert system.ask("os", "memory_bytes") >= system.ask("os", "available_bytes") > 0
     assert system.ask("os", "logical_cores") >= 1
     assert system.ask("packages", "pydantic").startswith("2")
-    with pytest.raises(Unanswered, match="not installed"):
+    with pytest.raises(Unavailable, match="not installed"):
         system.ask("packages", "surely-not-installed")
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.hardware import answers
-from autotune.hardware.answers import RealSystem
-from autotune.hardware.system import Unanswered
+from autotune.hardware import sources as answers
+from autotune.hardware.sources import RealSystem
+from autotune.hardware.system import Unavailable
 
 XEON = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) 8480+\n"
 ARM = """processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd
@@ -38,5 +38,5 @@ def test_one_apple_chip_is_told_from_another(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(answers, "BRAND", ("printf", "Apple M3 Max\\n"))
     assert RealSystem(torch=False).ask("os", "cpu") == "Apple M3 Max"
     monkeypatch.setattr(answers, "BRAND", ("false",))
-    with pytest.raises(Unanswered):
+    with pytest.raises(Unavailable):
         RealSystem(torch=False).ask("os", "cpu")

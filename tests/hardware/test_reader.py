@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError
-from autotune.hardware.doctor import findings
-from autotune.hardware.patient import examine
-from autotune.hardware.probe import profile_of
+from autotune.hardware.diagnosis import findings
+from autotune.hardware.doctor_facts import examine
+from autotune.hardware.probing import profile_of
 from autotune.hardware.reader import SIZE, Reader
-from autotune.machine import HardwareProfile
+from autotune.schema.hardware import HardwareProfile
 from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem
 
 NONSENSE = st.one_of(

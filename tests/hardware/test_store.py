@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.hardware import store
-from autotune.hardware.probe import profile_of, with_rates
+from autotune.hardware.probing import profile_of, with_rates
 from autotune.hardware.store import (
     NOT_KEPT,
     cached_profile,
@@ -18,7 +18,7 @@ from autotune.hardware.store import (
     save_profile,
     still_holds,
 )
-from autotune.machine import Conditions, Rate
+from autotune.schema.hardware import Conditions, Rate
 from tests.hardware.fleet import MACHINES, machine
 
 RATES = (

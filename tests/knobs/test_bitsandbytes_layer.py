@@ -7,26 +7,26 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.knobs.quantization import quantize_inside
+from autotune.quantization.layers import quantize_inside
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from bitsandbytes import functional
 from bitsandbytes import nn as bnb
 
-from autotune.knobs.bitsandbytes_layer import layer_of
+from autotune.quantization.bitsandbytes_layer import layer_of
 from tests.profiled import peak_allocated_bytes
 
-STORAGES = ("bnb-nf4", "bnb-int8")
+WEIGHT_FORMATS = ("bnb-nf4", "bnb-int8")
 SLICE_BYTES = 1 << 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(96, 128), (37, 64), (33, 48), (1, 2), (5, 2000)])
-def test_slices_give_the_bits_of_quantising_whole(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_slices_give_the_bits_of_quantizing_whole(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(shape[1], shape[0], dtype=dtype)
-    four, eight = (layer_of(layer, storage, SLICE_BYTES).weight for storage in STORAGES)
+    four, eight = (layer_of(layer, storage, SLICE_BYTES).weight for storage in WEIGHT_FORMATS)
     whole, state = functional.quantize_4bit(layer.weight.data, compress_statistics=True, quant_type="nf4")
     own = four.quant_state
     assert torch.equal(four.data, whole)
@@ -45,8 +45,8 @@ def test_slices_give_the_bits_of_quantising_whole(shape: tuple[int, int], dtype:
     assert torch.equal(eight.SCB, scales)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_quantising_takes_the_result_and_some_slices(storage: str) -> None:
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
+def test_quantizing_takes_the_result_and_some_slices(storage: str) -> None:
     layer = nn.Linear(1024, 4096, dtype=torch.bfloat16)  # 8 MiB
 
     slice_bytes = 1 << 18
@@ -57,24 +57,24 @@ def test_quantising_takes_the_result_and_some_slices(storage: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 @pytest.mark.parametrize("rows", [96, 40])
 def test_a_pass_without_gradients_changes_no_later_one(storage: str, rows: int, dtype: torch.dtype) -> None:
     """bitsandbytes would repack 4-bit weights for inference, for good, and only multiples of 32 rows."""
     torch.manual_seed(0)
     layer = nn.Linear(128, rows, dtype=dtype).requires_grad_(False)
-    quantised = quantize_inside([layer], storage)("", layer).eval()  # type: ignore[misc, union-attr]
+    quantized = quantize_inside([layer], storage)("", layer).eval()  # type: ignore[misc, union-attr]
     x = torch.randn(2, 5, 128, dtype=dtype)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         given = x.clone().requires_grad_()
-        out = quantised(given)
+        out = quantized(given)
         (gradient,) = torch.autograd.grad(out, given, torch.ones_like(out))
         return out.detach(), gradient
 
     before = run()
     with torch.no_grad():
-        assert torch.equal(quantised(x), before[0])
+        assert torch.equal(quantized(x), before[0])
     for found, expected in zip(run(), before, strict=True):
         assert torch.equal(found, expected)
     plain = torch.ones(2, 5, rows, dtype=dtype) @ layer.weight
@@ -88,13 +88,13 @@ def test_a_layer_is_what_peft_and_others_know() -> None:
 
 
 def test_a_layer_stays_in_the_mode_of_what_it_replaces() -> None:
-    """On a processor int8 layers in training mode leave their inputs unquantised: another algorithm than on CUDA."""
-    for storage in STORAGES:
+    """On a processor int8 layers in training mode leave their inputs unquantized: another algorithm than on CUDA."""
+    for storage in WEIGHT_FORMATS:
         assert layer_of(nn.Linear(64, 32), storage, SLICE_BYTES).training
         assert not layer_of(nn.Linear(64, 32).eval(), storage, SLICE_BYTES).training
 
 
 def test_importing_it_says_nothing() -> None:
-    script = "from autotune.quiet import silence_libraries; silence_libraries(); import bitsandbytes"
+    script = "from autotune.runtime.quiet import silence_libraries; silence_libraries(); import bitsandbytes"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""

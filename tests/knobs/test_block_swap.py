@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autotune.knobs import block_swap
-from autotune.knobs.block_swap import BlockSwap, waits_on_host
-from autotune.knobs.quantization import quantize_inside
+from autotune.knobs.block_swap import BlockSwap, offload_on_arrival
+from autotune.quantization.layers import quantize_inside
 
 CPU = torch.device("cpu")
 
@@ -116,7 +116,7 @@ def test_an_adapter_that_comes_after_training_is_brought_to_the_device_too(monke
 
 def test_weights_that_arrive_for_a_swapped_block_are_transformed_first():
     model, calls = Model(), []
-    arrived = waits_on_host(Family(), model, 1, lambda name, module: calls.append(name))
+    arrived = offload_on_arrival(Family(), model, 1, lambda name, module: calls.append(name))
     arrived("blocks.0.base", model.blocks[0]["base"])
     assert calls == ["blocks.0.base"]
     assert arrived("blocks.4.base", model.blocks[4]["base"]) is None

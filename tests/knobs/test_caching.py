@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
-from autotune.knobs.base import Setting
+from autotune.knobs.base import TuningContext
 from autotune.knobs.caching import EncoderSize, choose_caching, pinned, shown, size_of
-from autotune.machine import HardwareProfile
-from autotune.schema import CachingSettings
+from autotune.schema.candidate import CachingSettings
+from autotune.schema.hardware import HardwareProfile
 from tests import builders
 
 GIB = 2**30
@@ -26,9 +26,9 @@ def on(
     count: int = 1,
     kind: str = "discrete",
     quality: str = "high",
-    gates=GATES,
-) -> Setting:
-    plain = builders.hardware(*gates, budget_bytes=int(budget_gib * GIB))
+    capabilities=GATES,
+) -> TuningContext:
+    plain = builders.hardware(*capabilities, budget_bytes=int(budget_gib * GIB))
     hardware = HardwareProfile.model_validate(
         {
             **{name: getattr(plain, name) for name in HardwareProfile.model_fields},
@@ -38,7 +38,7 @@ def on(
             "host": plain.host.model_copy(update={"available_memory_bytes": int(host_gib * GIB)}),
         }
     )
-    return builders.setting(hardware, builders.workload(quality=quality))
+    return builders.context(hardware, builders.workload(quality=quality))
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def on(
         (on(8, quality="compact"), "training device, bnb-nf4"),
         (on(17), "training device, torchao-int8"),  # the weights alone would leave the context no room
         (on(7, kind="integrated"), "training device, streamed"),
-        (on(11, gates=("precision.bf16",)), "cpu, as they are"),
+        (on(11, capabilities=("precision.bf16",)), "cpu, as they are"),
     ],
 )
-def test_the_encoder_of_qwen_image_goes_where_it_fits(setting: Setting, expected: str) -> None:
-    caching, reason = choose_caching(setting, QWEN)
+def test_the_encoder_of_qwen_image_goes_where_it_fits(context: TuningContext, expected: str) -> None:
+    caching, reason = choose_caching(context, QWEN)
     assert shown(caching) == expected == reason.chosen
     assert all(rejected.reason for rejected in reason.rejected)
 
@@ -77,46 +77,46 @@ def test_a_7b_encoder_in_bf16_does_not_fit_12_gb_and_the_reason_says_so() -> Non
     parameters=st.integers(0, 10**11),
 )
 def test_some_way_is_always_found_and_never_below_the_quality_floor(budget, host, count, kind, quality, parameters):
-    setting = on(budget, host_gib=host, count=count, kind=kind, quality=quality)
+    context = on(budget, host_gib=host, count=count, kind=kind, quality=quality)
     size = EncoderSize(parameters, 2, 0)
-    caching, _ = choose_caching(setting, size)
-    assert quality != "exact" or caching.text_encoder_storage == "none"
-    assert caching.text_encoder_storage != "bnb-nf4" or quality == "compact"
+    caching, _ = choose_caching(context, size)
+    assert quality != "exact" or caching.text_encoder_quantization == "none"
+    assert caching.text_encoder_quantization != "bnb-nf4" or quality == "compact"
     roomy = caching.text_encoder_streamed or size.device_bytes(caching) <= budget * GIB
     assert roomy
-    assert caching == choose_caching(setting, size)[0]
+    assert caching == choose_caching(context, size)[0]
 
 
 def test_every_way_takes_less_of_the_device_than_the_plain_one() -> None:
     plain = QWEN.device_bytes(CachingSettings())
-    for change in ({"text_encoder_storage": "torchao-int8"}, {"text_encoder_streamed": True},
+    for change in ({"text_encoder_quantization": "torchao-int8"}, {"text_encoder_streamed": True},
                    {"text_encoder_device": "cpu"}):  # fmt: skip
         assert QWEN.device_bytes(CachingSettings.model_validate(change)) < plain
 
 
 def test_no_other_gpu_encodes_where_each_has_a_process_that_trains() -> None:
-    setting = on(11, count=2)
-    assert choose_caching(setting, QWEN)[0].text_encoder_device == "cuda:1"
-    assert choose_caching(setting, QWEN, num_processes=2)[0].text_encoder_device == "training"
+    context = on(11, count=2)
+    assert choose_caching(context, QWEN)[0].text_encoder_device == "cuda:1"
+    assert choose_caching(context, QWEN, num_processes=2)[0].text_encoder_device == "training"
 
 
 def test_beside_a_rehearsed_smaller_gpu_the_other_is_as_small() -> None:
     """Of 24 GiB each, 11 are rehearsed: 17 for an encoder are on neither."""
-    setting = on(11, count=2)
-    device = setting.hardware.device.changed(budget_set_by_user=True)
-    small = dataclasses.replace(setting, hardware=setting.hardware.changed(device=device))
+    context = on(11, count=2)
+    device = context.hardware.device.changed(budget_set_by_user=True)
+    small = dataclasses.replace(context, hardware=context.hardware.changed(device=device))
     assert choose_caching(small, QWEN)[0].text_encoder_device != "cuda:1"
 
 
 def test_t5_is_never_stored_by_bitsandbytes() -> None:
     """It casts activations to the dtype of a weight, which is that of packed bytes."""
     qwen = on(5.3, quality="compact")
-    flux = Setting(qwen.hardware, FAMILIES["flux1-dev"], qwen.workload)
+    flux = TuningContext(qwen.hardware, FAMILIES["flux1-dev"], qwen.workload)
     size = size_of(FAMILIES["flux1-dev"].parts, "bf16", 168 << 20)
-    assert choose_caching(qwen, size, {})[0].text_encoder_storage == "bnb-nf4"
-    assert choose_caching(flux, size, {})[0].text_encoder_storage != "bnb-nf4"
+    assert choose_caching(qwen, size, {})[0].text_encoder_quantization == "bnb-nf4"
+    assert choose_caching(flux, size, {})[0].text_encoder_quantization != "bnb-nf4"
     with pytest.raises(InvalidInput, match="T5 casts"):
-        choose_caching(flux, size, {"text_encoder_storage": "bnb-nf4"})
+        choose_caching(flux, size, {"text_encoder_quantization": "bnb-nf4"})
 
 
 def test_pins_are_taken_over_what_fits() -> None:
@@ -133,8 +133,8 @@ def test_pins_are_taken_over_what_fits() -> None:
     [
         ({"text_encoder_device": "cuda:3"}, "no cuda:3"),
         ({"text_encoder_device": "gpu"}, "no device"),
-        ({"text_encoder_storage": "int3"}, "unknown"),
-        ({"text_encoder_storage": "bnb-nf4"}, "--quality compact"),
+        ({"text_encoder_quantization": "int3"}, "unknown"),
+        ({"text_encoder_quantization": "bnb-nf4"}, "--quality compact"),
         ({"residency": "sometimes"}, "caching.residency"),
         ({"no_such_field": "x"}, "caching.no_such_field"),
         ({"text_encoder_streamed": "perhaps"}, "caching.text_encoder_streamed"),

@@ -1,4 +1,4 @@
-"""Quantised layers give their reference's outputs and gradients, bit for bit, and keep no dequantised copy."""
+"""Quantized layers give their reference's outputs and gradients, bit for bit, and keep no dequantized copy."""
 
 import peft
 import pytest
@@ -7,9 +7,9 @@ from diffusers.hooks import apply_layerwise_casting
 from torch import nn
 from torchao.quantization import quantize_
 
-from autotune.knobs.quantization import quantize_inside, torchao_config
+from autotune.quantization.layers import quantize_inside, torchao_config
 
-STORAGES = ("torchao-int8", "torchao-fp8", "layerwise-fp8")
+WEIGHT_FORMATS = ("torchao-int8", "torchao-fp8", "layerwise-fp8")
 
 
 class Cast(nn.Linear):
@@ -20,7 +20,7 @@ class Cast(nn.Linear):
 
 
 def pair(storage: str, dtype: torch.dtype, *, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
-    """The same quantised layer as torchao leaves it, or cast in its forward pass, and frozen."""
+    """The same quantized layer as torchao leaves it, or cast in its forward pass, and frozen."""
     layers = []
     for kind in (Cast if storage == "layerwise-fp8" else nn.Linear, nn.Linear):
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ def run(layer: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
     return out.detach(), gradient
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias", [True, False])
 def test_outputs_and_gradients_are_bit_equal(storage, dtype, bias):
@@ -48,7 +48,7 @@ def test_outputs_and_gradients_are_bit_equal(storage, dtype, bias):
         assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 def test_only_the_stored_weight_is_kept(storage):
     plain, frozen = pair(storage, torch.bfloat16)
     weight = frozen.weight
@@ -61,7 +61,7 @@ def test_only_the_stored_weight_is_kept(storage):
         assert bool(of_weight_size) is copies
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
 def test_recomputing_in_a_checkpoint_changes_nothing(storage):
     _, frozen = pair(storage, torch.bfloat16)
     checkpointed = lambda x: torch.utils.checkpoint.checkpoint(frozen, x, use_reentrant=False)  # noqa: E731

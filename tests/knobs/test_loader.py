@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.knobs.loader import AS_FAST, WeightLoader
-from autotune.machine import HardwareProfile, Rate
+from autotune.schema.hardware import HardwareProfile, Rate
 from autotune.search.space import search_space
 from autotune.weights.loaders import LOADERS
 from tests import builders
@@ -33,7 +33,7 @@ def machine(
 
 
 def choices(hardware: HardwareProfile):
-    return WeightLoader().choices(builders.setting(hardware))
+    return WeightLoader().choices(builders.context(hardware))
 
 
 def test_the_fastest_from_disk_is_taken_and_the_others_may_be_pinned():
@@ -65,9 +65,9 @@ def test_on_shared_memory_a_mapped_file_counts_twice():
 
 
 def test_a_pinned_loader_is_searched_with_though_none_would_choose_it():
-    setting = builders.setting(machine({"safetensors": 1.0, "pread": 2.0}))
-    assert {c.loader for c in search_space(setting).candidates} == {"pread"}
-    assert {c.loader for c in search_space(setting, (("loader", "safetensors"),)).candidates} == {"safetensors"}
+    context = builders.context(machine({"safetensors": 1.0, "pread": 2.0}))
+    assert {c.loader for c in search_space(context).candidates} == {"pread"}
+    assert {c.loader for c in search_space(context, (("loader", "safetensors"),)).candidates} == {"safetensors"}
 
 
 RATES = st.dictionaries(st.sampled_from(sorted(LOADERS)), st.floats(0.01, 20))

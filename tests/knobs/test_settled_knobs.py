@@ -7,34 +7,34 @@ import torch
 
 from autotune.cost.kernels import ATTENTION_KERNELS
 from autotune.families.registry import family_named
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
+from autotune.hardware.catalog import load_catalog, profile_of_gpu
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
 from autotune.knobs.attention import BACKENDS, Attention
-from autotune.knobs.base import Setting
+from autotune.knobs.base import TuningContext
 from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.quantization import Quantization
-from autotune.knobs.swapping import Swapping
-from autotune.schema import Candidate
+from autotune.knobs.swapped_blocks import Swapping
+from autotune.schema.candidate import Candidate
 from tests import builders
 from tests.builders import hardware, workload
 
 
-def setting(*gates: str, **changes: object) -> Setting:
-    return Setting(hardware(*gates, **changes), family_named("qwen-image"), workload())
+def context(*capabilities: str, **changes: object) -> TuningContext:
+    return TuningContext(hardware(*capabilities, **changes), family_named("qwen-image"), workload())
 
 
-def integrated() -> Setting:
+def integrated() -> TuningContext:
     one = hardware()
     device = one.device.model_copy(update={"memory_kind": "integrated"})
-    return Setting(one.model_copy(update={"device": device}), family_named("qwen-image"), workload())
+    return TuningContext(one.model_copy(update={"device": device}), family_named("qwen-image"), workload())
 
 
 def test_discrete_cards_get_expandable_segments_and_shared_memory_does_not():
-    assert Allocator().choices(setting()).admitted == ("expandable",)
+    assert Allocator().choices(context()).admitted == ("expandable",)
     assert Allocator().choices(integrated()).admitted == ("default",)
-    assert Allocator().choices(setting(kind="cpu")).admitted == ("default",)
+    assert Allocator().choices(context(kind="cpu")).admitted == ("default",)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_expandable_segments_reach_an_allocator_that_has_read_its_variables_alre
 
 
 def test_swapping_is_on_request_where_device_and_host_have_memories_of_their_own():
-    card, shared = Swapping().choices(setting()), Swapping().choices(integrated())
+    card, shared = Swapping().choices(context()), Swapping().choices(integrated())
     assert card.admitted == shared.admitted == (0,)
     assert [*card.on_request] == [59, 45, 30, 15]
     assert not shared.on_request
@@ -81,27 +81,27 @@ def test_swapping_is_on_request_where_device_and_host_have_memories_of_their_own
 )
 def test_swapping_refuses_what_would_keep_weights_on_the_device(changes, word):
     values = {"micro_batch_size": 1, "checkpointed_blocks": 60, "swapped_blocks": 30, **changes}
-    conflict = Swapping().conflict(Candidate.model_validate(values), setting())
+    conflict = Swapping().conflict(Candidate.model_validate(values), context())
     assert conflict is None if word is None else word in conflict
 
 
 def test_compiling_is_offered_with_its_payback_and_never_searched():
-    offered = Compile().choices(setting("compile"))
+    offered = Compile().choices(context("compile"))
     assert offered.admitted == ("off",)
     assert "120 s" in offered.on_request["block"]
-    assert Compile().choices(setting()).rejected.keys() == {"block"}
+    assert Compile().choices(context()).rejected.keys() == {"block"}
 
 
 def test_float8_without_scales_is_searched_only_where_int8_cannot_be():
-    both = Quantization().choices(setting("quantization.torchao-int8", "quantization.layerwise-fp8"))
+    both = Quantization().choices(context("quantization.torchao-int8", "quantization.layerwise-fp8"))
     assert both.admitted == ("torchao-int8", "none")
     assert [*both.on_request] == ["layerwise-fp8"]
-    alone = Quantization().choices(setting("quantization.layerwise-fp8"))
+    alone = Quantization().choices(context("quantization.layerwise-fp8"))
     assert alone.admitted == ("layerwise-fp8", "none")
 
 
 def test_batches_are_pinned_where_a_bus_is_crossed_and_nowhere_else():
-    card, shared, host = (BatchMemory().choices(where) for where in (setting(), integrated(), setting(kind="cpu")))
+    card, shared, host = (BatchMemory().choices(where) for where in (context(), integrated(), context(kind="cpu")))
     assert card.admitted == ("pinned",)
     assert [*card.on_request] == ["pageable"]
     for choices, word in ((shared, "share one memory"), (host, "only CUDA")):
@@ -111,14 +111,14 @@ def test_batches_are_pinned_where_a_bus_is_crossed_and_nowhere_else():
 
 def test_more_data_workers_are_offered_up_to_the_cores_and_never_searched():
     for kind, usual, other in (("cuda", 1, 0), ("cpu", 0, 1)):
-        choices = DataWorkers().choices(setting(kind=kind))
+        choices = DataWorkers().choices(context(kind=kind))
         assert choices.admitted == (usual,)
         assert [*choices.on_request] == [other, 2]
         assert [*choices.rejected] == [4]
 
 
 def test_8_bit_moments_are_refused_with_the_reason():
-    assert "0.4 s" in Optimizer().choices(setting()).rejected["adamw-8bit"]
+    assert "0.4 s" in Optimizer().choices(context()).rejected["adamw-8bit"]
 
 
 def test_the_cost_model_knows_the_kernel_of_every_attention_backend():
@@ -127,17 +127,17 @@ def test_the_cost_model_knows_the_kernel_of_every_attention_backend():
 
 @pytest.mark.parametrize(("card", "cudnn", "tried"), [("h100-sxm", "9.20.0", False), ("h100-sxm", "9.10.2", True)])
 def test_cudnn_is_no_choice_of_its_own_where_native_takes_it(card, cudnn, tried):
-    one = profile_of_gpu(next(gpu for gpu in catalogue() if gpu.id == f"nvidia-{card}"))
+    one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == f"nvidia-{card}"))
     one = one.model_copy(update={"versions": one.versions.model_copy(update={"cudnn": cudnn})})
-    choices = Attention().choices(Setting(one, family_named("qwen-image"), workload()))
+    choices = Attention().choices(TuningContext(one, family_named("qwen-image"), workload()))
     assert ("_native_cudnn" in choices.admitted) == tried
     assert "native" in choices.admitted
 
 
 def test_the_least_that_can_be_swapped_is_not_what_cannot_be() -> None:
     """Qwen-Image in 4 bits would leave a host of 24 GiB room for more blocks than it has in 8 bits."""
-    gates = ("attention.native", "precision.bf16", "quantization.torchao-int8", "quantization.bnb-nf4")
-    hardware = builders.hardware(*gates)
+    capabilities = ("attention.native", "precision.bf16", "quantization.torchao-int8", "quantization.bnb-nf4")
+    hardware = builders.hardware(*capabilities)
     small = hardware.model_copy(update={"host": hardware.host.model_copy(update={"memory_bytes": 24 << 30})})
-    offered = Swapping().choices(builders.setting(small, builders.workload(quality="compact"))).on_request
+    offered = Swapping().choices(builders.context(small, builders.workload(quality="compact"))).on_request
     assert [*offered] == [45, 30, 15]

@@ -1,4 +1,4 @@
-"""Quantising in slices gives the bits of quantising whole, in a fraction of the working memory."""
+"""Quantizing in slices gives the bits of quantizing whole, in a fraction of the working memory."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from autotune.knobs import quantization
-from autotune.knobs.quantization import quantised_in_slices, torchao_config
+from autotune.quantization.layers import quantized_in_slices, torchao_config
 from tests.profiled import peak_allocated_bytes
 
 
@@ -16,7 +16,7 @@ def test_slices_give_the_same_bits(choice: str, rows: int, monkeypatch: pytest.M
     torch.manual_seed(0)
     layer = nn.Linear(48, rows, dtype=torch.bfloat16)
     monkeypatch.setattr(quantization, "CPU_SLICE_BYTES", 16 * 48 * 2)
-    weight = quantised_in_slices(layer, torchao_config(choice))
+    weight = quantized_in_slices(layer, torchao_config(choice))
     whole = nn.Linear(48, rows, dtype=torch.bfloat16)
     whole.load_state_dict(layer.state_dict())
     quantize_(whole, torchao_config(choice))
@@ -37,6 +37,6 @@ def test_working_memory_is_of_a_slice(choice: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(quantization, "CPU_SLICE_BYTES", 1 << 18)
 
     stored = 4 << 20
-    sliced = peak_allocated_bytes(lambda: quantised_in_slices(layer, torchao_config(choice))) - stored
+    sliced = peak_allocated_bytes(lambda: quantized_in_slices(layer, torchao_config(choice))) - stored
     assert sliced < 20 * (1 << 18)
     assert sliced < (peak_allocated_bytes(lambda: quantize_(layer, torchao_config(choice))) - stored) / 3

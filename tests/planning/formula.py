@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 
-from autotune.cost.calibration import Calibration, Lesson, residual_of
+from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.parallel import Parallel
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel
-from autotune.knobs.base import Setting
-from autotune.planning import alternatives, case, freeze, sealing
-from autotune.prediction import PhaseMemory, Prediction
-from autotune.schema import CachingSettings, Candidate, ModelSpec, Reason, Residual, TrialResult
+from autotune.knobs.base import TuningContext
+from autotune.planning import alternatives, sealing
+from autotune.planning import expectation as publish_plan
+from autotune.planning import problem as case
+from autotune.schema.candidate import CachingSettings, Candidate
+from autotune.schema.plan import Reason
+from autotune.schema.prediction import PhaseMemory, Prediction
+from autotune.schema.trial import Residual, TrialResult
+from autotune.schema.workload import ModelSpec
 
 GIB = 2**30
 KEPT_BYTES = 5 * GIB
@@ -33,26 +38,26 @@ class FormulaPredictor:
     ) -> None:  # fmt: skip
         self.hardware, self.workload, self.family, self.config, self.parts = hardware, workload, family, config, parts
         self.parallel = parallel or Parallel()
-        self._setting = Setting(hardware, family, workload)
+        self._context = TuningContext(hardware, family, workload)
         self.calibrate(())
 
     @property
-    def kept_bytes(self) -> int:
+    def resident_encoder_bytes(self) -> int:
         return KEPT_BYTES if self.caching[0].residency == "keep" else 0
 
     def weight_bytes(self, candidate: Candidate) -> int:
         shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55)) // shards
 
-    def calibrate(self, trials: Sequence[TrialResult], lessons: Sequence[Lesson] = ()) -> None:
+    def calibrate(self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()) -> None:
         pairs = [(trial.candidate, residual) for trial in trials if (residual := self.residual(trial))]
-        self._calibration = Calibration.of(pairs, rates_measured=False, lessons=lessons)
+        self._calibration = Calibration.of(pairs, rates_measured=False, priors=priors)
 
     def residual(self, trial: TrialResult) -> Residual | None:
         return residual_of(trial, self._raw(trial.candidate))
 
     @property
-    def as_tried(self) -> "FormulaPredictor":
+    def single_process(self) -> "FormulaPredictor":
         return self
 
     def uncalibrated(self, candidate: Candidate) -> Prediction:
@@ -106,5 +111,5 @@ def by_formula(num_blocks: int = 50) -> Iterator[None]:
             patch.setattr(module, "Predictor", FormulaPredictor)
         for module in (case, sealing):
             patch.setattr(module, "resolve_model", resolve)
-        patch.setattr(freeze, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0))
+        patch.setattr(publish_plan, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0))
         yield

@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.machine import HardwareProfile
-from autotune.plan_file import plan_text
-from autotune.planner import make_plan
-from autotune.planning.case import case_of
-from autotune.planning.question import Question
+from autotune.planning.problem import build_problem
 from autotune.planning.recording import Recording, read_recording, replayed, write_recording
-from autotune.schema import Candidate
+from autotune.planning.request import PlanRequest
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan_file import plan_text
 from autotune.sharing.record import Record, machine_of
-from autotune.training.describe import Wishes
+from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import by_formula
-from tests.planning.machines import surroundings
+from tests.planning.machines import make_plan, surroundings
 
 FOLDER = Path(__file__).parent / "golden"
 GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
@@ -30,7 +29,7 @@ class Golden:
     """A question; its recording and its plan lie in FOLDER under its name."""
 
     name: str
-    question: Question
+    request: PlanRequest
     hardware: HardwareProfile | None = None
     """Of a simulated machine; None where trials were measured."""
     num_blocks: int = 50
@@ -40,20 +39,28 @@ class Golden:
 
 
 def plain(
-    family: str, wishes: Wishes, keep: Mapping[str, object], exclusions: tuple[tuple[str, str], ...] = ()
-) -> Question:
+    family: str,
+    workload_overrides: WorkloadOverrides,
+    keep: Mapping[str, object],
+    exclusions: tuple[tuple[str, str], ...] = (),
+) -> PlanRequest:
     """Knobs that are not in `keep` stay at their usual value, so that new ones change no recording."""
     defaults = Candidate.model_validate({"micro_batch_size": 1, "checkpointed_blocks": 0, "precision": "bf16", **keep})
     pins = tuple(
         (name, str(value)) for name, value in dict(defaults).items()
         if name not in ("micro_batch_size", "checkpointed_blocks", "quantization", "attention")
     )  # fmt: skip
-    return Question(
-        model=family, wishes=wishes, pins=pins, exclusions=exclusions, max_trials=8, said={"num_steps": 2000}
+    return PlanRequest(
+        model=family,
+        workload_overrides=workload_overrides,
+        pins=pins,
+        exclusions=exclusions,
+        max_trials=8,
+        job_overrides={"num_steps": 2000},
     )
 
 
-SIZE = Wishes(size_px=(256, 256), effective_batch_size=2)
+SIZE = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
 IMAGES = plain("kandinsky5-image-lite", SIZE, {})
 GOLDEN = (
     Golden("wall", IMAGES, builders.hardware(*GATES, budget_bytes=20 * 2**30, compute_capability=(9, 0)), wall_gib=14),
@@ -68,7 +75,7 @@ GOLDEN = (
         "measured",
         plain(
             "qwen-image",
-            Wishes(size_px=(112, 112), rank=8, effective_batch_size=4),
+            WorkloadOverrides(size_px=(112, 112), rank=8, effective_batch_size=4),
             {"precision": "fp32"},
             (("checkpointed_blocks", "3"), ("attention", "_native_flash"), ("quantization", "torchao-fp8")),
         ),
@@ -81,13 +88,13 @@ def replayed_text(golden: Golden) -> str:
     """The plan that the recording gives, as the file would be."""
     recording = read_recording(FOLDER / f"{golden.name}.jsonl")
     with by_formula(golden.num_blocks):
-        return plan_text(make_plan(golden.question, recording.hardware, around=replayed(recording)))
+        return plan_text(make_plan(golden.request, recording.hardware, backend=replayed(recording)))
 
 
 def _simulated(golden: Golden) -> Recording:
     """Every candidate's trial on a machine that is a third slower than predicted, with 3% noise and a wall."""
     assert golden.hardware
-    case = case_of(golden.question, golden.hardware, surroundings())
+    case = build_problem(golden.request, golden.hardware, surroundings())
     rng = random.Random(golden.name)
     slow = {"native": 1.3, "_native_cudnn": 1.1}
     trials = []
@@ -100,7 +107,7 @@ def _simulated(golden: Golden) -> Recording:
     plain_recording = Recording("0.1.0", golden.hardware, (), tuple(trials))
     if not golden.known:
         return plain_recording
-    made = make_plan(golden.question, golden.hardware, around=replayed(plain_recording)).frozen
+    made = make_plan(golden.request, golden.hardware, backend=replayed(plain_recording)).frozen
     record = Record.model_validate(
         {
             "schema_version": 1, "autotune_version": "0.1.0", "measured_on": "2026-11-01",

@@ -12,31 +12,45 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 from autotune.cost.predict import Predictor
 from autotune.errors import AutotuneError
-from autotune.machine import HardwareProfile
-from autotune.plan_file import plan_text
-from autotune.planner import make_plan
-from autotune.planning.question import Question
-from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, TrialResult
+from autotune.planning import planner
+from autotune.planning.backend import PlannerBackend
+from autotune.planning.request import PlanRequest
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import plan_text
+from autotune.schema.trial import TrialResult
 from autotune.search import sampler
 from autotune.search.storage import StudyPlace
 from autotune.search.study import Run
-from autotune.sharing.query import Survey
-from autotune.training.describe import Wishes
+from autotune.sharing.query import StoreMatches
+from autotune.training.describe import WorkloadOverrides
 from tests import builders
 
 GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
 HARDWARE = builders.hardware(*GATES, compute_capability=(9, 0))
 
 
-def question(study: StudyPlace | None = None, **changes: object) -> Question:
+def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
+    """The plan alone, without what a search learns besides."""
+    return planner.make_plan(*asked, **named).plan
+
+
+def request(study: StudyPlace | None = None, **changes: object) -> PlanRequest:
     """A small image model without data."""
-    wishes = Wishes(size_px=(256, 256), effective_batch_size=2)
-    values = {"model": "kandinsky5-image-lite", "wishes": wishes, "max_trials": 8, "study": study, **changes}
-    return Question(**values)  # type: ignore[arg-type]
+    workload_overrides = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
+    values = {
+        "model": "kandinsky5-image-lite",
+        "workload_overrides": workload_overrides,
+        "max_trials": 8,
+        "study": study,
+        **changes,
+    }
+    return PlanRequest(**values)  # type: ignore[arg-type]
 
 
 def answer(candidate: Candidate) -> TrialResult:
@@ -47,19 +61,19 @@ def answer(candidate: Candidate) -> TrialResult:
     return builders.trial(candidate, seconds, memory, wall_seconds=2.5)
 
 
-def surroundings(run: Run = answer) -> Surroundings:
+def surroundings(run: Run = answer) -> PlannerBackend:
     """Trials by `run`, no records of others."""
 
     @contextmanager
     def trials(model: str, cost: Predictor) -> Iterator[Run]:
         yield run
 
-    return Surroundings(
+    return PlannerBackend(
         trials,
-        lambda hardware, workload: Survey((), (), ()),
+        lambda hardware, workload: StoreMatches((), (), ()),
         "0.0",
         needs_weights=False,
-        prove=lambda setting, choices, model: setting.hardware,
+        prove=lambda context, choices, model: context.hardware,
         rehearse=lambda model, cost, candidate, most_seconds: None,
     )
 
@@ -76,7 +90,7 @@ class Worker:
 def start_worker(
     folder: Path,
     name: str,
-    asked: Question,
+    asked: PlanRequest,
     *,
     seconds: float = 0.0,
     hardware: HardwareProfile = HARDWARE,
@@ -112,7 +126,7 @@ def start_worker(
     def work() -> str:
         if far_away:
             sampler._place = lambda: name
-        return plan_text(make_plan(asked, hardware, around=surroundings(run)))
+        return plan_text(make_plan(asked, hardware, backend=surroundings(run)))
 
     worker.process.start()
     return worker

@@ -9,15 +9,14 @@ from PIL import Image
 
 from autotune.errors import NothingFits
 from autotune.knobs.registry import KNOBS
-from autotune.planner import make_plan
 from autotune.planning.alternatives import larger_batch_advice
-from autotune.planning.question import question_of
-from autotune.prediction import Prediction
-from autotune.schema import Candidate
+from autotune.planning.request import request_from
+from autotune.schema.candidate import Candidate
+from autotune.schema.prediction import Prediction
 from autotune.search.study import Limits
 from tests import builders
 from tests.planning.formula import FormulaPredictor
-from tests.planning.machines import GATES, HARDWARE, question, surroundings
+from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 
@@ -26,8 +25,10 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_gib: float) -> None:
     """Four processes that share the weights out have no use for smaller storages."""
     hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30))
-    wishes = replace(question().wishes, size_px=(2048, 2048), quality="exact", effective_batch_size=4 * num_processes)
-    tight = question(wishes=wishes, num_processes=num_processes, here=False)
+    workload_overrides = replace(
+        request().workload_overrides, size_px=(2048, 2048), quality="exact", effective_batch_size=4 * num_processes
+    )
+    tight = request(workload_overrides=workload_overrides, num_processes=num_processes, is_local=False)
     with pytest.raises(NothingFits) as caught:
         make_plan(tight, hardware)
     hint = caught.value.hint
@@ -40,25 +41,27 @@ def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_g
         "rank": lambda value: {"rank": int(value)},
     }
     for option, value in named.items():
-        make_plan(replace(tight, wishes=replace(tight.wishes, **options[option](value))), hardware)
+        make_plan(
+            replace(tight, workload_overrides=replace(tight.workload_overrides, **options[option](value))), hardware
+        )
 
 
 def test_no_relaxation_is_named_that_a_pin_forbids() -> None:
     hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=10 * 2**30)
-    pinned = question(pins=(("quantization", "none"),), here=False)
+    pinned = request(pins=(("quantization", "none"),), is_local=False)
     with pytest.raises(NothingFits) as caught:
         make_plan(pinned, hardware)
     assert "--quality" not in caught.value.hint
     assert "without --pin (" in caught.value.hint
     assert make_plan(replace(pinned, pins=()), hardware).frozen.settings.quantization == "torchao-int8"
-    excluded = question(exclusions=(("quantization", "torchao-int8"),), here=False)
+    excluded = request(exclusions=(("quantization", "torchao-int8"),), is_local=False)
     with pytest.raises(NothingFits, match="weights alone") as caught:
         make_plan(excluded, hardware)
     assert "without --exclude (" in caught.value.hint
 
 
 def test_a_larger_batch_is_mentioned_with_its_price() -> None:
-    plan = make_plan(question(), HARDWARE, around=surroundings())
+    plan = make_plan(request(), HARDWARE, backend=surroundings())
     for text in plan.frozen.advice:
         assert re.search(r"an effective batch of (4|8) is predicted to train 1\.\d\dx", text)
         assert "changes what is learned" in text
@@ -68,7 +71,7 @@ def test_a_larger_batch_is_mentioned_with_its_price() -> None:
 def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings: dict[str, object]) -> None:
     """A batch of captions that differ in length needs a mask; swapped blocks have to recompute."""
     work = builders.workload(effective_batch_size=1)
-    setting = builders.setting(HARDWARE, work)
+    context = builders.context(HARDWARE, work)
     asked: list[Candidate] = []
 
     class Watched(FormulaPredictor):
@@ -76,26 +79,26 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings: dict[
             asked.append(candidate)
             return super().predict(candidate)
 
-    cost = Watched(HARDWARE, work, setting.family, {})
+    cost = Watched(HARDWARE, work, context.family, {})
     larger_batch_advice(cost, builders.candidate(**settings), 100.0, 100 * 2**30)  # type: ignore[arg-type]
-    assert not [one for one in asked for knob in KNOBS if knob.conflict(one, setting)]
+    assert not [one for one in asked for knob in KNOBS if knob.conflict(one, context)]
     assert bool(asked) is ("swapped_blocks" in settings)
 
 
 def test_the_same_question_can_be_asked_again() -> None:
-    asked = question(exclusions=(("attention", "_native_cudnn"),), said={"num_steps": 77, "seed": 5})
-    plan = make_plan(asked, HARDWARE, around=surroundings())
-    again = make_plan(question_of(plan), HARDWARE, around=surroundings())
+    asked = request(exclusions=(("attention", "_native_cudnn"),), job_overrides={"num_steps": 77, "seed": 5})
+    plan = make_plan(asked, HARDWARE, backend=surroundings())
+    again = make_plan(request_from(plan), HARDWARE, backend=surroundings())
     assert again == plan
 
 
 def test_epochs_decide_the_steps_of_a_plan_once_there_are_data(tmp_path: Path) -> None:
     for number in range(5):
         Image.new("RGB", (256, 256), (number, 0, 0)).save(tmp_path / f"{number}.png")
-    asked = question(said={"data": str(tmp_path), "caption": "a colour", "num_train_epochs": 6})
-    job = make_plan(asked, HARDWARE, around=surroundings()).job
+    asked = request(job_overrides={"data": str(tmp_path), "caption": "a color", "num_train_epochs": 6})
+    job = make_plan(asked, HARDWARE, backend=surroundings()).job
     assert (job.num_train_epochs, job.num_steps) == (6, 15)  # 5 images, 2 a step
-    longer = make_plan(question(said={"num_steps": 99}, job=job), HARDWARE, around=surroundings()).job
+    longer = make_plan(request(job_overrides={"num_steps": 99}, job=job), HARDWARE, backend=surroundings()).job
     assert (longer.num_train_epochs, longer.num_steps) == (None, 99)
 
 
@@ -109,13 +112,13 @@ def test_a_search_stops_at_its_share_of_the_run() -> None:
     def slow(candidate: object) -> object:
         return builders.trial(candidate, 1.0, wall_seconds=25.0)  # type: ignore[arg-type]
 
-    plan = make_plan(question(said={"num_steps": 100}), HARDWARE, around=surroundings(slow))  # type: ignore[arg-type]
+    plan = make_plan(request(job_overrides={"num_steps": 100}), HARDWARE, backend=surroundings(slow))  # type: ignore[arg-type]
     assert len(plan.frozen.trials) == 3  # 60 s
     assert plan.frozen.search_seconds == 75
 
 
 def test_the_smallest_settings_are_found_where_memory_is_the_objective() -> None:
-    wishes = replace(question().wishes, objective="memory")
-    plan = make_plan(question(wishes=wishes), HARDWARE, around=surroundings())
+    workload_overrides = replace(request().workload_overrides, objective="memory")
+    plan = make_plan(request(workload_overrides=workload_overrides), HARDWARE, backend=surroundings())
     assert plan.frozen.settings.checkpointed_blocks == max(t.candidate.checkpointed_blocks for t in plan.frozen.trials)
     assert plan.frozen.expected.peak_memory_bytes == min(t.peak_memory_bytes or 0 for t in plan.frozen.trials)

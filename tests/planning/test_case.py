@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.knobs.quantization import STORAGES
-from autotune.machine import HardwareProfile
+from autotune.backends import WEIGHT_FORMATS
 from autotune.planning.alternatives import least_bytes
-from autotune.planning.case import case_of
-from autotune.schema import Candidate
+from autotune.planning.problem import build_problem
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
 from tests import builders
 from tests.planning.formula import GIB, FormulaPredictor
-from tests.planning.machines import GATES, question, surroundings
+from tests.planning.machines import GATES, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 
@@ -23,32 +23,34 @@ def test_the_model_is_shared_out_only_where_it_fits_a_device_in_no_storage(
     """A step needs 8.1 GiB as int8, where the weights alone take 6, and 5.2 as nf4."""
 
     def weight_bytes(cost: FormulaPredictor, candidate: Candidate) -> int:
-        whole = 6 * GIB * STORAGES[candidate.quantization].bytes_per_parameter
+        whole = 6 * GIB * WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
         return int(whole / (cost.parallel.num_processes if cost.parallel.strategy == "fsdp2" else 1))
 
     monkeypatch.setattr(FormulaPredictor, "weight_bytes", weight_bytes)
-    gates = (*GATES, "quantization.torchao-int8", "quantization.bnb-nf4")
-    hardware = builders.hardware(*gates, budget_bytes=budget_gib * GIB)
-    wishes = replace(question().wishes, effective_batch_size=4, quality="compact")
-    case = case_of(question(wishes=wishes, num_processes=4, here=False), hardware, surroundings())
+    capabilities = (*GATES, "quantization.torchao-int8", "quantization.bnb-nf4")
+    hardware = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
+    workload_overrides = replace(request().workload_overrides, effective_batch_size=4, quality="compact")
+    case = build_problem(
+        request(workload_overrides=workload_overrides, num_processes=4, is_local=False), hardware, surroundings()
+    )
     assert case.cost.parallel.strategy == strategy
 
 
 def tight() -> HardwareProfile:
     """3% more than the least prediction: too little for a search, which allows for doubt, enough without."""
-    roomy = case_of(question(), builders.hardware(*GATES), surroundings())
+    roomy = build_problem(request(), builders.hardware(*GATES), surroundings())
     return builders.hardware(*GATES, budget_bytes=round(1.03 * least_bytes(roomy.space.candidates, roomy.cost)))
 
 
 @pytest.mark.parametrize(("here", "swapped"), [(True, True), (False, False)])
 def test_blocks_may_be_swapped_where_a_search_would_not_dare_to_try_anything_else(here: bool, swapped: bool) -> None:
-    case = case_of(question(here=here), tight(), surroundings())
+    case = build_problem(request(is_local=here), tight(), surroundings())
     assert (len(case.space.choices["swapped_blocks"]) > 1) is swapped
 
 
 def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     """By formula each takes a GiB of it; 48 are available, and 4 are left to it."""
-    case = case_of(question(), tight(), surroundings())
+    case = build_problem(request(), tight(), surroundings())
     swapped = {candidate.swapped_blocks for candidate in case.space.candidates}
     assert max(swapped) == 37
     assert swapped == set(case.space.choices["swapped_blocks"])

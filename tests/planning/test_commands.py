@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune.plan_file import read_plan, seal, write_plan
 from autotune.planning.sealing import sealed_path
 from autotune.reporting.difference import differences
-from autotune.schema import FrozenPart
+from autotune.schema.plan import FrozenPart
+from autotune.schema.plan_file import read_plan, seal, write_plan
 from tests.conftest import Journey, autotune_here
 
 

@@ -4,28 +4,29 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.fit import hardware_misfits
 from autotune.hardware.memory import process_overhead_bytes
-from autotune.planner import make_plan
-from autotune.planning.case import Case, case_of
 from autotune.planning.confirming import confirmed_winner, unverified_rung
-from autotune.schema import Candidate, Expected, PhasePeak, TrialResult
+from autotune.planning.problem import PlanningProblem, build_problem
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan import Expected
+from autotune.schema.trial import PhasePeak, TrialResult
+from autotune.training.fit import hardware_misfits
 from tests import builders
 from tests.builders import GIB, trial
 from tests.conftest import Journey
-from tests.planning.machines import GATES, HARDWARE, question, surroundings
+from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroundings
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
-    return case_of(question(), HARDWARE, surroundings())
+def case() -> PlanningProblem:
+    return build_problem(request(), HARDWARE, surroundings())
 
 
 def longer(of: Candidate, seconds: float | None, **changes: object) -> TrialResult:
     return trial(of, seconds, confirms=True, **changes)
 
 
-def test_the_winner_is_confirmed_once(case: Case) -> None:
+def test_the_winner_is_confirmed_once(case: PlanningProblem) -> None:
     fast, slow = case.space.candidates[:2]
     asked: list[Candidate] = []
 
@@ -38,7 +39,7 @@ def test_the_winner_is_confirmed_once(case: Case) -> None:
     assert trials[-1].confirms
 
 
-def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case: Case) -> None:
+def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case: PlanningProblem) -> None:
     first, second, third = case.space.candidates[:3]
     seen = {first: longer(first, None), second: longer(second, 3.0), third: longer(third, 1.6)}
     shorts = (trial(first, 1.0), trial(second, 1.2), trial(third, 1.5))
@@ -46,7 +47,7 @@ def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case: Case) -> 
     assert [t.candidate for t in trials[3:]] == [first, second, third]
 
 
-def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: Case) -> None:
+def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: PlanningProblem) -> None:
     from autotune.search.winner import measured_scores, winner_of
 
     fast, slow = case.space.candidates[:2]
@@ -58,7 +59,7 @@ def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: Case) 
     assert len(trials) == 3
 
 
-def test_the_first_rung_is_tried_only_where_nothing_smaller_ran(case: Case) -> None:
+def test_the_first_rung_is_tried_only_where_nothing_smaller_ran(case: PlanningProblem) -> None:
     largest = max(case.space.candidates, key=lambda c: case.cost.predict(c).peak_memory_bytes)
     smallest = min(case.space.candidates, key=lambda c: case.cost.predict(c).peak_memory_bytes)
     rung = unverified_rung((trial(largest, 1.0, 20 * GIB),), case)
@@ -75,7 +76,7 @@ def test_a_plan_promises_the_longer_trials_figures_and_its_neediest_phase() -> N
     def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
         return longer(candidate, 5.0, memory=GIB, phases=(phase,))
 
-    plan = make_plan(question(), HARDWARE, around=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    plan = make_plan(request(), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
     expected = plan.frozen.expected
     assert plan.frozen.trials[-1].confirms
     assert expected.step_seconds == 5.0  # what lasted, though shorter trials of others were faster
@@ -89,7 +90,7 @@ def test_a_plan_names_the_phase_that_could_not_be_rehearsed() -> None:
     def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
         return longer(candidate, 0.5, message="no such encoder (in the caching phase)")
 
-    plan = make_plan(question(max_trials=1), HARDWARE, around=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
+    plan = make_plan(request(max_trials=1), HARDWARE, backend=replace(surroundings(), rehearse=rehearse))  # type: ignore[arg-type]
     assert plan.frozen.expected.step_seconds == 0.5
     assert any("no such encoder (in the caching phase)" in note for note in plan.frozen.advice)
 
@@ -105,8 +106,8 @@ def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted
         def rehearse(model: str, cost: object, candidate: Candidate, most_seconds: float) -> TrialResult:
             return longer(candidate, 0.5, memory=12 * GIB, phases=rehearsed)
 
-        asked = question(max_trials=1)
-        return make_plan(asked, HARDWARE, around=replace(surroundings(), rehearse=rehearse)).frozen.expected  # type: ignore[arg-type]
+        asked = request(max_trials=1)
+        return make_plan(asked, HARDWARE, backend=replace(surroundings(), rehearse=rehearse)).frozen.expected  # type: ignore[arg-type]
 
     whole, without_caching = planned(*phases), planned(*phases[1:])
     assert 17 * GIB < whole.required_memory_bytes == 17 * GIB + whole.process_memory_bytes < 19 * GIB
@@ -121,7 +122,7 @@ def test_what_ran_within_the_budget_needs_no_more_than_it() -> None:
     def run(candidate: Candidate) -> TrialResult:
         return trial(candidate, 1.0, peak_bytes)
 
-    plan = make_plan(question(max_trials=1), hardware, around=surroundings(run))
+    plan = make_plan(request(max_trials=1), hardware, backend=surroundings(run))
     assert plan.frozen.expected.required_memory_bytes == 23 * GIB
     assert hardware_misfits(plan, hardware) == ()
 

@@ -14,7 +14,7 @@ from autotune.planning.resuming import _file_of_its_own
 from autotune.search.storage import StudyPlace, opened_study
 
 QUESTION: dict[str, str | None] = {"model": "m"}
-CASE: Any = SimpleNamespace(identity=QUESTION, question=SimpleNamespace(interrupted="continued"))
+CASE: Any = SimpleNamespace(identity=QUESTION, request=SimpleNamespace(interrupted="continued"))
 
 
 @pytest.fixture

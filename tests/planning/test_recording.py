@@ -5,18 +5,17 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.plan_file import plan_text
-from autotune.planner import make_plan
 from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
-from autotune.schema import TrainingPlan
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import plan_text
 from tests.planning.formula import by_formula
 from tests.planning.golden import FOLDER, GOLDEN, Golden, replayed_text
-from tests.planning.machines import HARDWARE, question, surroundings
+from tests.planning.machines import HARDWARE, make_plan, request, surroundings
 
 
 def made() -> TrainingPlan:
     with by_formula():
-        return make_plan(question(), HARDWARE, around=surroundings())
+        return make_plan(request(), HARDWARE, backend=surroundings())
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.name)
@@ -39,16 +38,16 @@ def test_a_plan_is_its_own_recording(tmp_path: Path) -> None:
     recording = read_recording(tmp_path / "r.jsonl")
     assert recording == Recording("0.0", HARDWARE, (), plan.frozen.trials)
     with by_formula():
-        again = make_plan(question(), recording.hardware, around=replayed(recording))
+        again = make_plan(request(), recording.hardware, backend=replayed(recording))
     assert plan_text(again) == plan_text(plan)
     assert again.frozen.search_seconds == 2.5 * len(plan.frozen.trials)
 
 
 def test_a_question_that_was_not_recorded_is_refused() -> None:
     recording = recording_of(made(), HARDWARE, ())
-    other = question(pins=(("attention", "native"), ("micro_batch_size", "2")))
+    other = request(pins=(("attention", "native"), ("micro_batch_size", "2")))
     with by_formula(), pytest.raises(InvalidInput, match="the recording has no trial of batch 2"):
-        make_plan(other, HARDWARE, around=replayed(recording))
+        make_plan(other, HARDWARE, backend=replayed(recording))
 
 
 @pytest.mark.parametrize("text", ["", "no json\n", "[]\n", '{"hardware": {}}\n', '{"autotune_version": "1"}\n', "\x00"])

@@ -13,23 +13,25 @@ import pytest
 from optuna.exceptions import StorageInternalError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
-from autotune.hardware.probe import with_budget
-from autotune.plan_file import plan_text, read_plan
-from autotune.planner import PlanEvents, make_plan
-from autotune.planning.case import case_of
-from autotune.planning.question import Question
+from autotune.hardware.probing import with_budget
+from autotune.planning.problem import build_problem
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
+from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
-from autotune.schema import Candidate, TrialResult
-from autotune.search.storage import StudyPlace, opened_study, safe_words
-from autotune.training.describe import Wishes
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan_file import plan_text, read_plan
+from autotune.schema.trial import TrialResult
+from autotune.search.storage import StudyPlace, opened_study, translate_storage_errors
+from autotune.training.describe import WorkloadOverrides
 from tests import builders
+from tests.events import notices_to
 from tests.planning.machines import (
     GATES,
     HARDWARE,
     answer,
     logged,
-    question,
+    make_plan,
+    request,
     start_worker,
     surroundings,
     wait_until,
@@ -41,7 +43,7 @@ PASSWORD = "p@ss/word"
 @pytest.fixture(scope="module", autouse=True)
 def _ready(_by_formula: None) -> None:
     """What all workers need is imported before they are forked."""
-    make_plan(question(max_trials=1), HARDWARE, around=surroundings())
+    make_plan(request(max_trials=1), HARDWARE, backend=surroundings())
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def database() -> Iterator[str]:
 
 @pytest.mark.parametrize("ended_trials", [0, 1, 5])
 def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ended_trials: int) -> None:
-    asked = question(StudyPlace(f"killed-{ended_trials}"))
+    asked = request(StudyPlace(f"killed-{ended_trials}"))
     worker = start_worker(tmp_path, "first", asked, hangs_at=ended_trials + 1)
     wait_until(lambda: len(logged(worker.log, "begins")) == ended_trials + 1)
     os.kill(worker.process.pid or 0, signal.SIGKILL)
@@ -69,11 +71,11 @@ def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ende
         after.append(candidate)
         return answer(candidate)
 
-    plan = make_plan(asked, HARDWARE, around=surroundings(run))  # type: ignore[arg-type]
+    plan = make_plan(asked, HARDWARE, backend=surroundings(run))  # type: ignore[arg-type]
     assert not set(before) & set(after)
     assert after[0] == logged(worker.log, "begins")[-1], "what the dead process tried comes first"
     assert [trial.candidate for trial in plan.frozen.trials] == [*before, *after]
-    undisturbed = make_plan(question(), HARDWARE, around=surroundings())
+    undisturbed = make_plan(request(), HARDWARE, backend=surroundings())
     assert plan.frozen.settings == undisturbed.frozen.settings
 
 
@@ -88,31 +90,31 @@ def interrupted_after(number: int, tried: list[Candidate]) -> object:
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Question:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanRequest:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return question(interrupted="resumed")
+    return request(interrupted="resumed")
 
 
-def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(asked: Question) -> None:
+def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(asked: PlanRequest) -> None:
     tried: list[Candidate] = []
     notes: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        make_plan(asked, HARDWARE, around=interrupted_after(3, tried))
+        make_plan(asked, HARDWARE, backend=interrupted_after(3, tried))
     other = dataclasses.replace(
-        asked, said={"learning_rate": 3e-4, "output": "elsewhere"}
+        asked, job_overrides={"learning_rate": 3e-4, "output": "elsewhere"}
     )  # another job, the same settings
-    plan = make_plan(other, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
+    plan = make_plan(other, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert len(tried) == len(set(tried))
     assert [trial.candidate for trial in plan.frozen.trials] == tried
     assert (plan.job.learning_rate, plan.job.output) == (3e-4, "elsewhere")
     assert "3 trials known" in notes[0]
     again: list[Candidate] = []
-    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, again))
+    make_plan(asked, HARDWARE, notices_to(notes.append), interrupted_after(99, again))
     assert again == tried, "a new search of the same measures anew"
     assert len(notes) == 1
 
 
-def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: Question) -> None:
+def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: PlanRequest) -> None:
     tried: list[Candidate] = []
     refused = AutotuneError("a training run uses this device", hint="wait")
     for stop in (signal.SIGTERM, refused, signal.SIGHUP, KeyboardInterrupt()):
@@ -125,14 +127,14 @@ def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: Qu
             return answer(candidate)
 
         with pytest.raises(AutotuneError if stop is refused else KeyboardInterrupt):
-            make_plan(asked, HARDWARE, around=surroundings(stopped))
-    plan = make_plan(asked, HARDWARE, around=interrupted_after(99, tried))
+            make_plan(asked, HARDWARE, backend=surroundings(stopped))
+    plan = make_plan(asked, HARDWARE, backend=interrupted_after(99, tried))
     assert len(set(tried[:5])) == 1, "it is taken up again first"
     assert [trial.outcome for trial in plan.frozen.trials] == ["ok"] * len(plan.frozen.trials)
 
 
 def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
-    asked: Question, monkeypatch: pytest.MonkeyPatch
+    asked: PlanRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Candidate] = []
     ask = optuna.Study.ask
@@ -145,20 +147,20 @@ def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
 
     monkeypatch.setattr(optuna.Study, "ask", stopped)
     with pytest.raises(KeyboardInterrupt):
-        make_plan(asked, HARDWARE, around=interrupted_after(99, tried))
+        make_plan(asked, HARDWARE, backend=interrupted_after(99, tried))
     monkeypatch.setattr(optuna.Study, "ask", ask)
     notes: list[str] = []
     monkeypatch.setattr("autotune.search.sampler.time.sleep", lambda seconds: pytest.fail("waited"))
-    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
+    make_plan(asked, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert notes == ["an interrupted search of the same goes on: 2 trials known (--fresh forgets them)"]
     assert len(tried) == len(set(tried)) > 2
 
 
-def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: Question, tmp_path: Path) -> None:
+def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: PlanRequest, tmp_path: Path) -> None:
     worker = start_worker(tmp_path, "first", asked, hangs_at=3)
     wait_until(lambda: len(logged(worker.log, "begins")) == 3)
     notes: list[str] = []
-    case = case_of(asked, HARDWARE, surroundings())
+    case = build_problem(asked, HARDWARE, surroundings())
     with kept_study(case, "0.0", notes.append):
         os.kill(worker.process.pid or 0, signal.SIGKILL)
         worker.process.join()
@@ -170,24 +172,24 @@ def test_a_search_beside_one_that_runs_is_told_to_join_it(asked: Question, tmp_p
     ]
 
 
-def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: Question, tmp_path: Path) -> None:
+def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: PlanRequest, tmp_path: Path) -> None:
     worker = start_worker(tmp_path, "first", asked, hangs_at=3)
     wait_until(lambda: len(logged(worker.log, "begins")) == 3)
     tried: list[Candidate] = []
     notes: list[str] = []
     fresh = dataclasses.replace(asked, interrupted="forgotten")
-    make_plan(fresh, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
+    make_plan(fresh, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert tried[:2] == logged(worker.log, "ends"), "it measures anew"
     os.kill(worker.process.pid or 0, signal.SIGKILL)
     worker.process.join()
-    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), surroundings())
+    make_plan(asked, HARDWARE, notices_to(notes.append), surroundings())
     assert notes == [
         "another search of the same runs: this one keeps its trials in memory alone",
         "an interrupted search of the same goes on: 2 trials known (--fresh forgets them)",
     ]
 
 
-def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Question) -> None:
+def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: PlanRequest) -> None:
     tried: list[Candidate] = []
     rehearsed: list[Candidate] = []
 
@@ -198,11 +200,11 @@ def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Que
             raise KeyboardInterrupt
         return builders.trial(candidate, seconds, 8 * builders.GIB, wall_seconds=2.5, confirms=True)
 
-    around = dataclasses.replace(interrupted_after(99, tried), rehearse=rehearse)  # type: ignore[type-var]
+    backend = dataclasses.replace(interrupted_after(99, tried), rehearse=rehearse)  # type: ignore[type-var]
     with pytest.raises(KeyboardInterrupt):
-        make_plan(asked, HARDWARE, around=around)
+        make_plan(asked, HARDWARE, backend=backend)
     number = len(tried)
-    plan = make_plan(asked, HARDWARE, around=around)
+    plan = make_plan(asked, HARDWARE, backend=backend)
     assert len(tried) == number
     assert len(rehearsed) == 3
     assert rehearsed[1] == rehearsed[2] != rehearsed[0]
@@ -210,59 +212,62 @@ def test_what_was_tried_after_the_search_is_not_paid_for_twice_either(asked: Que
 
 
 @pytest.mark.parametrize("what", ["fresh", "budget", "work", "damage"])
-def test_only_the_same_question_on_the_same_machine_goes_on(asked: Question, tmp_path: Path, what: str) -> None:
+def test_only_the_same_question_on_the_same_machine_goes_on(asked: PlanRequest, tmp_path: Path, what: str) -> None:
     first: list[Candidate] = []
     with pytest.raises(KeyboardInterrupt):
-        make_plan(asked, HARDWARE, around=interrupted_after(2, first))
+        make_plan(asked, HARDWARE, backend=interrupted_after(2, first))
     hardware = with_budget(HARDWARE, 23 * builders.GIB, by_user=True) if what == "budget" else HARDWARE
-    changes = {"fresh": {"interrupted": "forgotten"}, "work": {"wishes": Wishes(size_px=(256, 256), rank=8)}}
+    changes = {
+        "fresh": {"interrupted": "forgotten"},
+        "work": {"workload_overrides": WorkloadOverrides(size_px=(256, 256), rank=8)},
+    }
     (file,) = tmp_path.rglob("*.db")
     if what == "damage":
         file.write_bytes(b"no database")
     second: list[Candidate] = []
-    make_plan(dataclasses.replace(asked, **changes.get(what, {})), hardware, around=interrupted_after(99, second))
+    make_plan(dataclasses.replace(asked, **changes.get(what, {})), hardware, backend=interrupted_after(99, second))
     assert second[: len(first)] == first or what == "work"
     assert len(second) >= 4
 
 
-def test_a_search_in_which_nothing_ran_is_not_what_the_next_one_begins_with(asked: Question) -> None:
+def test_a_search_in_which_nothing_ran_is_not_what_the_next_one_begins_with(asked: PlanRequest) -> None:
     def fails(candidate: Candidate) -> object:
         return builders.trial(candidate, None, wall_seconds=1.0)
 
     with pytest.raises(NothingFits):
-        make_plan(asked, HARDWARE, around=surroundings(fails))  # type: ignore[arg-type]
-    assert make_plan(asked, HARDWARE, around=surroundings()).frozen.trials[0].outcome == "ok"
+        make_plan(asked, HARDWARE, backend=surroundings(fails))  # type: ignore[arg-type]
+    assert make_plan(asked, HARDWARE, backend=surroundings()).frozen.trials[0].outcome == "ok"
 
 
 def test_where_nothing_can_be_written_trials_stay_in_memory(
-    asked: Question, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: PlanRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     notes: list[str] = []
-    assert make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), surroundings()).frozen.trials
+    assert make_plan(asked, HARDWARE, notices_to(notes.append), surroundings()).frozen.trials
     assert "in memory alone" in notes[0]
 
 
 def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
-    asked = question(StudyPlace("ended"))
-    plan = make_plan(asked, HARDWARE, around=surroundings())
-    again = make_plan(asked, HARDWARE, around=surroundings(lambda candidate: pytest.fail("tried")))
+    asked = request(StudyPlace("ended"))
+    plan = make_plan(asked, HARDWARE, backend=surroundings())
+    again = make_plan(asked, HARDWARE, backend=surroundings(lambda candidate: pytest.fail("tried")))
     assert plan_text(again) == plan_text(plan)
 
 
 def test_a_study_whose_results_are_damaged_says_so() -> None:
-    asked = question(StudyPlace("damaged"))
-    make_plan(asked, HARDWARE, around=surroundings())
+    asked = request(StudyPlace("damaged"))
+    make_plan(asked, HARDWARE, backend=surroundings())
     file = platformdirs.user_data_path("autotune") / "studies" / "damaged.db"
     file.write_bytes(file.read_bytes().replace(b"micro_batch_size", b"micro_botch_size"))
     with pytest.raises(AutotuneError, match="study 'damaged' is damaged") as caught:
-        make_plan(asked, HARDWARE, around=surroundings())
+        make_plan(asked, HARDWARE, backend=surroundings())
     assert "name another --study" in caught.value.hint
 
 
 def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
-    asked = question(StudyPlace("deadly"))
+    asked = request(StudyPlace("deadly"))
     for number in range(2):
         worker = start_worker(tmp_path, f"worker-{number}", asked, hangs_at=1)
         wait_until(lambda count=number + 1, log=worker.log: len(logged(log, "begins")) == count)  # type: ignore[misc]
@@ -270,24 +275,26 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
         worker.process.join()
     deadly = set(logged(worker.log, "begins"))
     assert len(deadly) == 1
-    plan = make_plan(asked, HARDWARE, around=surroundings())
+    plan = make_plan(asked, HARDWARE, backend=surroundings())
     crashed = [trial for trial in plan.frozen.trials if trial.outcome == "crash"]
     assert [trial.candidate for trial in crashed] == list(deadly)
     assert "took its process down 2 times" in crashed[0].message
 
 
 def test_a_study_of_another_question_or_machine_says_so() -> None:
-    make_plan(question(StudyPlace("mine")), HARDWARE, around=surroundings())
-    other_work = question(StudyPlace("mine"), wishes=Wishes(size_px=(512, 512), effective_batch_size=2))
+    make_plan(request(StudyPlace("mine")), HARDWARE, backend=surroundings())
+    other_work = request(
+        StudyPlace("mine"), workload_overrides=WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
+    )
     with pytest.raises(InvalidInput, match="work: sha256"):
-        make_plan(other_work, HARDWARE, around=surroundings())
+        make_plan(other_work, HARDWARE, backend=surroundings())
     other_card = builders.hardware(*GATES, compute_capability=(8, 9))
     with pytest.raises(InvalidInput, match=r"compute capability: 9\.0 there, 8\.9 here"):
-        make_plan(question(StudyPlace("mine")), other_card, around=surroundings())
+        make_plan(request(StudyPlace("mine")), other_card, backend=surroundings())
 
 
 def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, database: str) -> None:
-    asked = question(StudyPlace("shared", database, heartbeat_seconds=2, grace_seconds=6), max_trials=10)
+    asked = request(StudyPlace("shared", database, heartbeat_seconds=2, grace_seconds=6), max_trials=10)
     victim = start_worker(tmp_path, "victim", asked, far_away=True, hangs_at=1)
     wait_until(lambda: len(logged(victim.log, "begins")) == 1)
     others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.3, far_away=True) for n in range(3)]
@@ -312,7 +319,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     plan = read_plan(_written(tmp_path / "plan.yaml", texts[0]))
     write_recording(tmp_path / "r.jsonl", recording_of(plan, HARDWARE, (), shared=True))
     replay = replayed(read_recording(tmp_path / "r.jsonl"))
-    again = make_plan(dataclasses.replace(asked, study=None), HARDWARE, around=replay)
+    again = make_plan(dataclasses.replace(asked, study=None), HARDWARE, backend=replay)
     assert plan_text(again) == texts[0], "a shared search replays"
 
     everything = "".join(path.read_text() for path in tmp_path.iterdir())
@@ -336,7 +343,7 @@ def _written(path: Path, text: str) -> Path:
 )
 def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> None:
     with pytest.raises(AutotuneError) as caught:
-        make_plan(question(StudyPlace("x", url)), HARDWARE, around=surroundings())
+        make_plan(request(StudyPlace("x", url)), HARDWARE, backend=surroundings())
     words = f"{caught.value.message} {caught.value.hint} {caught.value.__cause__!r}"
     assert PASSWORD not in words
     assert "p%40ss" not in words
@@ -351,10 +358,10 @@ def _stumble() -> None:
 
 
 def test_a_storage_that_fails_behind_another_error_is_named() -> None:
-    with pytest.raises(AutotuneError, match="the disk is full") as caught, safe_words(StudyPlace("x")):
+    with pytest.raises(AutotuneError, match="the disk is full") as caught, translate_storage_errors(StudyPlace("x")):
         _stumble()
     assert "results of finished trials are kept" in caught.value.hint
-    with pytest.raises(ZeroDivisionError), safe_words(StudyPlace("x")):
+    with pytest.raises(ZeroDivisionError), translate_storage_errors(StudyPlace("x")):
         _ = 1 / 0
 
 
@@ -366,10 +373,13 @@ def test_a_file_that_goes_while_it_is_used_is_named_without_sql_and_a_heartbeat_
     trial = study.ask()
     file.unlink()
     study._storage.record_heartbeat(trial._trial_id)  # type: ignore[attr-defined]
-    with pytest.raises(AutotuneError, match=r"failed: attempt to write a readonly database$"), safe_words(place):
+    with (
+        pytest.raises(AutotuneError, match=r"failed: attempt to write a readonly database$"),
+        translate_storage_errors(place),
+    ):
         trial.set_user_attr("a", 1)
 
 
 def test_a_study_name_cannot_leave_its_folder() -> None:
     with pytest.raises(InvalidInput, match="cannot name a study"):
-        make_plan(question(StudyPlace("../x")), HARDWARE, around=surroundings())
+        make_plan(request(StudyPlace("../x")), HARDWARE, backend=surroundings())

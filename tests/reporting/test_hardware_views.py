@@ -5,13 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from autotune.hardware.catalogue import catalogue
-from autotune.hardware.doctor import findings
-from autotune.hardware.patient import examine
-from autotune.hardware.probe import profile_of, with_rates
+from autotune.hardware.catalog import load_catalog
+from autotune.hardware.diagnosis import findings
+from autotune.hardware.doctor_facts import examine
+from autotune.hardware.probing import profile_of, with_rates
 from autotune.hardware.store import hardware_named
-from autotune.machine import Rate
-from autotune.reporting.hardware import catalogue_view, findings_view, human_rate, profile_view
+from autotune.reporting.hardware import catalog_view, findings_view, human_rate, profile_view
+from autotune.schema.hardware import Rate
 from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem, machine
 
 
@@ -49,13 +49,13 @@ def test_brackets_in_a_name_are_shown():
     assert "CPU [/rev] [b]" in shown(profile_view(profile))
 
 
-def test_the_catalogue_fits_with_every_name():
-    text = shown(catalogue_view(catalogue()))
+def test_the_catalog_fits_with_every_name():
+    text = shown(catalog_view(load_catalog()))
     assert max(len(line) for line in text.splitlines()) <= 80
-    assert all(gpu.id in text for gpu in catalogue())
+    assert all(gpu.id in text for gpu in load_catalog())
 
 
-def test_a_catalogue_profile_says_that_nothing_was_measured():
+def test_a_catalog_profile_says_that_nothing_was_measured():
     assert "not measured" in shown(profile_view(hardware_named("nvidia-gb10")))
 
 

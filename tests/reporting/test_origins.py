@@ -2,10 +2,10 @@
 
 import pytest
 
-from autotune.plan_file import with_job
 from autotune.reporting.origins import origin_lines
-from autotune.schema import TrainingPlan
-from tests.test_plan_file import make_plan
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import with_job
+from tests.schema.test_plan_file import make_plan
 
 
 @pytest.fixture(scope="module")

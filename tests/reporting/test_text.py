@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from autotune.cli.terminal import err, out
 from autotune.reporting.text import memory_text, seconds_text
-from autotune.terminal import err, out
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_sizes_read_well(num_bytes: float | None, text: str) -> None:
 
 
 def test_progress_that_nobody_reads_any_more_ends_nothing() -> None:
-    code = "from autotune.terminal import err, out; [err.print('x' * 99) for _ in range(9999)]; out.print('done')"
+    code = "from autotune.cli.terminal import err, out; [err.print('x' * 99) for _ in range(9999)]; out.print('done')"
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, check=False)

@@ -11,9 +11,17 @@ from autotune.cost.predict import Predictor
 from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Choices
-from autotune.schema import Candidate, Outcome, TrialResult
+from autotune.schema.candidate import Candidate
+from autotune.schema.trial import Outcome, TrialResult
 from autotune.search import study
-from autotune.search.residual import GROWTH, SAFE_SHARE, Outlook, ResidualSearch, best_seconds, cautious_bytes
+from autotune.search.residual import (
+    GROWTH,
+    SAFE_SHARE,
+    ResidualSearch,
+    ScoredCandidate,
+    best_seconds,
+    memory_upper_bound,
+)
 from autotune.search.space import SearchSpace, search_space
 from autotune.search.study import Limits, run_search
 from autotune.search.winner import fallbacks_of, measured_scores, reasons_for, require_winner, winner_of
@@ -29,13 +37,13 @@ Machine = Callable[[Candidate], TrialResult]
 @pytest.fixture(scope="module")
 def cost() -> Predictor:
     """The real cost model of Qwen-Image at 512 px, traced once."""
-    family = builders.setting().family
+    family = builders.context().family
     return Predictor(GPU, WORK, family, family.transformer_config)
 
 
 @pytest.fixture(scope="module")
 def space() -> SearchSpace:
-    return search_space(builders.setting(GPU, WORK))
+    return search_space(builders.context(GPU, WORK))
 
 
 def machine(cost: Predictor, seed: int, wall_bytes: float = math.inf) -> Machine:
@@ -45,7 +53,7 @@ def machine(cost: Predictor, seed: int, wall_bytes: float = math.inf) -> Machine
     speed = {name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")}
     bias, clash, memory_bias = rng.uniform(0.65, 1.35), rng.uniform(0, 0.15), rng.uniform(0.9, 1.1)
     truth = {}
-    for candidate in search_space(builders.setting(GPU, WORK)).candidates:
+    for candidate in search_space(builders.context(GPU, WORK)).candidates:
         predicted = cost.predict(candidate)
         time = predicted.step_seconds * bias * speed[candidate.quantization] * speed[candidate.attention]
         time *= 1 + clash * (candidate.micro_batch_size > 1) * (candidate.quantization != "none")
@@ -58,7 +66,7 @@ def machine(cost: Predictor, seed: int, wall_bytes: float = math.inf) -> Machine
 def search(
     cost: Predictor, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
 ) -> tuple[TrialResult, ...]:
-    space = search_space(builders.setting(GPU, WORK))
+    space = search_space(builders.context(GPU, WORK))
     sampler = ResidualSearch(space, cost, budget_bytes, ascending=ascending)
     return run_search(sampler, run, Limits(max_trials=max_trials, max_seconds=60), lambda result: None)
 
@@ -158,7 +166,7 @@ def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradie
 def test_search_ends_when_everything_is_tried(cost: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "MIN_TRIALS", 50)
     work = builders.workload(quality="exact", effective_batch_size=1)
-    narrow = search_space(builders.setting(builders.hardware("attention.native", "precision.bf16"), work))
+    narrow = search_space(builders.context(builders.hardware("attention.native", "precision.bf16"), work))
     sampler = ResidualSearch(narrow, cost, 100 * GIB)
     limits = Limits(max_trials=50, max_seconds=60)
     results = run_search(sampler, lambda c: builders.trial(c, 1.0), limits, lambda r: None)
@@ -212,13 +220,13 @@ def test_caution_is_about_the_step_and_not_about_other_phases(cost: Predictor, s
     cache = next(phase for phase in step.phases if phase.name == "cache")
     large = cache.changed(peak_memory_bytes=2 * step.peak_memory_bytes)
     encoding = step.model_copy(update={"phases": (large,), "required_memory_bytes": large.peak_memory_bytes})
-    assert cautious_bytes(encoding) == large.peak_memory_bytes
-    assert 1.03 * step.peak_memory_bytes < cautious_bytes(step) < 1.15 * step.peak_memory_bytes
+    assert memory_upper_bound(encoding) == large.peak_memory_bytes
+    assert 1.03 * step.peak_memory_bytes < memory_upper_bound(step) < 1.15 * step.peak_memory_bytes
 
 
 def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
-    gates = ("attention.native", "attention.flash", "precision.bf16")
-    space = search_space(builders.setting(builders.hardware(*gates), builders.workload(text_padding="masked")))
+    capabilities = ("attention.native", "attention.flash", "precision.bf16")
+    space = search_space(builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked")))
     flash = [c for c in space.candidates if c.attention == "flash"]
     assert flash
     assert all(c.micro_batch_size == 1 for c in flash)
@@ -227,12 +235,12 @@ def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
 
 def test_a_value_on_request_is_never_searched_but_may_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = Choices(("native",), on_request={"xformers": "rarely pays"})
-    monkeypatch.setattr(Attention, "choices", lambda self, setting: offered)
-    setting = builders.setting(builders.hardware("precision.bf16"), builders.workload())
-    free = search_space(setting)
+    monkeypatch.setattr(Attention, "choices", lambda self, context: offered)
+    context = builders.context(builders.hardware("precision.bf16"), builders.workload())
+    free = search_space(context)
     assert {c.attention for c in free.candidates} == {"native"}
     assert {r.choice: r.reason for r in free.rejected["attention"]} == offered.on_request
-    pinned = search_space(setting, pins=[("attention", "xformers")])
+    pinned = search_space(context, pins=[("attention", "xformers")])
     assert {c.attention for c in pinned.candidates} == {"xformers"}
 
 
@@ -249,8 +257,8 @@ def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: Pr
 
 @pytest.mark.parametrize(("chosen", "other"), [("flash", "native"), ("native", "flash")])
 def test_what_ran_is_not_called_excluded_because_other_settings_do_not_go_with_it(chosen: str, other: str) -> None:
-    gates = ("attention.native", "attention.flash", "precision.bf16")
-    space = search_space(builders.setting(builders.hardware(*gates), builders.workload(text_padding="masked")))
+    capabilities = ("attention.native", "attention.flash", "precision.bf16")
+    space = search_space(builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked")))
     trials = [builders.trial(builders.candidate(attention=chosen), seconds=1.0)]
     trials.append(builders.trial(builders.candidate(attention=other), seconds=2.0))
     scores = measured_scores(trials)
@@ -295,9 +303,9 @@ def test_expected_improvement_is_the_mean_of_what_is_gained() -> None:
     rng = random.Random(0)
     for expected, uncertainty in ((0.1, 0.2), (-0.1, 0.05), (0.0, 0.3)):
         drawn = [max(0.0, -rng.gauss(expected, uncertainty)) for _ in range(20_000)]
-        outlook = Outlook(builders.candidate(), expected, uncertainty, step_seconds=1.0, required_bytes=1.0)
+        outlook = ScoredCandidate(builders.candidate(), expected, uncertainty, step_seconds=1.0, required_bytes=1.0)
         assert outlook.improvement(0.0) == pytest.approx(sum(drawn) / len(drawn), abs=0.004)
-    certain = Outlook(builders.candidate(), -0.2, 0.0, step_seconds=1.0, required_bytes=1.0)
+    certain = ScoredCandidate(builders.candidate(), -0.2, 0.0, step_seconds=1.0, required_bytes=1.0)
     assert certain.improvement(0.0) == pytest.approx(0.2)
 
 
@@ -314,15 +322,15 @@ def test_workers_at_the_same_time_try_different_combinations(cost: Predictor, sp
 
 def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
     with pytest.raises(NothingFits, match="attention"):
-        search_space(builders.setting(builders.hardware("precision.bf16")))
+        search_space(builders.context(builders.hardware("precision.bf16")))
 
 
 def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
     with pytest.raises(InvalidInput, match="swapped blocks have to recompute, and 0 do"):
-        search_space(builders.setting(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
+        search_space(builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
 
 
 def test_what_the_user_ruled_out_is_the_users_to_take_back() -> None:
     with pytest.raises(NothingFits) as refused:
-        search_space(builders.setting(), exclusions=(("precision", "bf16"),))
+        search_space(builders.context(), exclusions=(("precision", "bf16"),))
     assert "--exclude" in refused.value.hint

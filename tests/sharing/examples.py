@@ -4,10 +4,13 @@ import hashlib
 from datetime import date
 from pathlib import Path
 
-from autotune.job import Job
-from autotune.machine import HardwareProfile, Rate
-from autotune.plan_file import seal
-from autotune.schema import Candidate, Expected, FrozenPart, PlannedHardware, TrainingPlan, TrialResult, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile, Rate
+from autotune.schema.job import Job
+from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.schema.plan_file import seal
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Workload
 from autotune.sharing.record import Record, record_of
 from tests.builders import GIB, candidate, hardware, trial, workload
 
@@ -57,7 +60,7 @@ def plan(
             device_name=here.device.name,
             device_kind=here.device.kind,
             fingerprint=here.fingerprint,
-            hard_keys=here.hard_keys,
+            match_keys=here.match_keys,
             total_memory_bytes=here.device.total_memory_bytes,
             budget_bytes=here.device.budget_bytes,
             versions=here.versions,

@@ -10,21 +10,25 @@ from pathlib import Path
 
 from autotune import __version__
 from autotune.cost.predict import Predictor
-from autotune.machine import HardwareProfile
-from autotune.planner import PlanEvents, make_plan
-from autotune.planning.case import Case, case_of
-from autotune.planning.question import Question
-from autotune.planning.surroundings import Surroundings
-from autotune.schema import Candidate, Residual, TrainingPlan, TrialResult
+from autotune.planning.backend import PlannerBackend
+from autotune.planning.planner import make_plan
+from autotune.planning.problem import PlanningProblem, build_problem
+from autotune.planning.request import PlanRequest
+from autotune.schema.candidate import Candidate
+from autotune.schema.events import Notice
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.trial import TrialResult
 from autotune.sharing.files import LocalFiles
-from autotune.sharing.query import Survey, survey
+from autotune.sharing.query import StoreMatches, find_matches
 from autotune.sharing.record import Record, record_of
 from autotune.sharing.store import Store
 from tests.builders import GIB, trial
-from tests.planning.machines import question, surroundings
+from tests.events import events_of
+from tests.planning.machines import request, surroundings
 from tests.sharing.examples import machine, rate
 
-QUESTION = question()
+QUESTION = request()
 RATES = (rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14))
 GATES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
 H100 = {
@@ -35,13 +39,13 @@ H100 = {
 
 def gpu(**changes: object) -> HardwareProfile:
     """An H100 on which everything that trains is open."""
-    gates = tuple(machine().gates[0].model_copy(update={"name": name}) for name in GATES)
-    return machine(**{**H100, "gates": gates, **changes})
+    capabilities = tuple(machine().capabilities[0].model_copy(update={"name": name}) for name in GATES)
+    return machine(**{**H100, "capabilities": capabilities, **changes})
 
 
 @cache
-def case_on_gpu() -> Case:
-    return case_of(QUESTION, gpu(), surroundings())
+def case_on_gpu() -> PlanningProblem:
+    return build_problem(QUESTION, gpu(), surroundings())
 
 
 @dataclass
@@ -66,8 +70,10 @@ class Simulated:
         fits = predicted.required_memory_bytes <= self.hardware.device.budget_bytes
         return trial(candidate, seconds if fits else None, int(predicted.allocated_memory_bytes * 1.01), wall_seconds=9)
 
-    def around(self, *stores: Store) -> Surroundings:
-        return replace(surroundings(self.run), survey=lambda h, w: survey(h, w, stores), autotune_version=__version__)
+    def backend(self, *stores: Store) -> PlannerBackend:
+        return replace(
+            surroundings(self.run), find_matches=lambda h, w: find_matches(h, w, stores), autotune_version=__version__
+        )
 
     @property
     def best_seconds(self) -> float:
@@ -82,7 +88,7 @@ class Planned:
 
     plan: TrainingPlan
     record: Record
-    survey: Survey
+    find_matches: StoreMatches
     doubts: tuple[str, ...]
 
     @property
@@ -90,14 +96,12 @@ class Planned:
         return self.plan.frozen.trials
 
 
-def planned_on(simulated: Simulated, *stores: Store, asked: Question = QUESTION) -> Planned:
-    surveys: list[Survey] = []
+def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTION) -> Planned:
     doubts: list[str] = []
-    calibration: list[Residual | None] = []
-    events = PlanEvents(on_survey=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
-    plan = make_plan(asked, simulated.hardware, events, simulated.around(*stores))
-    record = record_of(plan, simulated.hardware, tuple(calibration)).changed(measured_on=date(2026, 3, 1))
-    return Planned(plan, record, surveys[0], tuple(doubts))
+    on_event = events_of(Notice, lambda event: doubts.append(event.text) if event.topic == "profiles" else None)
+    made = make_plan(asked, simulated.hardware, on_event, simulated.backend(*stores))
+    record = record_of(made.plan, simulated.hardware, made.residuals).changed(measured_on=date(2026, 3, 1))
+    return Planned(made.plan, record, made.matches, tuple(doubts))
 
 
 def store_with(folder: Path, records: Sequence[Record]) -> Store:

@@ -7,7 +7,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from autotune.cli import app
+from autotune.cli.app import app
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.sharing.files import Unreachable, reaching, redacted
 from autotune.sharing.store import own_store, remember
@@ -20,7 +20,7 @@ from tests.sharing.examples import TRIALS, machine, plan, record, several
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("autotune.hardware.probe.probe", machine)
+    monkeypatch.setattr("autotune.hardware.probing.probe", machine)
 
 
 def run(*arguments: object) -> Result:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.sharing.keys import compare_machine, match, usable_trials
+from autotune.sharing.keys import compare, compare_machine, usable_trials
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import TRIALS, machine, rate, record
 
@@ -15,7 +15,7 @@ WITHIN = (rate("memory.bandwidth", 9.5e11), rate("matmul.bf16.4096x12288x3072", 
 
 
 def test_the_same_machine_and_work_are_exact() -> None:
-    found = match(record(), machine(), workload())
+    found = compare(record(), machine(), workload())
     assert (found.kind, found.distance, found.reasons) == ("exact", 0.0, ())
 
 
@@ -31,13 +31,13 @@ def test_the_same_machine_and_work_are_exact() -> None:
     ],
 )
 def test_a_hard_key_that_differs_decides_and_is_named(change: dict[str, object], named: str) -> None:
-    found = match(record(), machine(**change), workload())
+    found = compare(record(), machine(**change), workload())
     assert (found.kind, found.distance, found.reasons) == ("none", math.inf, (named,))
 
 
 def test_another_architecture_never_counts() -> None:
     model = workload().model.model_copy(update={"architecture": "sha256:1"})
-    found = match(record(), machine(), workload(model=model))
+    found = compare(record(), machine(), workload(model=model))
     assert found.kind == "none"
     assert "architecture" in found.reasons[0]
 
@@ -48,12 +48,12 @@ def test_another_architecture_never_counts() -> None:
      {"rates": WITHIN}, {"cpu": "another"}, {"free_memory_bytes": GIB}, {"power_limit_watts": None}],
 )  # fmt: skip
 def test_what_does_not_matter_stays_exact(change: dict[str, object]) -> None:
-    assert match(record(), machine(**change), workload()).kind == "exact"
+    assert compare(record(), machine(**change), workload()).kind == "exact"
 
 
 def test_soft_keys_make_a_prior_the_nearer_the_more_alike() -> None:
     changes = [{"driver": "590.1"}, {"power_limit_watts": 300.0}, {"name": "NVIDIA L40S"}, {"rates": FASTER}]
-    found = [match(record(), machine(**change), workload()) for change in changes]
+    found = [compare(record(), machine(**change), workload()) for change in changes]
     assert [item.kind for item in found] == ["upgraded", "near", "near", "near"]
     assert [item.distance for item in found] == sorted(item.distance for item in found)
     assert [item.reasons[0].split(":")[0] for item in found] == ["driver", "power limit", "device", "memory bandwidth"]
@@ -65,7 +65,7 @@ def test_soft_keys_make_a_prior_the_nearer_the_more_alike() -> None:
      {"objective": "memory"}, {"text_padding": "exact"}, {"num_control_images": 1}, {"resolution_px": 768}],
 )  # fmt: skip
 def test_other_work_on_the_same_model_is_a_prior(change: dict[str, object]) -> None:
-    found = match(record(), machine(), workload(**change))
+    found = compare(record(), machine(), workload(**change))
     assert found.kind == "near"
     assert found.reasons
 
@@ -73,12 +73,12 @@ def test_other_work_on_the_same_model_is_a_prior(change: dict[str, object]) -> N
 def test_cores_count_only_where_they_train() -> None:
     more = {"logical_cores": 64, "memory_kind": "host", "kind": "cpu", "compute_capability": None}
     fewer = machine(**(more | {"logical_cores": 8}))
-    assert match(record(machine(**more)), fewer, workload()).reasons == ("cores: 8.00 times ours",)
-    assert match(record(machine(logical_cores=64)), machine(), workload()).kind == "exact"
+    assert compare(record(machine(**more)), fewer, workload()).reasons == ("cores: 8.00 times ours",)
+    assert compare(record(machine(logical_cores=64)), machine(), workload()).kind == "exact"
 
 
 def test_captions_a_little_longer_are_the_same_work() -> None:
-    assert match(record(), machine(), workload(max_text_tokens=70)).kind == "exact"
+    assert compare(record(), machine(), workload(max_text_tokens=70)).kind == "exact"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_trials_of_native_count_while_the_kernel_behind_it_is_the_same(
 
 
 def test_a_search_that_was_cut_short_is_a_prior_only() -> None:
-    found = match(record(conclusive=False), machine(), workload())
+    found = compare(record(conclusive=False), machine(), workload())
     assert (found.kind, found.distance) == ("near", 0.0)
     assert found.reasons == ("search: cut short there",)
 
@@ -142,11 +142,11 @@ def test_running_out_of_a_smaller_budget_says_nothing_here() -> None:
 
 
 def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
-    found = match(record(machine(budget_bytes=20 * GIB)), machine(), workload())
+    found = compare(record(machine(budget_bytes=20 * GIB)), machine(), workload())
     assert (found.kind, found.reasons) == ("near", ("memory to take: 0.83 times ours",))
     roomy = record(machine(budget_bytes=20 * GIB), trials=(trial(TRIALS[1].candidate, 1.8, 15 * GIB),))
-    assert match(roomy, machine(), workload()).kind == "exact"
-    assert match(record(), machine(budget_bytes=20 * GIB), workload()).kind == "exact"
+    assert compare(roomy, machine(), workload()).kind == "exact"
+    assert compare(record(), machine(budget_bytes=20 * GIB), workload()).kind == "exact"
 
 
 VERSIONS = st.sampled_from(["1.0", "2.0.1", None])
@@ -171,8 +171,8 @@ VERSIONS = st.sampled_from(["1.0", "2.0.1", None])
 def test_distance_tells_kind_and_is_the_same_both_ways(change: dict[str, object], other_work: bool) -> None:
     here, there = machine(**change), machine()
     work = workload(rank=64) if other_work else workload()
-    one = match(record(there), here, work)
-    two = match(record(here, work), there, workload())
+    one = compare(record(there), here, work)
+    two = compare(record(here, work), there, workload())
     assert one.kind == two.kind
     assert one.distance == pytest.approx(two.distance)
     assert (one.kind == "none") == math.isinf(one.distance)

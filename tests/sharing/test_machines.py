@@ -25,9 +25,9 @@ def test_a_record_that_cannot_be_true_gives_nothing() -> None:
         profile_of_record(record(machine(rates=(rate("memory.bandwidth", 9e13),))))
 
 
-def test_a_device_outside_the_catalogue_is_refused() -> None:
+def test_a_device_outside_the_catalog_is_refused() -> None:
     unknown = machine(name="Nobody's GPU")
-    with pytest.raises(InvalidInput, match="not in the catalogue"):
+    with pytest.raises(InvalidInput, match="not in the catalog"):
         profile_of_record(record(unknown))
 
 

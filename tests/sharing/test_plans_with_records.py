@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import autotune.planning.recording  # noqa: F401  before `Surroundings` is replaced: it would keep the replacement
-from autotune.plan_file import read_plan
-from autotune.schema import FrozenPart, TrialResult
-from autotune.sharing.advice import broken_promise
-from autotune.sharing.query import survey
+import autotune.planning.recording  # noqa: F401  before `PlannerBackend` is replaced: it would keep the replacement
+from autotune.schema.plan import FrozenPart
+from autotune.schema.plan_file import read_plan
+from autotune.schema.trial import TrialResult
+from autotune.sharing.query import find_matches
 from autotune.sharing.record import Record
+from autotune.sharing.warm_start import broken_promise
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune_here
 from tests.planning.formula import by_formula
@@ -78,7 +79,7 @@ def test_after_a_drivers_upgrade_that_changed_nothing_one_trial_tells(cold: Plan
     upgraded = Simulated(gpu(driver="590.1"), SLOW, seed=1)
     again = planned_on(upgraded, store_with(tmp_path, [cold.record]))
     assert len(again.trials) == 1
-    (told,) = again.survey.stale
+    (told,) = again.find_matches.stale
     assert told == (
         f"{cold.record.name[:12]} is from before an upgrade, and verified first: driver: 580.95 there, 590.1 here"
     )
@@ -100,30 +101,32 @@ def test_a_librarys_upgrade_measures_its_own_trials_again_and_no_others(cold: Pl
     again = planned_on(Simulated(gpu(torchao="0.19.0"), SLOW, seed=1), store)
     fastest = min(used, key=lambda t: t.median_step_seconds or math.inf)
     assert [t.candidate for t in again.trials] == [cold.plan.frozen.settings, fastest.candidate]
-    assert "trials on torchao: 0.18.0 there, 0.19.0 here" in again.survey.stale[0]
+    assert "trials on torchao: 0.18.0 there, 0.19.0 here" in again.find_matches.stale[0]
     faster = planned_on(Simulated(gpu(torchao="0.19.0"), {**SLOW, "torchao-int8": 0.5}, seed=1), store)
     assert faster.plan.frozen.settings.quantization == "torchao-int8"
 
 
 def test_after_an_upgrade_of_torch_nothing_counts_and_it_is_said(cold: Planned, tmp_path: Path) -> None:
     again = planned_on(Simulated(gpu(torch="2.14.0"), SLOW), store_with(tmp_path, [cold.record]))
-    assert again.survey.stale == (f"{cold.record.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",)
+    assert again.find_matches.stale == (
+        f"{cold.record.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",
+    )
     assert again.plan.frozen.records == ()
     assert len(again.trials) == len(cold.trials)
 
 
-def neighbour(seed: int) -> Simulated:
+def neighbor(seed: int) -> Simulated:
     """Another card of the same generation: 0.7 of the rates, half of the power."""
     slower = tuple(rate(one.name, 0.7 * one.value) for one in RATES)
     return Simulated(gpu(name="NVIDIA H100 PCIe", rates=slower, power_limit_watts=350.0), SLOW, seed)
 
 
-def test_a_neighbours_profile_saves_trials(cold: Planned, tmp_path: Path) -> None:
-    alone = planned_on(neighbour(2))
-    helped = planned_on(neighbour(2), store_with(tmp_path, [cold.record]))
+def test_a_neighbors_profile_saves_trials(cold: Planned, tmp_path: Path) -> None:
+    alone = planned_on(neighbor(2))
+    helped = planned_on(neighbor(2), store_with(tmp_path, [cold.record]))
     assert len(helped.trials) < len(alone.trials)
     assert helped.plan.frozen.records == (cold.record.name,)
-    assert helped.plan.frozen.expected.step_seconds <= 1.05 * neighbour(2).best_seconds
+    assert helped.plan.frozen.expected.step_seconds <= 1.05 * neighbor(2).best_seconds
 
 
 def test_two_teams_on_unlike_machines_share_through_the_real_commands(
@@ -137,19 +140,19 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
 
     def plan(team: str, on: Simulated, *options: str) -> FrozenPart:
         monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: on.hardware)
-        around = replace(on.around(), survey=survey)
-        monkeypatch.setattr("autotune.planning.surroundings.Surroundings", lambda: around)
+        backend = replace(on.backend(), find_matches=find_matches)
+        monkeypatch.setattr("autotune.planning.backend.PlannerBackend", lambda: backend)
         file = tmp_path / f"{team}.yaml"
         asked = ("--model", "kandinsky5-image-lite", "--resolution", "256", "--batch", 2, "-o", file)
         command(team, "plan", *asked, *options)
         return read_plan(file).frozen
 
     team = tmp_path / "team"
-    alone = plan("carol", neighbour(2), "--no-profiles")
+    alone = plan("carol", neighbor(2), "--no-profiles")
     first = plan("alice", Simulated(slow=SLOW))
     assert "new: 1" in command("alice", "profiles", "push", team)
     assert "new: 1" in command("bob", "profiles", "pull", team)
-    helped = plan("bob", neighbour(2))
+    helped = plan("bob", neighbor(2))
     assert first.records == alone.records == ()
     assert len(helped.trials) < len(alone.trials)
     assert len(helped.records) == 1
@@ -169,8 +172,8 @@ def test_what_the_cost_model_or_physics_contradicts_is_refused_and_named(cold: P
     )
     for poison, why in cases:
         again = planned_on(Simulated(slow=SLOW), store_with(tmp_path / poison.name, [poison]))
-        assert len(again.survey.refused) == 1
-        assert again.survey.refused[0].startswith(f"{poison.name[:12]} {why}")
+        assert len(again.find_matches.refused) == 1
+        assert again.find_matches.refused[0].startswith(f"{poison.name[:12]} {why}")
         assert again.plan.frozen.records == ()
         assert again.trials == cold.trials
 
@@ -189,7 +192,7 @@ def test_times_are_not_judged_by_rates_of_a_busy_machine(cold: Planned, tmp_path
     machine = poison.machine.model_copy(update={"noisy": True})
     poison = Record.model_validate({**dict(poison), "machine": machine})
     again = planned_on(Simulated(slow=SLOW), store_with(tmp_path, [poison]))
-    assert again.survey.refused == ()
+    assert again.find_matches.refused == ()
     assert [doubt.split(":")[0] for doubt in again.doubts] == [f"{poison.name[:12]} does not hold here"]
     assert again.plan.frozen.settings == cold.plan.frozen.settings
 
@@ -230,7 +233,7 @@ def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
 ) -> None:
     before = planned_on(Simulated(slow=SLOW), asked=replace(QUESTION, **limited))
     again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]))
-    assert again.survey.known[0].match.kind == "near"
+    assert again.find_matches.known[0].match.kind == "near"
     assert len(again.trials) >= 4
     assert again.plan.frozen.settings == cold.plan.frozen.settings
 
@@ -263,7 +266,7 @@ def test_a_record_full_of_strange_settings_takes_seconds_at_most(cold: Planned, 
     calibration = (*cold.record.calibration, *(residual for _ in strange))
     flood = cold.record.changed(trials=(*cold.record.trials, *strange), calibration=calibration)
     started = time.perf_counter()
-    planned_on(neighbour(3), store_with(tmp_path, [flood]))
+    planned_on(neighbor(3), store_with(tmp_path, [flood]))
     assert time.perf_counter() - started < 20
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from autotune.hardware.catalogue import catalogue
-from autotune.schema import Expected, TrialResult
+from autotune.hardware.catalog import load_catalog
+from autotune.schema.plan import Expected
+from autotune.schema.trial import TrialResult
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import Record
 from tests.builders import GIB, candidate, trial, workload
@@ -73,7 +74,7 @@ def test_an_unknown_gpu_is_measured_against_the_fastest_known() -> None:
     assert implausible(claiming(trial(INT8, 1e-4, 21 * GIB), machine=unheard))
 
 
-@pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.id)
+@pytest.mark.parametrize("gpu", load_catalog(), ids=lambda gpu: gpu.id)
 def test_a_run_at_half_the_peak_is_believed_on_every_gpu(gpu) -> None:
     """6.5 PFLOP is what a step of 4 images of 1,024 tokens through 20 billion parameters really takes, about."""
     here = machine(name=gpu.name, total_memory_bytes=gpu.memory_bytes, budget_bytes=gpu.memory_bytes)

@@ -1,22 +1,22 @@
-"""What a plan learns from the stores: exact first, neighbours by distance, staleness and poison named."""
+"""What a plan learns from the stores: exact first, neighbors by distance, staleness and poison named."""
 
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from autotune.machine import HardwareProfile
-from autotune.schema import Workload
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
 from autotune.sharing.files import LocalFiles, Unreachable
-from autotune.sharing.query import MAX_CONSIDERED, Known, survey
+from autotune.sharing.query import MAX_CONSIDERED, MatchedRecord, find_matches
 from autotune.sharing.record import Record
 from autotune.sharing.store import Store, own_store, remember
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import TRIALS, fill, machine, plan, record
 
 
-def known(here: HardwareProfile, work: Workload, stores: list[Store] | None = None) -> tuple[Known, ...]:
-    return survey(here, work, stores).known
+def known(here: HardwareProfile, work: Workload, stores: list[Store] | None = None) -> tuple[MatchedRecord, ...]:
+    return find_matches(here, work, stores).known
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_an_empty_store_knows_nothing(store: Store) -> None:
     assert known(machine(), workload(), [store]) == ()
 
 
-def test_exact_records_come_first_the_newest_leading_then_upgraded_ones_then_neighbours(store: Store) -> None:
+def test_exact_records_come_first_the_newest_leading_then_upgraded_ones_then_neighbors(store: Store) -> None:
     far, near = record(machine(name="NVIDIA L40S")), record(machine(driver="570.1"))
     old, new = record(), record(measured_on=date(2026, 5, 5))
     store.add(far, near, old, new)
@@ -52,14 +52,14 @@ def test_what_a_plan_measured_is_remembered_and_found_again(monkeypatch, tmp_pat
 
 def test_after_an_upgrade_the_records_of_this_machine_say_why_they_no_longer_count(store: Store) -> None:
     store.add(before := record(), record(machine(name="NVIDIA L40S")))
-    driver = survey(machine(driver="590.1"), workload(), [store])
+    driver = find_matches(machine(driver="590.1"), workload(), [store])
     assert driver.stale == (
         f"{before.name[:12]} is from before an upgrade, and verified first: driver: 580.95 there, 590.1 here",
     )
-    torch = survey(machine(torch="2.14.0"), workload(), [store])
+    torch = find_matches(machine(torch="2.14.0"), workload(), [store])
     assert torch.stale == (f"{before.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",)
     assert torch.known == ()
-    assert survey(machine(), workload(), [store]).stale == ()
+    assert find_matches(machine(), workload(), [store]).stale == ()
 
 
 def test_an_upgraded_library_costs_only_its_own_trials(store: Store) -> None:
@@ -69,7 +69,7 @@ def test_an_upgraded_library_costs_only_its_own_trials(store: Store) -> None:
     upgraded = machine(name="NVIDIA L40S", total_memory_bytes=48 * GIB, torchao="0.19.0")
     (found,) = known(upgraded, workload(), [store])
     assert found.trials == (plain,)
-    assert "torchao" in survey(upgraded, workload(), [store]).stale[0]
+    assert "torchao" in find_matches(upgraded, workload(), [store]).stale[0]
 
 
 def test_impossible_and_damaged_records_are_left_out_and_named(store: Store) -> None:
@@ -77,7 +77,7 @@ def test_impossible_and_damaged_records_are_left_out_and_named(store: Store) -> 
     damaged = record(search_seconds=1.0)
     store.add(poison, damaged)
     store.files.write({f"{damaged.folder}/{damaged.name}.json": b"{}"})
-    found = survey(machine(), workload(), [store])
+    found = find_matches(machine(), workload(), [store])
     assert found.known == ()
     assert {line[:12] for line in found.refused} == {poison.name[:12], damaged.name[:12]}
     assert any("faster than the device's peak" in line for line in found.refused)
@@ -112,7 +112,7 @@ def test_a_record_from_the_future_does_not_lead(store: Store) -> None:
 
 def test_once_measured_again_the_old_record_is_no_longer_told_of(store: Store) -> None:
     store.add(record(), record(machine(driver="590.1"), measured_on=date(2026, 5, 5)))
-    assert survey(machine(driver="590.1"), workload(), [store]).stale == ()
+    assert find_matches(machine(driver="590.1"), workload(), [store]).stale == ()
 
 
 def test_a_store_that_does_not_answer_costs_its_records_and_nothing_else(
@@ -121,7 +121,7 @@ def test_a_store_that_does_not_answer_costs_its_records_and_nothing_else(
     store.add(made := record())
     silent = Store(LocalFiles(tmp_path))
     monkeypatch.setattr(silent.files, "sizes", lambda: (_ for _ in ()).throw(Unreachable("cannot reach it", hint="x")))
-    found = survey(machine(), workload(), [silent, store])
+    found = find_matches(machine(), workload(), [silent, store])
     assert [item.name for item in found.known] == [made.name]
     assert found.refused == ("cannot reach it",)
 

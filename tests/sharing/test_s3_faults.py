@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autotune.cli import app
+from autotune.cli.app import app
 from autotune.sharing.exchange import merge, verify
 from autotune.sharing.files import LocalFiles, Unreachable
 from autotune.sharing.store import Store, open_store, own_store

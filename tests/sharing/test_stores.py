@@ -139,7 +139,7 @@ def test_prune_deletes_what_is_superseded_old_damaged_or_of_an_older_protocol(op
     new, old = record(measured_on=date(2026, 5, 1)), record()
     other = record(machine(name="NVIDIA L40S"), measured_on=date(2020, 1, 1))
     protocol, newer = (
-        record(machine=record().machine.changed(hard_keys={**record().machine.hard_keys, "trial_protocol": version}))
+        record(machine=record().machine.changed(match_keys={**record().machine.match_keys, "trial_protocol": version}))
         for version in ("0", "2")
     )
     damaged = record(search_seconds=1.0)

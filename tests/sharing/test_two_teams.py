@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autotune.hardware import store
-from autotune.machine import HardwareProfile
-from autotune.plan_file import read_plan
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan_file import read_plan
 from tests.conftest import Journey, autotune_here
 
 PACE = 0.8

@@ -4,16 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from autotune import __version__
-from autotune.demo import draw_images
+from autotune.data.dataset import read_dataset
+from autotune.demo.folders import draw_images
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.hardware.probe import probe
-from autotune.job import Job
-from autotune.machine import HardwareProfile
-from autotune.plan_file import seal
-from autotune.schema import Candidate, Expected, FrozenPart, PlannedHardware, TrainingPlan
-from autotune.training.data.dataset import read_dataset
-from autotune.training.describe import Wishes, describe_workload
+from autotune.hardware.probing import probe
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.job import Job
+from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.schema.plan_file import seal
+from autotune.training.describe import WorkloadOverrides, describe_workload
 
 RESOLUTION_PX = 32
 SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32")
@@ -41,7 +42,7 @@ def make_plan(
     resolution_px: int = RESOLUTION_PX,
     **job: Any,
 ) -> TrainingPlan:
-    wishes = Wishes(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
+    wishes = WorkloadOverrides(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
     workload = describe_workload(resolve_model(str(model)), read_dataset(images), wishes)
     frozen = FrozenPart(
         schema_version=1,
@@ -50,7 +51,7 @@ def make_plan(
             device_name=hardware.device.name,
             device_kind=hardware.device.kind,
             fingerprint=hardware.fingerprint,
-            hard_keys=hardware.hard_keys,
+            match_keys=hardware.match_keys,
             total_memory_bytes=hardware.device.total_memory_bytes,
             budget_bytes=hardware.device.budget_bytes,
             versions=hardware.versions,

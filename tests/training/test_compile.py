@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autotune.knobs.compile import Compile
-from autotune.schema import Candidate
+from autotune.schema.candidate import Candidate
 from autotune.training.loop import Loop
 from autotune.training.model import apply_settings, as_written
 from tests.training.conftest import Bench

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autotune.families.adapter import dropouts
-from autotune.plan_file import seal
-from autotune.schema import TrainingPlan
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import seal
 from autotune.training.loop import Loop
 from autotune.training.model import as_written, load_model
 from tests.training.conftest import CPU, Bench

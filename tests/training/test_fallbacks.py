@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from autotune.errors import AutotuneError
-from autotune.schema import Candidate, TrainingPlan
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan import TrainingPlan
 from autotune.training import loop as loop_module
 from autotune.training.checkpoint import checkpoints_in
 from autotune.training.model import apply_settings

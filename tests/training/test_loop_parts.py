@@ -17,16 +17,17 @@ from torch import nn
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.registry import family_named
-from autotune.plan_file import seal
-from autotune.schema import Candidate, FrozenPart
+from autotune.runtime.memory import host_memory_bytes
+from autotune.runtime.resources import reraise_oom
+from autotune.schema.candidate import Candidate
+from autotune.schema.events import StepFinished
+from autotune.schema.plan import FrozenPart
+from autotune.schema.plan_file import seal
 from autotune.training.describe import check_job
-from autotune.training.events import StepEvent
 from autotune.training.loop import Loop
-from autotune.training.memory import host_memory_bytes
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
-from autotune.training.shortage import telling_of_short_memory
 from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
 from autotune.training.verdict import update_norm
 from autotune.weights.layer import Layer
@@ -89,14 +90,14 @@ class Replica(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.unsynchronised = 0
+        self.unsynchronized = 0
 
     def forward(self, *values: Any, **named: Any) -> Any:
         return self.module(*values, **named)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.unsynchronised += 1
+        self.unsynchronized += 1
         yield
 
 
@@ -114,12 +115,12 @@ def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: 
         step=0,
         average=averaged.append,
     )
-    assert replica.unsynchronised == 2
+    assert replica.unsynchronized == 2
     assert len(averaged) == 1  # the loss
 
 
-def event(step: int) -> StepEvent:
-    return StepEvent(step, 9, 1.0 / step, 1e-4, 0.5, 0.1, 0.0, 40.0, 2**20)
+def event(step: int) -> StepFinished:
+    return StepFinished(step, 9, 1.0 / step, 1e-4, 0.5, 0.1, 0.0, 40.0, 2**20)
 
 
 @pytest.mark.parametrize("damage", [b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"{}"])
@@ -295,13 +296,13 @@ def test_a_plans_guidance_reaches_the_model() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError("cannot allocate")])
 def test_memory_that_runs_out_outside_of_steps_is_no_bug_of_ours(error: Exception) -> None:
-    with pytest.raises(AutotuneError, match="memory ran out") as told, telling_of_short_memory():
+    with pytest.raises(AutotuneError, match="memory ran out") as told, reraise_oom():
         raise error
     assert "--reserve" in told.value.hint
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), InvalidInput("out of memory?", hint="no")])
 def test_other_errors_are_not_taken_for_short_memory(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, telling_of_short_memory():
+    with pytest.raises(type(error)) as raised, reraise_oom():
         raise error
     assert raised.value is error

@@ -16,20 +16,21 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
-from autotune.fit import hardware_misfits
-from autotune.plan_file import seal, write_plan
-from autotune.training.events import RunEvents
-from autotune.training.launching import launch
+from autotune.runtime.launching import launch
+from autotune.schema.events import ignore_event
+from autotune.schema.plan_file import seal, write_plan
+from autotune.training.checkpoint import checkpoints_of
+from autotune.training.fit import hardware_misfits
 from autotune.training.metrics import read_metrics
-from autotune.training.prepare import _require_machine, prepare
+from autotune.training.preparation import _require_machine, prepare
 from autotune.training.processes import join
 from autotune.training.run import _Run
 from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.sharding import is_sharded
 from tests import builders
 from tests.conftest import autotune_here
-from tests.test_fit import planned
 from tests.training.conftest import CPU, Bench
+from tests.training.test_fit import planned
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -73,7 +74,7 @@ def test_a_process_that_ended_badly_gives_the_status_that_one_alone_would(
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, executable: failing)
     monkeypatch.setattr("os.environ", dict(os.environ))
-    assert launch(2, ["train"], tmp_path) == expected
+    assert launch(2, ["train"], lambda: checkpoints_of(tmp_path)) == expected
 
 
 @pytest.mark.parametrize(("in_time", "expected"), [(True, 75), (False, 143)])
@@ -92,7 +93,7 @@ def test_a_signal_is_a_preemption_only_where_a_checkpoint_was_written_since(
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda config, executable: stopped)
     monkeypatch.setattr("os.environ", dict(os.environ))
-    assert launch(2, ["train"], tmp_path) == expected
+    assert launch(2, ["train"], lambda: checkpoints_of(tmp_path)) == expected
 
 
 def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         cache=None,
         sampler=SimpleNamespace(encode_prompts=lambda *_: done.append("prompts")),
         processes=SimpleNamespace(is_first=False, wait=lambda: done.append("wait")),
-        events=RunEvents(),
+        on_event=ignore_event,
         plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),
         prepared=SimpleNamespace(dataset=SimpleNamespace(left_out=()), workload=SimpleNamespace(buckets=())),
         encoders=SimpleNamespace(release=lambda: done.append("release")),
@@ -143,7 +144,7 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     plan = seal(plan.job, plan.frozen.model_copy(update={"hardware": pair}))
     monkeypatch.setattr("autotune.training.processes.device_misfits", lambda number, hardware: ())
     monkeypatch.setattr("autotune.training.processes.probe", lambda index: (free, used)[index])
-    monkeypatch.setattr("autotune.hardware.probe.probe", lambda: free)
+    monkeypatch.setattr("autotune.hardware.probing.probe", lambda: free)
     write_plan(tmp_path / "plan.yaml", plan)
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
     assert (checked.returncode, "on cuda:1" in checked.stdout) == (4, True)

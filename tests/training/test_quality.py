@@ -1,12 +1,13 @@
-"""The error of quantised layers is measured on the real weights, and too large a one stops the run."""
+"""The error of quantized layers is measured on the real weights, and too large a one stops the run."""
 
 import pytest
 import torch
 from torch import nn
 
-from autotune.knobs.quantization import STORAGES, quantize_inside
+from autotune.backends import WEIGHT_FORMATS
+from autotune.quantization.layers import quantize_inside
 from autotune.reporting.run import error_lines
-from autotune.schema import QuantizationError
+from autotune.schema.trial import QuantizationError
 from autotune.training import quality
 from autotune.training.model import load_model, load_transformer
 from autotune.training.quality import LIMITS, ErrorMeter, QualityMissed, require_quality
@@ -45,7 +46,7 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
 )
 def test_ordinary_weights_stay_within_what_their_storage_can_do(choice: str, least: float, most: float) -> None:
     error = measured(blocks(), choice)
-    assert least < error.overall <= error.worst < most < LIMITS[STORAGES[choice].quality]
+    assert least < error.overall <= error.worst < most < LIMITS[WEIGHT_FORMATS[choice].quality]
 
 
 def test_a_block_beyond_the_floor_is_refused_by_name() -> None:

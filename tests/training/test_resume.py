@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
-from autotune.plan_file import read_plan, write_plan
+from autotune.schema.plan_file import read_plan, write_plan
 from autotune.training.checkpoint import Checkpoints, checkpoints_in
 from autotune.training.loop import Loop
 from autotune.training.metrics import read_metrics

@@ -20,19 +20,19 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from autotune.data.encoders import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
-from autotune.plan_file import seal, write_plan
-from autotune.planner import make_plan
-from autotune.planning.case import list_choices
-from autotune.planning.question import Question
+from autotune.planning.problem import list_choices
+from autotune.planning.request import PlanRequest
 from autotune.reporting.run import report_lines, verdict_lines
-from autotune.schema import CachingSettings, RunReport
-from autotune.training.describe import Wishes
-from autotune.training.encoders import Encoders
-from autotune.training.events import RunEvents, StepEvent
+from autotune.schema.candidate import CachingSettings
+from autotune.schema.events import StepFinished
+from autotune.schema.plan_file import seal, write_plan
+from autotune.schema.run import RunReport
+from autotune.training.describe import WorkloadOverrides
 from autotune.training.metrics import Metrics
-from autotune.training.prepare import fetch_weights, prepare
+from autotune.training.preparation import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.run import train
 from autotune.training.sample import Wanted, sample_run
@@ -40,6 +40,8 @@ from autotune.training.save import ADAPTER_FILE
 from autotune.training.verdict import judge
 from autotune.weights.adapters import read_adapter
 from autotune.weights.saving import save_file
+from tests.events import notices_to, phases_to, steps_to
+from tests.planning.machines import make_plan
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
 from tests.training.small import make_plan as plan_of
@@ -48,7 +50,7 @@ PROMPTS = ("a red circle on a white background", "something else")
 
 
 @pytest.fixture(scope="module")
-def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport, list[StepEvent]]:
+def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport, list[StepFinished]]:
     folder = tmp_path_factory.mktemp("run") / "out"
     plan = bench.plan(
         output=str(folder),
@@ -59,14 +61,14 @@ def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
         report_to="tensorboard",
         caption_dropout=0.1,
     )
-    steps: list[StepEvent] = []
-    report = train(plan, bench.hardware, bench.cache, RunEvents(on_step=steps.append), trace=True)
+    steps: list[StepFinished] = []
+    report = train(plan, bench.hardware, bench.cache, steps_to(steps.append), trace=True)
     return folder, report, steps
 
 
 @pytest.mark.parametrize("damage", ["cut off", "nan", "another model's", "pickled"])
 def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, damage: str
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path, damage: str
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -86,7 +88,7 @@ def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
     assert not list(folder.glob("*.png"))
 
 
-def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
     folder, report, steps = run
     assert report.num_steps == len(steps) == 7
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -99,7 +101,7 @@ def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunRepor
     assert all(seconds > 0 for seconds in left[1:-1])
 
 
-def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
     folder, _, _ = run
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -113,14 +115,14 @@ def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, 
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 
-def test_the_adapter_says_what_it_belongs_to(bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+def test_the_adapter_says_what_it_belongs_to(bench: Bench, run: tuple[Path, RunReport, list[StepFinished]]) -> None:
     folder, report, _ = run
     info = read_adapter(folder / ADAPTER_FILE).info
     assert info is not None
     assert (info.transformer, info.plan_digest) == (bench.resolved.family.transformer_class, report.plan_digest)
 
 
-def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
     folder, report, _ = run
     assert RunReport.model_validate_json((folder / "report.json").read_text()) == report
     assert {phase.name for phase in report.phases} == {"caching", "loading", "previews", "training", "saving"}
@@ -155,7 +157,7 @@ def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tm
 
 
 def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]]
 ) -> None:
     preview = Preview(PROMPTS[0], bench.plan().frozen.workload.largest_bucket, 2, seed=5)
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
@@ -166,7 +168,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
 
 
 def test_sampling_swaps_the_blocks_that_the_plan_swaps(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, _ = run
     (plain,) = sample_run(
@@ -228,7 +230,7 @@ def test_where_no_preview_can_be_made_the_run_goes_on_without(
     monkeypatch.setattr(PreviewSampler, "_sample", short)
     told: list[str] = []
     plan = bench.plan(num_steps=4, output=str(tmp_path), preview_every=2, preview_prompts=PROMPTS)
-    report = train(plan, bench.hardware, bench.cache, RunEvents(on_warning=told.append))
+    report = train(plan, bench.hardware, bench.cache, notices_to(told.append))
     assert report.num_steps == 4
     assert [line for line in told if "preview" in line] == list(report.warnings)
     assert report.warnings == (f"{words}; the run goes on without previews",)
@@ -236,7 +238,7 @@ def test_where_no_preview_can_be_made_the_run_goes_on_without(
 
 
 def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_plan(tmp_path / "run-plan.yaml", bench.plan(num_processes=2, strategy="fsdp2"))
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
@@ -247,7 +249,7 @@ def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
 
 
 def test_memory_that_runs_out_while_sampling_is_no_bug_of_ours(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(*given: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -314,7 +316,7 @@ def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later
 
     before = signal.getsignal(number)
     with pytest.raises(Preempted, match="after the last step") as stopped:
-        train(plan, bench.hardware, bench.cache, RunEvents(on_phase=stop))
+        train(plan, bench.hardware, bench.cache, phases_to(stop))
     assert (stopped.value.exit_status, "--resume" in stopped.value.hint) == (75, True)
     assert signal.getsignal(number) is before
     assert not (tmp_path / "samples.png").exists()
@@ -324,7 +326,9 @@ def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later
     assert (tmp_path / "samples.png").is_file()
 
 
-def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path
+) -> None:
     with pytest.raises(InvalidInput, match="adapter of another run"):
         prepare(bench.plan(output=str(run[0])), bench.hardware, resume=False)
     bench.loop(bench.plan(num_steps=1), tmp_path)
@@ -356,7 +360,7 @@ def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(bench:
 def test_a_disk_nearly_full_is_said_before_any_work(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.training.shortage.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("autotune.runtime.resources.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(AutotuneError, match="checkpoints and adapter, needs"):
         prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False)
 
@@ -405,7 +409,7 @@ def test_an_incomplete_model_is_refused_before_any_work(bench: Bench, tmp_path: 
         prepare(bench.plan(model=str(model), output=str(tmp_path / "out")), bench.hardware, resume=False)
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput):  # and before any trial
-        make_plan(Question(str(model), said={"data": str(bench.images)}), bench.hardware)
+        make_plan(PlanRequest(str(model), job_overrides={"data": str(bench.images)}), bench.hardware)
 
 
 @pytest.mark.parametrize("evidence", ["measured", "predicted"])
@@ -416,7 +420,7 @@ def test_a_plan_of_another_machine_is_refused_before_its_weights_are_fetched(
     expected = plan.frozen.expected.model_copy(update={"evidence": evidence})
     plan = seal(plan.job, plan.frozen.model_copy(update={"expected": expected}))
     device = bench.hardware.device.model_copy(update={"kind": "mps"})
-    monkeypatch.setattr("autotune.training.prepare.fetch_model", lambda name: pytest.fail("weights were fetched"))
+    monkeypatch.setattr("autotune.training.preparation.fetch_model", lambda name: pytest.fail("weights were fetched"))
     with pytest.raises(DoesNotFit, match="kind of device"):
         fetch_weights(plan, bench.hardware.model_copy(update={"device": device}))
 
@@ -441,7 +445,8 @@ def test_control_images_that_the_model_does_not_take_are_refused_before_any_work
     assert not (tmp_path / "out").exists()
     with pytest.raises(InvalidInput, match="qwen-image takes none"):
         make_plan(
-            Question(str(bench.model_folder), said={"data": str(bench.images), "control": str(control)}), bench.hardware
+            PlanRequest(str(bench.model_folder), job_overrides={"data": str(bench.images), "control": str(control)}),
+            bench.hardware,
         )
 
 
@@ -474,8 +479,8 @@ def test_a_plan_without_masks_is_refused_where_captions_are_dropped_among_ones_o
 
 def test_dropped_captions_are_planned_with_masks(bench: Bench, alike: Path) -> None:
     plain = {"data": str(alike)}
-    asked = Question(str(bench.model_folder), Wishes(size_px=(32, 32), effective_batch_size=2), plain)
-    dropping = replace(asked, said={**plain, "caption_dropout": 0.1})
+    asked = PlanRequest(str(bench.model_folder), WorkloadOverrides(size_px=(32, 32), effective_batch_size=2), plain)
+    dropping = replace(asked, job_overrides={**plain, "caption_dropout": 0.1})
     again = replace(asked, job=bench.plan(caption_dropout=0.1).job)
     for question, masked in ((asked, False), (dropping, True), (again, True)):
         candidates = list_choices(question, bench.hardware).candidates
@@ -550,7 +555,7 @@ def test_wandb_gets_the_curves_through_accelerate(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **named: run))
     metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb")
-    metrics.add(StepEvent(1, 2, 0.5, 1e-4, 1.0, 0.1, 0.0, 40.0, 100))
+    metrics.add(StepFinished(1, 2, 0.5, 1e-4, 1.0, 0.1, 0.0, 40.0, 100))
     metrics.close()
     assert told[0][0] == 1
     assert told[0][1]["loss"] == 0.5

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from autotune.demo import draw_images
+from autotune.demo.folders import draw_images
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.schema import Bucket, Candidate, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.workload import Bucket, Workload
 from autotune.trials.runner import ProcessTrialRunner
 from tests import builders
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.data.encoders import Encoders
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.schema import CachingSettings, TrialResult, Workload
-from autotune.training.encoders import Encoders
+from autotune.schema.candidate import CachingSettings
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Workload
 from autotune.trials.phases import _cache, _preview
 from autotune.trials.requests import RehearsalRequest
 from autotune.trials.runner import ProcessTrialRunner

@@ -9,16 +9,18 @@ import torch
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES, family_named
 from autotune.families.resolve import resolve_model
-from autotune.hardware.probe import probe
+from autotune.hardware.probing import probe
 from autotune.knobs.attention import Attention
-from autotune.knobs.base import Parity, Setting, parity_gate
+from autotune.knobs.base import Parity, TuningContext, parity_capability
 from autotune.knobs.block_swap import BlockSwap
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
-from autotune.knobs.quantization import Quantization, quantize_inside
+from autotune.knobs.quantization import Quantization
 from autotune.knobs.registry import KNOBS
-from autotune.machine import Gate, HardwareProfile
-from autotune.schema import Candidate, Choice, ModelSpec
+from autotune.quantization.layers import quantize_inside
+from autotune.schema.candidate import Candidate, Choice
+from autotune.schema.hardware import Capability, HardwareProfile
+from autotune.schema.workload import ModelSpec
 from autotune.search.space import search_space
 from autotune.trials import parity
 from autotune.trials.gradients import _plain_transformer, relative_error
@@ -90,7 +92,7 @@ def test_every_storage_agrees_on_every_family(family: str, storage: str, kept: d
     ]
     assert errors[0] <= rule.tolerance
     assert errors[1] <= rule.tolerance + rounding.tolerance
-    assert min(errors) > 0.001  # it is quantised
+    assert min(errors) > 0.001  # it is quantized
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,47 +158,59 @@ def test_a_missing_gradient_is_wrong_by_all_of_itself() -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuningContext:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = resolve_model("qwen-image").spec
-    return Setting(probe(), family_named("qwen-image"), workload(model=spec))
+    return TuningContext(probe(), family_named("qwen-image"), workload(model=spec))
 
 
-def prove(setting: Setting, **choices: tuple[Choice, ...]) -> HardwareProfile:
+def prove(context: TuningContext, **choices: tuple[Choice, ...]) -> HardwareProfile:
     asked = {"precision": ("fp32",), **choices}
-    return parity.proven(setting, asked, resolve_model("qwen-image"))
+    return parity.check_parity(context, asked, resolve_model("qwen-image"))
 
 
-def test_verdicts_come_from_a_child_once_and_are_then_kept(here: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_come_from_a_child_once_and_are_then_kept(
+    here: TuningContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choices = {"attention": CHOICES["attention"], "quantization": ("none", "torchao-int8")}
     first = prove(here, **choices)
-    gates = {gate.name: gate for gate in first.gates if gate.name.startswith("parity.")}
-    assert set(gates) == {
-        parity_gate(*pair)
+    capabilities = {
+        capability.name: capability for capability in first.capabilities if capability.name.startswith("parity.")
+    }
+    assert set(capabilities) == {
+        parity_capability(*pair)
         for pair in (("attention", "_native_math"), ("attention", "_native_flash"), ("quantization", "torchao-int8"))
     }
-    assert all(gate.available and "differ by" in gate.reason for gate in gates.values())
+    assert all(capability.available and "differ by" in capability.reason for capability in capabilities.values())
     monkeypatch.setattr(parity, "ProcessTrialRunner", None)  # no child is needed any more
-    assert prove(here, **choices).gates == first.gates
+    assert prove(here, **choices).capabilities == first.capabilities
     assert first.fingerprint == here.hardware.fingerprint
 
 
-def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(here: Setting) -> None:
-    gate = Gate(name=parity_gate("attention", "_native_math"), available=False, reason="adapter gradients differ by 1")
-    hardware = HardwareProfile.model_validate({**dict(here.hardware), "gates": (*here.hardware.gates, gate)})
-    space = search_space(Setting(hardware, here.family, here.workload))
+def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(here: TuningContext) -> None:
+    capability = Capability(
+        name=parity_capability("attention", "_native_math"), available=False, reason="adapter gradients differ by 1"
+    )
+    hardware = HardwareProfile.model_validate(
+        {**dict(here.hardware), "capabilities": (*here.hardware.capabilities, capability)}
+    )
+    space = search_space(TuningContext(hardware, here.family, here.workload))
     assert "_native_math" not in space.choices["attention"]
-    assert {"_native_math": gate.reason}.items() <= {r.choice: r.reason for r in space.rejected["attention"]}.items()
+    assert {"_native_math": capability.reason}.items() <= {
+        r.choice: r.reason for r in space.rejected["attention"]
+    }.items()
 
 
-def test_what_is_wrong_cannot_be_pinned_either(here: Setting) -> None:
-    usual = [gate for gate in here.hardware.gates if gate.name != "compile"]
-    can = Gate(name="compile", available=True, reason="test")
-    wrong = Gate(name=parity_gate("compile", "block"), available=False, reason="adapter gradients differ by 1")
-    hardware = HardwareProfile.model_validate({**dict(here.hardware), "gates": (*usual, can, wrong)})
+def test_what_is_wrong_cannot_be_pinned_either(here: TuningContext) -> None:
+    usual = [capability for capability in here.hardware.capabilities if capability.name != "compile"]
+    can = Capability(name="compile", available=True, reason="test")
+    wrong = Capability(
+        name=parity_capability("compile", "block"), available=False, reason="adapter gradients differ by 1"
+    )
+    hardware = HardwareProfile.model_validate({**dict(here.hardware), "capabilities": (*usual, can, wrong)})
     with pytest.raises(InvalidInput, match="gradients differ by 1"):
-        search_space(Setting(hardware, here.family, here.workload), pins=[("compile", "block")])
+        search_space(TuningContext(hardware, here.family, here.workload), pins=[("compile", "block")])
 
 
 @pytest.mark.parametrize(
@@ -214,14 +228,14 @@ def test_what_is_wrong_cannot_be_pinned_either(here: Setting) -> None:
 def test_verdicts(answer: "float | Failure", available: bool, kept: bool, words: str) -> None:
     rule = Attention().parity("_native_math")
     assert isinstance(rule, Parity)
-    gate, lasting = parity.verdict("attention", rule, request_of("qwen-image"), answer)
-    assert (gate.available, lasting) == (available, kept)
-    assert words in gate.reason
+    capability, lasting = parity.verdict("attention", rule, request_of("qwen-image"), answer)
+    assert (capability.available, lasting) == (available, kept)
+    assert words in capability.reason
 
 
 def test_a_damaged_file_of_verdicts_is_found_out_again(tmp_path: Path) -> None:
     path = tmp_path / "verdicts.json"
-    parity._keep(path, Gate(name="parity.a.b", available=True, reason="x"))
+    parity._keep(path, Capability(name="parity.a.b", available=True, reason="x"))
     assert set(parity._kept(path)) == {"parity.a.b"}
     path.write_text(path.read_text() + "{")
     assert parity._kept(path) == {}

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune.schema import CachingSettings, Candidate, TrialResult
+from autotune.schema.candidate import CachingSettings, Candidate
+from autotune.schema.trial import TrialResult
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Allowance, cap_memory
 from tests.trials.conftest import FIRST, GIB, runner_for, workload

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune.machine import MemoryKind
+from autotune.schema.hardware import MemoryKind
 from autotune.trials import watchdog as watchdog_module
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.watchdog import Watchdog, available_bytes, usual_watchdog
@@ -47,7 +47,7 @@ def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model
         watchdog.floor_bytes = available_bytes() - 600 * MIB
         answer = runner.ask(Grab(str(tmp_path / "pid"), blocks=256))  # 16 GiB at most, should the watchdog fail
         assert isinstance(answer, Failure)
-        result = runner.judged(FIRST, answer)
+        result = runner.classify(FIRST, answer)
         assert result.outcome == "oom"
         assert "the host had" in result.message
         assert "the trial was ended" in result.message
@@ -74,7 +74,7 @@ def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
     hardware = hardware.changed(device=hardware.device.changed(memory_kind=kind))
     with ProcessTrialRunner(hardware, "m", work, watchdog=watchdog) as runner:
         _, answer = next(runner._answers(silent, 9.0))  # type: ignore[arg-type]
-        assert runner.judged(FIRST, answer).outcome == outcome
+        assert runner.classify(FIRST, answer).outcome == outcome
 
 
 def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:

@@ -22,7 +22,7 @@ class FakeHub:
     def __init__(self) -> None:
         self.repos: dict[str, Path] = {}
         self.gated: set[str] = set()
-        """Described to everyone, as the real hub does; files need an accepted licence."""
+        """Described to everyone, as the real hub does; files need an accepted license."""
         self.break_once: set[str] = set()
         """Files whose first download ends half-way."""
         self.broken: set[str] = set()

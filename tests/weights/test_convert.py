@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autotune.commands.weights import app
+from autotune.cli.weights import app
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, AdapterInfo, read_adapter, write_adapter
 from autotune.weights.errors import CorruptFile, MissingWeights

@@ -117,7 +117,7 @@ def http_error(kind):
     ("error", "word"),
     [
         (http_error(errors.RepositoryNotFoundError), "owner/name"),
-        (http_error(errors.GatedRepoError), "licence"),
+        (http_error(errors.GatedRepoError), "license"),
         (http_error(errors.RevisionNotFoundError), "branch"),
         (http_error(errors.HfHubHTTPError), "later"),
         (errors.HFValidationError("bad"), "owner/name"),

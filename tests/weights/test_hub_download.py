@@ -90,7 +90,7 @@ def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(
     assert "HF_HOME" in caught.value.hint
 
 
-@pytest.mark.parametrize(("name", "word"), [("team/small", "licence"), ("team/absent", "spelling")])
+@pytest.mark.parametrize(("name", "word"), [("team/small", "license"), ("team/absent", "spelling")])
 def test_gated_and_absent_repositories_say_so(hub: FakeHub, repo: str, name: str, word: str) -> None:
     hub.gated.add(repo)
     with pytest.raises(HubError) as caught:

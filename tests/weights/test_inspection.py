@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from autotune.commands.weights import app
+from autotune.cli.weights import app
 from autotune.reporting.weights import render_file
 from autotune.weights import inspection
 from autotune.weights.errors import CorruptFile

@@ -50,7 +50,7 @@ torch.set_num_threads(1)
 
 LOAD = """
 import torchao.quantization
-from autotune.knobs.quantization import quantize_inside
+from autotune.quantization.layers import quantize_inside
 from autotune.weights.building import build_empty
 from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_source

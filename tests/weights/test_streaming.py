@@ -218,19 +218,19 @@ def test_the_hook_may_replace_a_module(saved):
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_quantising_on_arrival_equals_quantising_afterwards(published, loader):
+def test_quantizing_on_arrival_equals_quantizing_afterwards(published, loader):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     cls, config, inputs, folder = published
 
-    def quantise(name, module):
+    def quantize(name, module):
         if isinstance(module, nn.Linear):
             quantize_(module, Int8WeightOnlyConfig())
 
     dtype = torch.bfloat16
     model = build_empty(lambda: cls(**config), dtype=dtype)
     policy = dtype_of_from_pretrained(model, dtype)
-    load_into(model, open_source(folder), loader=loader, dtype_policy=policy, transform=quantise)
+    load_into(model, open_source(folder), loader=loader, dtype_policy=policy, transform=quantize)
     reference = copy.deepcopy(cls.from_pretrained(folder, torch_dtype=dtype))
     quantize_(reference, Int8WeightOnlyConfig())
     arguments = inputs(dtype)
@@ -299,7 +299,7 @@ def test_random_weights_are_complete_repeatable_and_of_sane_scale(published):
     assert 0.01 < outputs.std() < 100
 
 
-def test_random_weights_can_be_quantised_as_they_come():
+def test_random_weights_can_be_quantized_as_they_come():
     seen = []
     model = build_empty(Small, dtype=torch.bfloat16)
     fill_random(model, seed=0, transform=lambda name, module: seen.append(name))

@@ -42,7 +42,7 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
             axes_dims=(8, 12, 12),
             visual_cond=video,
         )
-        _initialise(transformer)
+        _initialize(transformer)
         vae = _video_vae() if video else flux_vae()
     getattr(diffusers, pipeline_class)(
         transformer=transformer,
@@ -55,7 +55,7 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
     ).save_pretrained(folder)
 
 
-def _initialise(transformer: Any) -> None:
+def _initialize(transformer: Any) -> None:
     """The class starts with all modulation at zero: no gradient would reach an adapter through closed blocks."""
     import torch
 

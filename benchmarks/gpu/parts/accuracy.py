@@ -8,14 +8,16 @@ from typing import Any
 
 from evidence import Evidence, ReservingTrial, begin, candidate, precision_of, workload_of
 
+from autotune.backends import LAYERWISE
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.knobs.quantization import LAYERWISE
 from autotune.knobs.registry import reload_key
-from autotune.machine import HardwareProfile
-from autotune.prediction import Prediction
-from autotune.schema import Candidate, TrialResult, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.prediction import Prediction
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
 
@@ -108,13 +110,18 @@ def tried(
     request = ReservingTrial(runner.model, runner.workload, chosen, runner.device, num_steps)
     answer = evidence.ask(runner, request, reload_key(chosen))
     result = answer["result"] if answer["outcome"] == "ok" else Failure(answer["outcome"], answer["message"])
-    return runner.judged(chosen, result), answer.get("reserved_bytes")
+    return runner.classify(chosen, result), answer.get("reserved_bytes")
 
 
 def closed_gate(hardware: HardwareProfile, chosen: Candidate) -> str | None:
     """Why the machine cannot run the candidate; None when it can."""
-    gates = (hardware.gate(f"attention.{chosen.attention}"), hardware.gate(f"quantization.{chosen.quantization}"))
-    return next((f"{gate.name}: {gate.reason}" for gate in gates if not gate.available), None)
+    capabilities = (
+        hardware.capability(f"attention.{chosen.attention}"),
+        hardware.capability(f"quantization.{chosen.quantization}"),
+    )
+    return next(
+        (f"{capability.name}: {capability.reason}" for capability in capabilities if not capability.available), None
+    )
 
 
 def told(prediction: Prediction) -> dict[str, Any]:

@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.quiet import silence_libraries, silence_progress_bars
+from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
-from autotune.hardware.probe import probe
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Workload
-from autotune.training.describe import Wishes, describe_workload
+from autotune.hardware.probing import probe
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
+from autotune.training.describe import WorkloadOverrides, describe_workload
 from autotune.trials.requests import Request, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import Failure
@@ -126,8 +127,10 @@ def machine() -> dict[str, Any]:
 def workload_of(model: str, side_px: int, *, rank: int, batch: int, targets: str = "attention",
                 padding: str = "exact", text_tokens: int | None = None) -> Workload:  # fmt: skip
     """A square of `side_px`, captions of one length unless `masked`."""
-    wishes = Wishes((side_px, side_px), rank=rank, effective_batch_size=batch, targets=targets, text_tokens=text_tokens)
-    asked = describe_workload(resolve_model(model), None, wishes)
+    workload_overrides = WorkloadOverrides(
+        (side_px, side_px), rank=rank, effective_batch_size=batch, targets=targets, text_tokens=text_tokens
+    )
+    asked = describe_workload(resolve_model(model), None, workload_overrides)
     return Workload.model_validate({**dict(asked), "text_padding": padding, "quality": "compact"})
 
 

@@ -9,14 +9,14 @@ from threading import Timer
 
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.attention import BACKENDS
-from autotune.knobs.base import Setting
-from autotune.knobs.quantization import STORAGES
-from autotune.machine import HardwareProfile
-from autotune.trials.parity import proven
+from autotune.knobs.base import TuningContext
+from autotune.schema.hardware import HardwareProfile
+from autotune.trials.parity import check_parity
 
 MODELS = ("qwen-image", "flux1-dev", "kandinsky5-image-lite")
 TESTS = ("tests/gpu/test_trials.py", "tests/gpu/test_training.py", "tests/gpu/test_kernels.py")
@@ -40,17 +40,17 @@ def tests(path: str, evidence: Evidence) -> None:
 
 def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evidence) -> None:
     """Every backend and storage whose gate is open, against the fp32 reference on this device."""
-    open_gates = {gate.name for gate in hardware.gates if gate.available}
+    open_gates = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision_of(hardware)],
         "attention": [name for name in BACKENDS if f"attention.{name}" in open_gates],
-        "quantization": [name for name in STORAGES if f"quantization.{name}" in open_gates],
+        "quantization": [name for name in WEIGHT_FORMATS if f"quantization.{name}" in open_gates],
     }
     model = evidence.model(name)
     workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
-    setting = Setting(hardware, family_named(name), workload)
-    for gate in proven(setting, choices, resolve_model(model)).gates[len(hardware.gates) :]:
-        evidence.row("gradients", model=name, padding=padding, **gate.model_dump())
+    context = TuningContext(hardware, family_named(name), workload)
+    for capability in check_parity(context, choices, resolve_model(model)).capabilities[len(hardware.capabilities) :]:
+        evidence.row("gradients", model=name, padding=padding, **capability.model_dump())
 
 
 def native_kernels(evidence: Evidence) -> None:
@@ -73,8 +73,8 @@ def main() -> None:
     evidence = begin("facts", __doc__)
     hardware = cached_profile()
     evidence.row("profile", profile=hardware.model_dump(mode="json"))
-    for gate in hardware.gates:
-        evidence.row("gate", **gate.model_dump())
+    for capability in hardware.capabilities:
+        evidence.row("gate", **capability.model_dump())
     for rate in hardware.rates:
         evidence.row("rate", **rate.model_dump(mode="json"))
     steps: dict[str, Callable[[Evidence], None]] = {

@@ -13,7 +13,8 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.schema import Candidate, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.workload import Workload
 from autotune.trials.requests import TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
 
@@ -21,7 +22,7 @@ KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
     ("matmul", r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|matmul|addmm|aten::mm|bmm"),
     ("norm", r"norm"),
-    ("quantised weights", r"quant|dequant|kdequantize"),
+    ("quantized weights", r"quant|dequant|kdequantize"),
     ("copy and cast", r"memcpy|memset|copy|cast|_to_copy|cat"),
     ("optimizer", r"adam|multi_tensor"),
     ("reduce", r"reduce|sum|mean"),

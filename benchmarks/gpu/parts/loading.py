@@ -1,5 +1,5 @@
 """Seconds until the transformer with its adapter is ready, by every loader, from cold and warm page cache, plain and
-quantised; with the peaks of device and host. (Random weights in every storage: `load_seconds` of the part accuracy.)"""
+quantized; with the peaks of device and host. (Random weights in every storage: `load_seconds` of the part accuracy.)"""
 
 import time
 from collections.abc import Callable
@@ -12,15 +12,16 @@ from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
 from autotune.hardware.store import cached_profile
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.weights.loaders import LOADERS
 
 
 @dataclass(frozen=True)
 class LoadOnce:
-    """Build, load, quantise, add the adapter; nothing else."""
+    """Build, load, quantize, add the adapter; nothing else."""
 
     model: str
     workload: Workload
@@ -31,7 +32,7 @@ class LoadOnce:
         import torch
 
         from autotune.families.resolve import resolve_model
-        from autotune.training.memory import host_peak_bytes
+        from autotune.runtime.memory import host_peak_bytes
         from autotune.training.model import load_model
 
         on_gpu, device = self.device.startswith("cuda"), torch.device(self.device)

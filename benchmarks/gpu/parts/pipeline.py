@@ -13,8 +13,8 @@ from evidence import GIB, Evidence
 
 from autotune.families.registry import family_named
 from autotune.families.resolve import ResolvedModel, resolve_model
-from autotune.machine import HardwareProfile
-from autotune.schema import Workload
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
 from autotune.trials.runner import ProcessTrialRunner
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB
@@ -23,7 +23,7 @@ CAPTIONS = ("a red square", "a blue circle on the left")
 
 @dataclass(frozen=True)
 class WriteTransformer:
-    """Random weights made on the device, quantised by nobody, saved in shards."""
+    """Random weights made on the device, quantized by nobody, saved in shards."""
 
     config: dict[str, Any]
     folder: str
@@ -34,7 +34,7 @@ class WriteTransformer:
     def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, float]:
         import torch
 
-        from autotune.schema import Candidate
+        from autotune.schema.candidate import Candidate
         from autotune.training.model import load_transformer
 
         family = family_named(FAMILY)

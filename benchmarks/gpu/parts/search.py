@@ -61,7 +61,13 @@ def two_at_once(evidence: Evidence, model: str, batch: int) -> None:
             process.kill()
             said = "did not end in time"
         seconds = time.monotonic() - started
-        evidence.row("two at once", number=number, status=process.poll(), seconds=seconds, said=said.strip()[-400:])
+        evidence.row(
+            "two at once",
+            number=number,
+            status=process.poll(),
+            seconds=seconds,
+            said=said.strip()[-400:],
+        )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Planned settings against fixed settings that trainers publish and against a plain diffusers loop; FLOP utilisation.
+"""Planned settings against fixed settings that trainers publish and against a plain diffusers loop; FLOP utilization.
 
 All at the same effective batch, one after the other in turns, each in a process of its own. Published elsewhere for
 comparison: Qwen-Image, 1024 px, rank 8, batch 1, all blocks checkpointed, bf16: 1.20 s a step and 41 GiB on an H100.
@@ -18,8 +18,9 @@ from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.machine import HardwareProfile
-from autotune.schema import Candidate, Workload
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.workload import Workload
 from autotune.trials.runner import ProcessTrialRunner
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
@@ -89,9 +90,9 @@ def model_flops(predictor: Predictor, chosen: Candidate) -> float:
     kernel = kernel_for(chosen.attention, predictor.rules, False, predictor.hardware, chosen.precision)
     trace = model.traced(chosen.precision, "none", kernel, 1, 0)
     index = stretched_index(model.counts, model.traced_counts)
-    once = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
+    memoize = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
     blocks = [segments[i] for segments in (trace.forward, trace.backward) for i in index]
-    return float(sum(item[2] * count for segment in (*once, *blocks) for item, count in segment.work.items()))
+    return float(sum(item[2] * count for segment in (*memoize, *blocks) for item, count in segment.work.items()))
 
 
 def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""`autotune demo`: the other commands, one after the other, on a small real pipeline."""
+
+import contextlib
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("demo"),
+    model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
+) -> None:
+    """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
+    from autotune.cli.terminal import err, out
+    from autotune.demo import make_demo
+    from autotune.runtime import silence_progress_bars
+
+    with err.status("writing a small pipeline and drawing images"):
+        silence_progress_bars()
+        made = make_demo(output, model)
+    size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
+    out.print(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
+    plan_file, result = output / "plan.yaml", output / "result"
+    asked: list[object] = ["--model", made.model, "--data", made.images, "--resolution", 64, "--steps", 60]
+    asked += ["--control", made.control] if made.control else []
+    asked += ["--frames", made.num_frames] if made.num_frames > 1 else []
+    # By default a search takes a minute for so short a run, too little on a busy machine.
+    asked += ["--search-time", 600, "--run-output", result, "-o", plan_file]
+    _run("probe")
+    _run("plan", *asked)
+    _run("train", plan_file)
+    out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
+    out.print("the model's weights are random: its pictures are noise, which the adapter changes")
+
+
+def _run(*words: object) -> None:
+    """Show a command and run it as a user would, in a process of its own.
+
+    Raises:
+        SystemExit: it failed, with its status; it has said why.
+    """
+    from autotune.cli.terminal import out
+
+    command = [str(word) for word in words]
+    out.print(f"\n$ autotune {shlex.join(command)}", style="bold")
+    process = subprocess.Popen([sys.executable, "-m", "autotune", *command])
+    while process.poll() is None:
+        with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so
+            process.wait()
+    if process.returncode:
+        raise SystemExit(process.returncode)

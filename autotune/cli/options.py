@@ -1,0 +1,170 @@
+"""Options and arguments that several commands have, and how a command takes many of them.
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    rank: Rank = None
+
+@takes(Options, JobOptions)
+def command(asked: Options, job: JobOptions) -> None: ...
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+T = TypeVar("T")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
+Data = Annotated[str | None, typer.Option(help="Folder of images with same-stem .txt captions.")]
+Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
+Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
+Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
+Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")]
+Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")]
+Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
+Targets = Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")]
+Batch = Annotated[int | None, typer.Option(min=1, max=65536, help="Images per optimizer step (effective batch).")]
+Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of the job.")]
+Price = Annotated[float | None, typer.Option(min=0, max=1e6, help="Price of an hour, for the cost of the job.")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """How a job trains: what a plan starts with and a run may change, by the names of `Job`. None, empty: not said."""
+
+    control: Control = None
+    caption: Caption = None
+    trigger: Trigger = None
+    caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
+    num_steps: Steps = None
+    num_train_epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs, instead of steps.")] = None
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None
+    lr_scheduler: Annotated[
+        str | None, typer.Option(help="constant (default), constant_with_warmup, linear, cosine or plateau.")
+    ] = None
+    lr_warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps over which the rate rises.")] = None
+    timestep_sampling: Annotated[str | None, typer.Option(help="Noise levels: logit_normal (default) or uniform.")] = (
+        None
+    )
+    timestep_shift: Annotated[str | None, typer.Option(help="Of the noise levels: a number, or by_resolution.")] = None
+    guidance_scale: Annotated[
+        float | None, typer.Option("--guidance", min=0, help="Of guidance-distilled models, in training.")
+    ] = None
+    preview_prompts: Annotated[
+        list[str] | None,
+        typer.Option("--preview-prompt", help="What previews show; repeat for more, up to 4.", metavar="TEXT"),
+    ] = None
+    preview_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between previews (default 250); 0: only at the end.")
+    ] = None
+    checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints; default 250.")] = (
+        None
+    )
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Of initial weights, order and noise; default 0.")
+    ] = None
+
+    def values(self) -> dict[str, object]:
+        """What was said, as a job has it.
+
+        Raises:
+            BadParameter: both steps and epochs were given, or a job cannot have a value.
+        """
+        if self.num_steps and self.num_train_epochs:
+            raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("num_train_epochs"))
+        said = {name: value for name, value in vars(self).items() if value not in (None, [])}
+        paths = {name: str(value) for name, value in said.items() if isinstance(value, Path)}
+        lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
+        shift = {"timestep_shift": _shift(self.timestep_shift)} if self.timestep_shift else {}
+        values = {**said, **paths, **lists, **shift}
+        for name, value in values.items():
+            _require_valid(name, value)
+        return values
+
+
+def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
+    """`value`, where it is `known` or there is none. Raises BadParameter for another."""
+    if value is not None and value not in known:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
+    return value
+
+
+def tell(found: T, as_json: bool, shown: Callable[[T], Any]) -> None:
+    """Print what a command found, of frozen objects, dataclasses and containers of them, as JSON or for people.
+
+    `shown` makes a text of it, or its lines, or what rich renders.
+    """
+    if as_json:
+        from pydantic_core import to_json
+
+        typer.echo(to_json(found, indent=1).decode())
+        return
+    from autotune.cli.terminal import out
+
+    view = shown(found)
+    out.print("\n".join(view) if isinstance(view, list) else view)
+
+
+def option_of(name: str) -> str:
+    """What the option for that field of a job is called."""
+    hint = get_type_hints(JobOptions, include_extras=True)[name]
+    (option,) = (one for one in hint.__metadata__ if isinstance(one, typer.models.OptionInfo))
+    declared = (option.default, *(option.param_decls or ()))  # annotated, the first name stands where defaults do
+    return next((one for one in declared if isinstance(one, str)), "--" + name.replace("_", "-"))
+
+
+def _require_valid(name: str, value: object) -> None:
+    from pydantic import TypeAdapter, ValidationError
+
+    from autotune.schema import Job
+
+    field = Job.model_fields[name]
+    kind: Any = Annotated[field.annotation, field]
+    try:
+        TypeAdapter(kind, config=Job.model_config).validate_python(value)
+    except ValidationError as error:
+        wrong = " or ".join(one["msg"].lower() for one in error.errors())
+        raise typer.BadParameter(wrong, param_hint=option_of(name)) from error
+
+
+def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command whose options are the fields of dataclasses, each annotated with its `typer.Option`."""
+    hints = {name: hint for one in options for name, hint in get_type_hints(one, include_extras=True).items()}
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for one in options
+        for field in dataclasses.fields(one)
+    ]
+    signature = inspect.Signature(parameters)
+
+    def command_of(run: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def command(**values: Any) -> None:
+            given = signature.bind(**values).arguments
+            run(
+                *(one(**{f.name: given[f.name] for f in dataclasses.fields(one) if f.name in given}) for one in options)
+            )
+
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return command_of
+
+
+def _shift(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,163 @@
+"""What the commands show while they work: bars and rows on stderr, data on stdout, color only where it is wanted."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from autotune.reporting import (
+    TRIAL_HEADER,
+    note_text,
+    prediction_lines,
+    printable_lines,
+    records_lines,
+    seconds_text,
+    step_text,
+    trial_row,
+    workload_lines,
+)
+from autotune.schema import (
+    CandidatesPredicted,
+    Event,
+    Notice,
+    PhaseStarted,
+    Progressed,
+    RecordsMatched,
+    SearchSpaceBuilt,
+    StatusChanged,
+    StepFinished,
+    TrialFinished,
+    TrialResult,
+    TrialStarted,
+)
+
+QUIET_SECONDS = 60.0
+"""Longest silence of a training run whose output goes to a file."""
+
+
+class _Plain(Console):
+    """Shows text as it is, but for control characters: what is printed may hold words from strangers' files."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def print(self, *objects: Any, **style: Any) -> None:
+        try:
+            super().print(*objects, **style)
+        except OSError:
+            if not self.stderr:
+                raise
+            self._fall_silent()
+
+    def on_broken_pipe(self) -> None:
+        if self.stderr:
+            self._fall_silent()
+        else:
+            super().on_broken_pipe()
+
+    def _fall_silent(self) -> None:
+        """Whoever listened is gone: what is told on the way is worth no run, what is left of it no exit with 120."""
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+    def render_str(self, text: str, **style: Any) -> Text:
+        return super().render_str(printable_lines(text), **style)
+
+
+out, err = _Plain(), _Plain(stderr=True)
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        TimeRemainingColumn(compact=True),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
+
+
+class EventDisplay:
+    """Shows the stream of events: a bar and lines on stderr; off a terminal, lines alone."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.task: TaskID | None = None
+        self.num_trials = 0
+        self.last_line_at = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event; what is not known here is not shown."""
+        match event:
+            case PhaseStarted():
+                self._end_task()
+                self._print(event.name, style="dim")
+            case StatusChanged():
+                self._update(event.text, None, None, "")
+            case Progressed():
+                self._update(event.name, event.done, event.total, "")
+            case Notice():
+                warns = event.level == "warning"
+                text = f"warning: {event.text}" if warns else note_text(event.text, event.topic)
+                self._print(text, style="yellow" if warns else None)
+            case SearchSpaceBuilt():
+                self._print("\n".join(workload_lines(event.workload, event.num_candidates)))
+            case RecordsMatched():
+                self._print("\n".join(records_lines(event)), end="")
+            case CandidatesPredicted():
+                self._print("\n".join(prediction_lines(event.predictions, event.budget_bytes)))
+            case TrialStarted():
+                self._update("trials", self.num_trials, None, event.candidate.label())
+            case TrialFinished():
+                self._trial(event.result)
+            case StepFinished():
+                self._step(event)
+
+    def _trial(self, result: TrialResult) -> None:
+        if not self.num_trials:
+            self._print(TRIAL_HEADER, style="bold")
+        self.num_trials += 1
+        self._print(trial_row(self.num_trials, result), style=None if result.outcome == "ok" else "yellow")
+        if result.message:
+            self._print(f"    {result.message}", style="dim")
+        self._update("trials", self.num_trials, None, "")
+
+    def _step(self, event: StepFinished) -> None:
+        note = step_text(event)
+        self._update("training", event.step, event.num_steps, note)
+        every = max(1, event.num_steps // 10)
+        is_silent = time.monotonic() > self.last_line_at + QUIET_SECONDS
+        if self.progress.disable and (event.step % every == 0 or event.step == event.num_steps or is_silent):
+            self.last_line_at = time.monotonic()
+            left = seconds_text(event.remaining_seconds) + " left" if event.remaining_seconds else ""
+            self._print(f"step {event.step}/{event.num_steps}  {note}  {left}".rstrip())
+
+    def _print(self, text: str, **style: Any) -> None:
+        self.progress.console.print(text, **style)
+
+    def _update(self, name: str, done: int | None, total: int | None, note: str) -> None:
+        if self.task is None:
+            self.task = self.progress.add_task(name, total=total, note=note)
+        self.progress.update(self.task, description=name, completed=done, total=total, note=note)
+
+    def _end_task(self) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = None
+
+
+@contextmanager
+def show_events() -> Iterator[EventDisplay]:
+    """A listener for `on_event` that shows what long work tells."""
+    with _bar() as progress:
+        yield EventDisplay(progress)

@@ -1,0 +1,93 @@
+"""Answer `what would this take?` for one candidate: memory, step time, and a whole job's hours and money."""
+
+from autotune.cost.arguments import require_sound
+from autotune.cost.predict import Predictor
+from autotune.cost.timing import Rates, host_flops_per_second
+from autotune.knobs import TuningContext, startup_seconds
+from autotune.schema import Candidate, Estimate, JobTime, Prediction, mean_text_tokens, num_previews
+
+DISK_BYTES_PER_SECOND = 1e9
+"""A cold read from a plain NVMe disk, where no loader was measured."""
+ENCODER_WIDTH = 4096
+ENCODER_SHARE = 0.6
+"""Of the rate of products that wide, which text encoders reach on single captions."""
+CHECKPOINTS_PER_JOB = 4
+CHECKPOINT_SECONDS = 1.0
+"""Writing and syncing some hundred megabytes."""
+
+
+def estimate(
+    predictor: Predictor, candidate: Candidate, *, num_steps: int | None = None, price_per_hour: float | None = None
+) -> Estimate:
+    """Predict `candidate`, and the job that would run with it.
+
+    Args:
+        predictor: of the work on the machine.
+        candidate: one value for every knob.
+        num_steps: optimizer steps of the job; by default what the family advises for the number of images.
+        price_per_hour: of the machine, in whatever currency the answer shall have.
+
+    Raises:
+        InvalidInput: the candidate cannot be.
+    """
+    workload, hardware = predictor.workload, predictor.hardware
+    require_sound(candidate, TuningContext(hardware, predictor.family, workload))
+    prediction = predictor.predict(candidate)
+    images = max(1, sum(bucket.num_items for bucket in workload.buckets))
+    steps = num_steps if num_steps is not None else predictor.family.defaults.num_steps(images)
+    job = job_time(predictor, prediction, num_steps=steps, num_images=images, num_previews=num_previews(steps))
+    hours = job.total_seconds / 3600
+    return Estimate(
+        hardware=hardware.device.name,
+        budget_bytes=hardware.device.budget_bytes,
+        fits=prediction.required_memory_bytes <= hardware.device.budget_bytes,
+        workload=workload,
+        prediction=prediction,
+        peak_memory_bytes=prediction.peak_memory_bytes,
+        step_seconds=prediction.step_seconds,
+        num_steps=steps,
+        job=job,
+        price_per_hour=price_per_hour,
+        cost=None if price_per_hour is None else hours * price_per_hour,
+    )
+
+
+def job_time(
+    predictor: Predictor, prediction: Prediction, *, num_steps: int, num_images: int, num_previews: int
+) -> JobTime:
+    """Wall time of a whole job: load, caches, steps, previews and checkpoints."""
+    candidate = prediction.candidate
+    rates = predictor.rates_of(candidate)
+    storage = predictor.model.storage(candidate.precision, "none")
+    encoders = predictor.model.parts.text_encoder_parameters
+    disk = predictor.hardware.rate(f"disk.{candidate.loader}") or DISK_BYTES_PER_SECOND
+    element = 2 if candidate.precision != "fp32" else 4
+    vae = predictor.model.vae_cost(candidate.precision)
+    per_image = _caption_seconds(predictor, rates, sum(encoders), element) + vae.encode_bytes_moved / rates.bandwidth
+    forward = predictor.forward_seconds(candidate)
+    defaults = predictor.family.defaults
+    preview = defaults.preview_steps * defaults.preview_calls * forward
+    compiling = startup_seconds(predictor.family, predictor.workload)
+    load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
+    parts = {
+        "load_seconds": load,
+        "cache_seconds": num_images * per_image,
+        "compile_seconds": compiling if candidate.compile == "block" else 0.0,
+        "step_seconds": num_steps * prediction.step_seconds,
+        "preview_seconds": num_previews * preview,
+        "save_seconds": CHECKPOINTS_PER_JOB * CHECKPOINT_SECONDS,
+    }
+    return JobTime(total_seconds=sum(parts.values()), **parts)
+
+
+def _caption_seconds(predictor: Predictor, rates: Rates, parameters: int, element_bytes: int) -> float:
+    """Encoding one caption where the caching settings have the encoders; streamed ones cross the bus for each."""
+    caching, tokens = predictor.caching[0], mean_text_tokens(predictor.workload)
+    flops = 2 * parameters * tokens
+    if caching.text_encoder_device == "cpu" and predictor.hardware.device.kind != "cpu":
+        return flops / host_flops_per_second(predictor.hardware.host)
+    computing = flops / (ENCODER_SHARE * rates.matmul_rate((tokens, ENCODER_WIDTH, ENCODER_WIDTH)))
+    if not caching.text_encoder_streamed:
+        return computing
+    bus = predictor.hardware.rate("host_to_device.pageable") or rates.host_to_device  # the files are mapped
+    return computing + parameters * element_bytes / bus

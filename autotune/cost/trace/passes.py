@@ -1,0 +1,169 @@
+"""Trace one micro-batch's forward and backward pass of a family's real transformer without data.
+
+The model is the real class with the real adapter, checkpointing and quantization, on the meta device, shortened to
+three blocks of each kind: the first (whose input needs no gradient), one from the middle, and the last. All blocks
+between are alike, so `composition` repeats the middle one to any depth.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
+from autotune.families import Batch, Family
+from autotune.schema import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from autotune.cost.trace.recorder import Recorder, Segment
+
+TRACED_BLOCKS = 3
+"""Of each kind: first, middle, last."""
+
+
+@dataclass(frozen=True)
+class TracePass:
+    """One traced pass. Block segments are in the order that blocks run, also those of the backward pass."""
+
+    before: "Segment"
+    """From the noisy latents to the first block."""
+    forward: tuple["Segment", ...]
+    between: "Segment"
+    """After the last block: output layers, the loss and their backward pass."""
+    backward: tuple["Segment", ...]
+    saved_bytes: int
+    """Kept for the backward pass when the loss is known, the loss included."""
+
+
+def shorten(family: Family, transformer: "nn.Module", num_blocks: int) -> None:
+    """Leave at most `num_blocks` blocks of each kind."""
+    for name in family.block_lists:
+        setattr(transformer, name, getattr(transformer, name)[:num_blocks])
+
+
+def meta_batch(
+    family: Family, config: Mapping[str, Any], workload: Workload, *, size: int, masked: bool, dtype: Any
+) -> Batch:
+    """A collated batch of the right shapes on the meta device; with `masked`, captions differ in length."""
+    import torch
+
+    def sample(tokens: int) -> dict[str, torch.Tensor]:
+        shapes = family.sample_shapes(config, workload.largest_bucket, tokens, workload.num_control_images)
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+
+    text_tokens = workload.max_text_tokens
+    others = max(1, text_tokens - 1) if masked else text_tokens
+    batch = family.collate([sample(text_tokens), *[sample(others) for _ in range(size - 1)]])
+    return {name: tensor.to("meta") for name, tensor in batch.items()}
+
+
+def trace_pass(
+    family: Family, transformer: "nn.Module", batch: Batch, *, kernel: str, rules: DeviceRules, train: bool = True
+) -> TracePass:
+    """Trace one micro-batch of a transformer that lies on the meta device, with adapter and settings applied.
+
+    Args:
+        kernel: attention kernel, as `kernels.kernel_for` names it.
+        rules: whose kernels and whose allocation granularity.
+        train: whether to run the loss and the backward pass; without, nothing is kept for it.
+    """
+    import torch
+
+    from autotune.cost.trace.recorder import Recorder, summarize
+    from autotune.families import flow_matching_loss
+
+    recorder = Recorder(rules)
+    noise = torch.empty_like(batch["latents"])
+    sigmas = torch.empty(len(noise), device="meta")
+    recorder.seed(stored_tensors(transformer))
+    inputs_bytes = recorder.seed([*batch.values(), noise, sigmas])
+    recorder.mark("before")
+    blocks = family.blocks(transformer)
+    with substitutes(kernel, rules), recorder, _marking(blocks, recorder), torch.set_grad_enabled(train):
+        if train:
+            loss = flow_matching_loss(family, transformer, batch, noise, sigmas)
+            saved_bytes = sum(size for segment in recorder.segments for _, size in segment.events)
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+        else:
+            saved_bytes = 0
+            family.predict(transformer, noise, sigmas, batch)
+    for parameter in transformer.parameters():
+        parameter.grad = None
+    summarize(recorder.segments)
+    by_name = {segment.name: segment for segment in recorder.segments}
+    names = range(len(blocks))
+    recorder.segments[0].growth_bytes += inputs_bytes
+    recorder.segments[0].peak_bytes += inputs_bytes
+    return TracePass(
+        before=by_name["before"],
+        forward=tuple(by_name[f"forward {i}"] for i in names),
+        between=by_name["between"],
+        backward=tuple(by_name[f"backward {i}"] for i in names) if train else (),
+        saved_bytes=saved_bytes,
+    )
+
+
+def trace_inference(call: Callable[[], object], module: "nn.Module", rules: DeviceRules) -> "Segment":
+    """What `call`, on meta tensors and without gradients, takes beyond `module`'s own bytes, and does."""
+    import torch
+
+    from autotune.cost.trace.recorder import Recorder, summarize
+
+    recorder = Recorder(rules)
+    recorder.seed(stored_tensors(module))
+    recorder.mark("all")
+    kernel = kernel_for("native", rules, masked=False)
+    with substitutes(kernel, rules), recorder, torch.no_grad():
+        call()
+    summarize(recorder.segments)
+    return recorder.segments[0]
+
+
+def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
+    """Every plain tensor behind a parameter, or a module's parameters and buffers: quantized ones have several."""
+    import torch
+
+    for tensor in (of,) if isinstance(of, torch.Tensor) else (*of.parameters(), *of.buffers()):
+        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+        yield from (getattr(tensor, name) for name in names) if names else (tensor,)
+
+
+@contextmanager
+def _marking(blocks: "list[nn.Module]", recorder: "Recorder") -> Iterator[None]:
+    """Mark where each block's forward and backward pass begin; recomputation in the backward pass marks nothing."""
+    import torch
+
+    seen: set[int] = set()
+    begun: set[int] = set()
+
+    def backward_begins(index: int) -> None:
+        if index not in begun:
+            begun.add(index)
+            recorder.mark(f"backward {index}")
+
+    def before(index: int) -> None:
+        if index not in seen:
+            recorder.mark(f"forward {index}")
+
+    def after(index: int, output: Any) -> None:
+        if index in seen:
+            return
+        seen.add(index)
+        for tensor in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: backward_begins(index))  # type: ignore[no-untyped-call]
+        if index == len(blocks) - 1:
+            recorder.mark("between")
+
+    handles = []
+    for i, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(lambda *_, i=i: before(i)))
+        handles.append(block.register_forward_hook(lambda _m, _a, output, i=i: after(i, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,192 @@
+"""A dispatch mode that watches one forward and backward pass: live bytes after every operation, and the work done.
+
+Nothing is computed: tensors are on the meta device, so a pass of a 20-billion-parameter model takes a fraction of a
+second. Live bytes are exact, because the recorder follows storages (not tensors: views share one) from the operation
+that makes them until Python and autograd let go of them.
+"""
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from autotune.cost.kernels import (
+    CUDA_BLOCK_BYTES,
+    NARROW,
+    SLOW_ON_CPU,
+    DeviceRules,
+    Work,
+    conversion_bytes,
+    workspace_bytes,
+)
+from autotune.cost.trace.shapes import called
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm"})
+FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"})
+"""Operations that start no kernel, beside those whose schema says that they return a view."""
+
+
+STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
+"""Dtypes that only quantized weights have."""
+
+Call = tuple[Any, Any, dict[str, Any], Any, list[torch.Tensor], list[torch.Tensor]]
+"""An operation, its arguments, its result, and the tensors among arguments and results."""
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+SCRATCH = 0
+"""Storage number of kernel scratch memory, which lives within one operation."""
+
+
+@dataclass
+class Segment:
+    """One stretch of a pass, e.g. the forward pass of one block. Bytes are relative to the level at its start."""
+
+    name: str
+    growth_bytes: int = 0
+    """Live bytes at the end minus live bytes at the start."""
+    peak_bytes: int = 0
+    """Highest level inside."""
+    workspace_bytes: int = 0
+    """Kernel scratch memory within that peak."""
+    work: Counter[Work] = field(default_factory=Counter)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """(storage number, bytes) of each allocation, (storage number, -bytes) of each free."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records segments between calls of `mark`."""
+
+    def __init__(self, rules: DeviceRules) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.granularity = CUDA_BLOCK_BYTES if rules == "cuda" else 1
+        self.counts_host = rules == "cpu"
+        self.segments: list[Segment] = []
+        self._live: dict[int, weakref.ref[Any]] = {}
+        self._numbers = 0
+
+    def seed(self, tensors: Iterable["Tensor"]) -> int:
+        """Count `tensors` as live from before the pass: they and their views are no activations. Returns new bytes."""
+        return sum(self._watch(tensor, None) for tensor in tensors)
+
+    def mark(self, name: str) -> None:
+        """Start a new segment."""
+        self.segments.append(Segment(name))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a quantized weight: let it say which plain operations it is made of
+        inputs = _tensors(args)
+        self.seed(inputs)  # what nobody did before: plain attributes and caches of modules
+        out = called(func, args, kwargs or {})
+        segment = self.segments[-1]
+        outputs = _tensors((out,))
+        fresh = sum(self._watch(tensor, segment) for tensor in outputs)
+        name = func._schema.name[6:]
+        if self.counts_host and (scratch := conversion_bytes(func, inputs)):
+            self._allocate(segment, scratch)()
+        if fresh or not (func.is_view or name in FREE):
+            self._charge(segment, (func, args, kwargs or {}, out, inputs, outputs))
+        return out
+
+    def _charge(self, segment: Segment, call: Call) -> None:
+        func, args, kwargs, out, inputs, outputs = call
+        name = func._schema.name[6:]
+        moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        kind, shape = _class_of(name, inputs)
+        if kind.startswith("attention"):
+            backward = kind == "attention.backward"
+            flops = math.prod(shape) * (10 if backward else 4)  # 5 and 2 products, 2 FLOPs each
+            scratch = workspace_bytes(name, inputs[1 if backward else 0].shape)
+            if scratch:
+                segment.events.extend([(SCRATCH, scratch), (SCRATCH, -scratch)])
+        elif kind == "matmul":
+            flops = 2 * math.prod(shape)
+        else:
+            formula = flop_registry.get(func.overloadpacket)
+            flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
+        segment.work[(kind, shape, flops, moved)] += 1
+
+    def _watch(self, tensor: "Tensor", segment: Segment | None) -> int:
+        """Follow the storage of `tensor` if it is new; returns its bytes, 0 for one that is known."""
+        if tensor.device.type != "meta" and not self.counts_host:
+            return 0
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return 0
+        size = storage.nbytes()
+        free = self._allocate(segment, size) if segment is not None else None
+
+        def forget(_: Any) -> None:
+            self._live.pop(key, None)
+            if free is not None:
+                free()
+
+        self._live[key] = weakref.ref(storage, forget)
+        return size
+
+    def _allocate(self, segment: Segment, size: int) -> Callable[[], None]:
+        rounded = -(-size // self.granularity) * self.granularity
+        self._numbers += 1
+        number = self._numbers
+        segment.events.append((number, rounded))
+
+        def free() -> None:
+            self.segments[-1].events.append((number, -rounded))
+
+        return free
+
+
+def _tensors(items: Iterable[Any]) -> "list[Tensor]":
+    """Tensors among `items` and within lists and tuples of them, as `cat` and `stack` take."""
+    parts = (part for item in items for part in (item if isinstance(item, tuple | list) else (item,)))
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
+    """Class and shape of an operation; see `kernels.Work`."""
+    if name in MATMULS:
+        left, right = inputs[-2], inputs[-1]
+        batch = left.shape[0] if left.ndim == 3 else 1
+        return "matmul", (batch * left.shape[-2], left.shape[-1], right.shape[-1])
+    if "attention" in name:
+        backward = name.endswith("backward")
+        query, key = inputs[1:3] if backward else inputs[0:2]
+        shape = (*query.shape[:3], key.shape[2], query.shape[3])
+        return ("attention.backward" if backward else "attention"), tuple(shape)
+    if name.startswith("convolution"):
+        return "convolution", ()
+    stored = [tensor.dtype for tensor in inputs if tensor.dtype in STORED]
+    if stored:
+        return f"dequantization.{str(stored[0]).removeprefix('torch.')}", ()
+    kernel = "narrow" if _is_narrow(name, inputs) else name
+    return (f"elementwise.{kernel}" if kernel in SLOW_ON_CPU else "elementwise"), ()
+
+
+def _is_narrow(name: str, inputs: "list[Tensor]") -> bool:
+    """Whether a last dimension of a few numbers is summed or broadcast over; see `kernels.SLOW_ON_CPU`."""
+    whole = [tensor for tensor in inputs if tensor.ndim > 1]
+    if not whole or max(tensor.shape[-1] for tensor in whole) > NARROW:
+        return False
+    return name == "sum" or any(t.shape != whole[0].shape or not t.is_contiguous() for t in whole)
+
+
+def summarize(segments: Iterable[Segment]) -> None:
+    """Fill in growth and peak of each segment from its events."""
+    for segment in segments:
+        level = peak = scratch = 0
+        for number, size in segment.events:
+            level += size
+            if level > peak:
+                peak, scratch = level, size if number == SCRATCH else 0
+        segment.growth_bytes, segment.peak_bytes, segment.workspace_bytes = level, peak, scratch

@@ -1,0 +1,10 @@
+"""The whole journey on a small real pipeline."""
+
+from typing import TYPE_CHECKING
+
+from autotune.runtime.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from autotune.demo.folders import make_demo
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,254 @@
+"""What on this machine will hurt a training run, worst first, each with its fix.
+
+It imports no torch and opens no CUDA context, so it is safe beside someone's run, and it can say which build of torch
+this driver needs before one is installed. A check is pure: a patient in, findings out.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from autotune.hardware.capabilities import CUDA_13, older
+from autotune.hardware.catalog import matching
+from autotune.hardware.doctor_facts import DoctorFacts, Gpu, examine
+from autotune.hardware.sources import RealSystem
+from autotune.schema import Frozen
+
+GIB = 2**30
+LITTLE_HOST_BYTES = 32 * GIB
+"""Streaming a large text encoder through the host needs about 20 GiB, the rest of the machine a few more."""
+BUSY_BYTES = GIB
+"""Other processes below this are a desktop, not a run."""
+DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
+"""CUDA major to the oldest driver that runs it (minor-version compatibility, CUDA release notes)."""
+
+LEAST = {"diffusers": "0.42", "transformers": "5.0", "peft": "0.20", "accelerate": "1.10"}
+"""Oldest versions that work. With peft 0.18 no layer is adapted where torchao is 0.18 or newer, with 0.19 none whose
+weights torchao stores."""
+DEFAULT_DISK_BYTES = 90 * GIB
+"""Qwen-Image in bf16 (58 GB on the hub), its caches, checkpoints and room to write a shard twice."""
+
+Severity = Literal["blocks", "hurts", "note"]
+"""Worst first."""
+
+
+class Finding(Frozen):
+    """One thing that will hurt, and what to do about it."""
+
+    severity: Severity
+    name: str
+    """Stable, for scripts, e.g. `driver-too-old`."""
+    what: str
+    fix: str
+
+
+def doctor() -> tuple[Finding, ...]:
+    """Findings about this machine, worst first; empty when nothing will hurt.
+
+    Raises:
+        AutotuneError: the operating system does not say how much memory there is.
+    """
+    return findings(examine(RealSystem(torch=False), DEFAULT_DISK_BYTES))
+
+
+def findings(facts: DoctorFacts) -> tuple[Finding, ...]:
+    """All findings, worst first; equal ones in the order of the checks."""
+    found = [finding for check in CHECKS for finding in check(facts)]
+    return tuple(sorted(found, key=lambda finding: get_args(Severity).index(finding.severity)))
+
+
+def torch_for(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
+    """How to get a torch (>= 2.11) that runs here. Builds of 2.13: cu126, cu129, cu130, cu132, rocm and cpu."""
+    capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
+    outdated = driver is not None and older(driver, DRIVERS["12"])  # it runs none of them
+    first = "update the driver to 580 or newer, then " if outdated else ""
+    build = "cu129" if any(own >= (10, 0) for own in capabilities) else "cu126"
+    if driver is None and not gpus:
+        build = "cpu"
+    elif (outdated or not older(driver, DRIVERS["13"])) and not any(map(_needs_cuda_12, gpus)):
+        build = "cu130"
+    return f"{first}install the {build} build of torch 2.11 or newer (pytorch.org, 'Get started', 'Compute platform')"
+
+
+def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
+    """Torch is there, is for NVIDIA, and the driver can run it."""
+    versions, cuda = facts.versions, facts.versions.cuda_runtime
+    get = torch_for(versions.driver, facts.gpus)
+    if versions.torch is None:
+        yield Finding(severity="blocks", name="no-torch", what="torch is not installed", fix=get)
+    elif facts.rocm is not None:
+        what = f"torch {versions.torch} is a ROCm build: AMD GPUs are not supported here, only the processor is used"
+        yield Finding(severity="blocks", name="rocm-torch", what=what, fix=get)
+    elif cuda is None and facts.gpus:
+        what = f"torch {versions.torch} is built without CUDA, so {facts.gpus[0].name} lies idle"
+        yield Finding(severity="blocks", name="cpu-only-torch", what=what, fix=get)
+    elif cuda is not None and versions.driver is not None:
+        least = DRIVERS.get(cuda.split(".")[0])
+        if least is not None and older(versions.driver, least):
+            what = (
+                f"driver {versions.driver} is too old for torch {versions.torch} (CUDA {cuda}): needs {least} or newer"
+            )
+            fix = get if get.startswith("update") else f"update the driver; or {get}"
+            yield Finding(severity="blocks", name="driver-too-old", what=what, fix=fix)
+        elif cuda.startswith("12.") and not any(map(_needs_cuda_12, facts.gpus)):
+            what = f"torch {versions.torch} is built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
+            yield Finding(severity="note", name="cuda-12", what=what, fix="driver 580 or newer runs CUDA 13 builds")
+    if versions.torch is not None and older(versions.torch, "2.11"):
+        what = f"torch {versions.torch} is older than autotune is tested with"
+        yield Finding(severity="hurts", name="old-torch", what=what, fix=get)
+
+
+def _needs_cuda_12(gpu: Gpu) -> bool:
+    return gpu.compute_capability is not None and gpu.compute_capability < CUDA_13
+
+
+def check_old_card(facts: DoctorFacts) -> Iterator[Finding]:
+    """CUDA 13 dropped everything before 7.5."""
+    cuda13 = not older(facts.versions.cuda_runtime, "13.0")
+    for gpu in facts.gpus:
+        if cuda13 and _needs_cuda_12(gpu):
+            what = "{} has compute capability {}.{}; CUDA 13 needs 7.5".format(gpu.name, *gpu.compute_capability or ())
+            fix = "install the cu126 build of torch"
+            yield Finding(severity="blocks", name="card-too-old", what=what, fix=fix)
+
+
+def check_driver(facts: DoctorFacts) -> Iterator[Finding]:
+    """A card needs a driver, and without NVML much of this report is blind."""
+    if facts.nvidia_cards and not facts.gpus:
+        what = f"{facts.nvidia_cards} NVIDIA card(s) on the bus, and no driver answers"
+        fix = "install NVIDIA's driver 580 or newer; in a container, pass the GPUs through (--gpus all)"
+        yield Finding(severity="blocks", name="no-driver", what=what, fix=fix)
+    if facts.nvml_absent and facts.gpus:
+        fix = "install the driver's management library (libnvidia-ml.so.1), or give it to the container"
+        yield Finding(severity="note", name="no-nvml", what=facts.nvml_absent, fix=fix)
+
+
+def check_visible_devices(facts: DoctorFacts) -> Iterator[Finding]:
+    """CUDA stops at the first entry that is no device; what the driver counts without NVML is what is left then."""
+    value = facts.visible_devices
+    if value is None:
+        return
+    entries = [entry.strip() for entry in value.split(",")]
+    count = len(facts.gpus) if facts.nvml_absent is None and facts.gpus else None
+    wrong = next((entry for entry in entries if not _names_device(entry, count)), None)
+    if wrong is not None:
+        hidden = "every GPU" if wrong == entries[0] else f"every GPU after {wrong!r}"
+        what = f"CUDA_VISIBLE_DEVICES={value!r} hides {hidden}: CUDA goes up to the first that is no index or UUID"
+        fix = "unset CUDA_VISIBLE_DEVICES, or give indices such as 0,1"
+        yield Finding(severity="blocks", name="visible-devices", what=what, fix=fix)
+
+
+def _names_device(entry: str, count: int | None) -> bool:
+    if entry.isdecimal():
+        return count is None or int(entry) < count
+    return entry.startswith(("GPU-", "MIG-"))
+
+
+def check_busy(facts: DoctorFacts) -> Iterator[Finding]:
+    """Memory that others hold cannot be planned with."""
+    for gpu in facts.gpus:
+        held = gpu.other_process_bytes
+        if held is not None and held >= BUSY_BYTES:
+            what = f"other processes hold {held / GIB:.1f} GiB of GPU {gpu.index} ({gpu.name})"
+            fix = "stop them (nvidia-smi lists them), hide this GPU (CUDA_VISIBLE_DEVICES), or plan with --max-memory"
+            yield Finding(severity="hurts", name="gpu-busy", what=what, fix=fix)
+        if gpu.drives_display:
+            what = f"GPU {gpu.index} ({gpu.name}) drives a display, which takes memory as windows open"
+            fix = "move the display to another GPU or log out of the desktop; --reserve changes the 1 GiB kept for it"
+            yield Finding(severity="note", name="drives-display", what=what, fix=fix)
+
+
+def check_link_and_power(facts: DoctorFacts) -> Iterator[Finding]:
+    """A card that cannot do what it was sold for."""
+    for gpu in facts.gpus:
+        limit, usual = gpu.power_limit_watts, gpu.default_power_limit_watts
+        sheet = matching(gpu.name, gpu.total_memory_bytes)
+        usual = usual or (sheet.power_watts if sheet else None)
+        if limit is not None and usual is not None and limit < 0.95 * usual:
+            what = f"GPU {gpu.index} ({gpu.name}) is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
+            fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"
+            yield Finding(severity="hurts", name="power-limited", what=what, fix=fix)
+        # NVML's greatest width is what card and slot can do together; the catalog knows what the card can.
+        lanes = sheet.pcie_lanes if sheet and sheet.pcie_generation else None
+        width, full = gpu.pcie_width, lanes or gpu.pcie_max_width or 16
+        if width is not None and width < full:
+            what = f"GPU {gpu.index} ({gpu.name}) has {width} PCIe lanes of {full}: copies from the host are slow"
+            fix = "move the card to a full slot; avoid plans that offload"
+            yield Finding(severity="hurts", name="narrow-pcie", what=what, fix=fix)
+
+
+def check_shared_memory(facts: DoctorFacts) -> Iterator[Finding]:
+    """On GB10 and its like the page cache counts as used, and an over-allocation hangs the machine."""
+    for gpu in facts.gpus:
+        if gpu.integrated:
+            what = (
+                f"{gpu.name} shares the host's memory: page cache counts as used, and taking too much hangs the machine"
+            )
+            fix = "before a run: sync; echo 3 | sudo tee /proc/sys/vm/drop_caches; swap off; no other large process"
+            yield Finding(severity="hurts", name="shared-memory", what=what, fix=fix)
+
+
+def check_host(facts: DoctorFacts) -> Iterator[Finding]:
+    """The system can run plans at all; and the host's memory kills runs as often as the GPU's."""
+    host = facts.host
+    if host.memory_model == "windows":
+        what = "plan and train need Linux or macOS: their locks and warm trial processes do not exist on Windows"
+        fix = "install WSL2 (wsl --install) and autotune inside it; the GPU works there"
+        yield Finding(severity="blocks", name="windows", what=what, fix=fix)
+    if host.memory_model == "wsl":
+        what = "WSL spills GPU memory to the host without an error: steps become ten times slower"
+        fix = "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"
+        yield Finding(severity="hurts", name="wsl-spill", what=what, fix=fix)
+    if host.available_memory_bytes < LITTLE_HOST_BYTES:
+        what = (
+            f"{host.available_memory_bytes / GIB:.0f} GiB of host memory available: loading large models may be killed"
+        )
+        fix = "close programs or add swap; in a container raise its limit; small models are not concerned"
+        yield Finding(severity="hurts", name="little-host-memory", what=what, fix=fix)
+
+
+def check_disk(facts: DoctorFacts) -> Iterator[Finding]:
+    """Room for a model and its caches."""
+    free = facts.disk_free_bytes
+    if free is not None and free < facts.disk_needed_bytes:
+        what = f"{free / GIB:.0f} GiB free where models are kept; the largest take {facts.disk_needed_bytes / GIB:.0f}"
+        fix = "free space, or set HF_HOME to a larger disk; smaller models need less"
+        yield Finding(severity="hurts", name="little-disk", what=what, fix=fix)
+
+
+def check_packages(facts: DoctorFacts) -> Iterator[Finding]:
+    """Packages that are chosen and harm, are too old, or are missing and would help."""
+    for name, least in LEAST.items():
+        version = getattr(facts.versions, name)
+        if version is not None and older(version, least):
+            what = f"{name} {version} is installed; autotune needs {least} or newer"
+            yield Finding(severity="blocks", name=f"old-{name}", what=what, fix=f"pip install '{name}>={least}'")
+    if facts.attention is not None and facts.attention.startswith("sage"):
+        what = f"DIFFUSERS_ATTN_BACKEND={facts.attention}: SageAttention has no backward, so nothing is learned"
+        fix = "unset DIFFUSERS_ATTN_BACKEND; autotune chooses an attention that trains"
+        yield Finding(severity="blocks", name="sage-chosen", what=what, fix=fix)
+    elif facts.versions.sageattention is not None:
+        what = f"sageattention {facts.versions.sageattention} is installed: it speeds up sampling and cannot train"
+        yield Finding(severity="note", name="sage-installed", what=what, fix="nothing: autotune does not train with it")
+    needs, own = facts.torchvision_needs, facts.versions.torch
+    if needs is not None and own is not None and own.split("+")[0] != needs.removeprefix("torch=="):
+        what = f"the installed torchvision was built for {needs}, this is torch {own}: transformers may fail to import"
+        fix = "pip uninstall torchvision (autotune does not need it), or install the one that belongs to this torch"
+        yield Finding(severity="blocks", name="torchvision-mismatch", what=what, fix=fix)
+    if facts.gpus and facts.host.compiler is None:
+        what = "no C compiler: triton kernels and torch.compile fail at their first call"
+        fix = "install gcc (Debian, Ubuntu: apt install build-essential)"
+        yield Finding(severity="hurts", name="no-compiler", what=what, fix=fix)
+
+
+CHECKS = (
+    check_driver,
+    check_torch,
+    check_old_card,
+    check_visible_devices,
+    check_packages,
+    check_busy,
+    check_shared_memory,
+    check_host,
+    check_link_and_power,
+    check_disk,
+)

@@ -1,0 +1,78 @@
+"""The patient of the doctor: what can be known of a machine without torch and without a CUDA context."""
+
+from autotune.hardware.facts import CUDA, MEMORY_SIGNALS, read_host, read_versions
+from autotune.hardware.reader import FREE, TEXT, Facts, Reader, whole
+from autotune.hardware.system import System
+from autotune.schema import Frozen, Host, Versions
+
+
+class Gpu(Frozen):
+    """What can be known of a GPU without a CUDA context; fields as in `Device`."""
+
+    index: int
+    name: str = "GPU"
+    compute_capability: tuple[int, int] | None = None
+    total_memory_bytes: int | None = None
+    power_limit_watts: float | None = None
+    default_power_limit_watts: float | None = None
+    pcie_width: int | None = None
+    pcie_max_width: int | None = None
+    drives_display: bool | None = None
+    other_process_bytes: int | None = None
+    integrated: bool | None = None
+
+
+GPU: Facts = {
+    name: (kind, *(question for question in asked if not question.startswith("torch:")))
+    for name, (kind, *asked) in {**CUDA, **MEMORY_SIGNALS}.items()
+    if name in Gpu.model_fields
+}
+PATIENT: Facts = {
+    "rocm": (TEXT, "packages:torch_hip"),
+    "attention": (TEXT, "environment:DIFFUSERS_ATTN_BACKEND"),
+    "disk_free_bytes": (FREE, "os:disk_free_bytes"),
+    "torchvision_needs": (TEXT, "packages:torchvision_needs"),
+    "nvidia_cards": (whole(0, 1024), "os:nvidia_cards"),
+}
+
+
+class DoctorFacts(Frozen):
+    """Everything the checks look at."""
+
+    host: Host
+    versions: Versions
+    gpus: tuple[Gpu, ...]
+    rocm: str | None = None
+    """HIP version that torch was built with."""
+    visible_devices: str | None
+    attention: str | None = None
+    """Backend chosen in the environment (DIFFUSERS_ATTN_BACKEND)."""
+    disk_free_bytes: int | None = None
+    disk_needed_bytes: int
+    torchvision_needs: str | None = None
+    """The torch that an installed torchvision was built for, e.g. `torch==2.12.0`."""
+    nvidia_cards: int | None = None
+    """NVIDIA cards on the bus, with or without a driver."""
+    nvml_absent: str | None
+    """Why NVML gives no answers."""
+
+
+def examine(system: System, disk_needed_bytes: int) -> DoctorFacts:
+    """Read what the checks need; asks everything but torch.
+
+    Raises:
+        AutotuneError: the operating system does not say how much memory there is.
+    """
+    reader = Reader(system)
+    count = reader.fact("gpus", whole(0, 64), "nvml:count", "driver:count") or 0
+    nvml = reader.provenance[-1]
+    visible = reader.raw("environment:CUDA_VISIBLE_DEVICES")
+    return DoctorFacts(
+        host=read_host(reader),
+        versions=read_versions(reader),
+        gpus=tuple(Gpu(index=index, **Reader(system, index).facts("device", GPU)) for index in range(count)),
+        visible_devices=visible if isinstance(visible, str) else None,
+        disk_needed_bytes=disk_needed_bytes,
+        nvml_absent=None if nvml.source == "NVML" else "NVML gives no answers: " + (nvml.absent_because or "missing"),
+        **reader.facts("patient", PATIENT),
+    )

@@ -1,0 +1,238 @@
+"""The whole algorithm on one screen: from a question and a machine to a frozen plan.
+
+    model ──> workload ──> search space ──> trials, each chosen by what the last ones taught ──> winner ──> plan
+
+Where the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the plan says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import optuna
+
+from autotune.hardware import shares_host_memory
+from autotune.planning.alternatives import larger_batch_advice
+from autotune.planning.backend import PlannerBackend
+from autotune.planning.confirming import (
+    LEAST_SECONDS,
+    SHARE_OF_SEARCH,
+    confirmed_winner,
+    rehearsed_in_part,
+    unverified_rung,
+)
+from autotune.planning.expectation import build_expectation, planned_hardware
+from autotune.planning.problem import PlanningProblem, build_problem
+from autotune.planning.request import PlanRequest
+from autotune.planning.resuming import kept_study
+from autotune.runtime import interrupt_on_signal
+from autotune.schema import (
+    Candidate,
+    CandidatesPredicted,
+    FrozenPart,
+    HardwareProfile,
+    Notice,
+    OnEvent,
+    Prediction,
+    RecordsMatched,
+    Residual,
+    SearchSpaceBuilt,
+    TrainingPlan,
+    TrialFinished,
+    TrialResult,
+    TrialStarted,
+    ignore_event,
+    seal,
+)
+from autotune.search import (
+    ResidualSearch,
+    best_seconds,
+    fallbacks_of,
+    frozen_plan,
+    measured_scores,
+    memoize,
+    predicted_scores,
+    promised_scores,
+    publish_plan,
+    reasons_for,
+    require_winner,
+    run_search,
+    search_cost_seconds,
+)
+from autotune.sharing import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
+
+NO_MATCHES = StoreMatches(known=(), stale=(), refused=())
+
+
+@dataclass(frozen=True)
+class PlanningResult:
+    """A plan, with what the search learned that the plan does not hold: material for recordings and shared records."""
+
+    plan: TrainingPlan
+    hardware: HardwareProfile
+    """The machine, with the capabilities that parity checks have shown."""
+    matches: StoreMatches = NO_MATCHES
+    """Records of other searches that were found for this one."""
+    residuals: tuple[Residual | None, ...] = ()
+    """For each trial of the plan, how far it was from its prediction."""
+
+
+def make_plan(
+    request: PlanRequest,
+    hardware: HardwareProfile,
+    on_event: OnEvent = ignore_event,
+    backend: PlannerBackend | None = None,
+) -> PlanningResult:
+    """Find the best settings for the question on this machine and freeze them.
+
+    Several processes that name the same study share its trials, and all return the plan that the first of them froze.
+
+    Raises:
+        InvalidInput: the model or the data cannot be used, or the study is about another question or machine.
+        NothingFits: no settings run here.
+        AutotuneError: the study's storage failed.
+    """
+    backend = backend or PlannerBackend()
+    problem = build_problem(request, hardware, backend)
+    for line in problem.left_out:
+        on_event(Notice(text=line, level="warning"))
+    for note in problem.notes:
+        on_event(Notice(text=note))
+    on_event(SearchSpaceBuilt(workload=problem.global_workload, num_candidates=len(problem.space.candidates)))
+    if not problem.can_try:
+        predictions = tuple(problem.cost.predict(candidate) for candidate in problem.space.candidates)
+        on_event(CandidatesPredicted(predictions=predictions, budget_bytes=problem.budget_bytes))
+        return PlanningResult(_plan(problem, backend.autotune_version, predictions), problem.hardware)
+
+    def on_note(note: str) -> None:
+        on_event(Notice(text=note))
+
+    matches = NO_MATCHES
+    # Killed by a signal, it would seem to have been taken down by what it tried.
+    with interrupt_on_signal(), kept_study(problem, backend.autotune_version, on_note) as study:
+        published = frozen_plan(study) if request.study else None
+        if published is None:
+            matches, warm_start = _find_warm_start(problem, backend, on_event)
+            trials = _search(problem, backend, warm_start, study, on_event)
+            if not warm_start.kept(trials):  # else a record has confirmed them
+                trials = _confirm(problem, backend, trials, study, on_event)
+            own = _plan(problem, backend.autotune_version, (), trials, warm_start).model_dump_json()
+            first = publish_plan(study, own)
+            published = first if request.study else own
+    plan = TrainingPlan.model_validate_json(published)
+    residuals = tuple(problem.cost.residual(trial) for trial in plan.frozen.trials)
+    return PlanningResult(plan, problem.hardware, matches, residuals)
+
+
+def _find_warm_start(
+    problem: PlanningProblem, backend: PlannerBackend, on_event: OnEvent
+) -> tuple[StoreMatches, WarmStart]:
+    if not problem.request.use_profiles:
+        return NO_MATCHES, NO_WARM_START
+    found = backend.find_matches(problem.device_profile, problem.workload)
+    found, warm_start = build_warm_start(
+        found, problem.space.candidates, problem.budget_bytes, problem.workload, problem.cost
+    )
+    kind = found.known[0].match.kind if found.known else "none"
+    on_event(RecordsMatched(kind=kind, num_records=len(found.known), stale=found.stale, refused=found.refused))
+    return found, warm_start
+
+
+def _search(
+    problem: PlanningProblem, backend: PlannerBackend, warm_start: WarmStart, study: optuna.Study, on_event: OnEvent
+) -> tuple[TrialResult, ...]:
+    request = problem.request
+    search = ResidualSearch(
+        problem.space,
+        problem.cost,
+        problem.budget_bytes,
+        priors=warm_start.priors,
+        first=warm_start.first,
+        objective=problem.workload.objective,
+        ascending=shares_host_memory(problem.hardware.device.memory_kind),
+    )
+
+    def on_trial(result: TrialResult) -> None:
+        on_event(TrialFinished(result=result))
+
+    with backend.trials(request.model, problem.cost) as run:
+
+        def run_trial(candidate: Candidate) -> TrialResult:
+            on_event(TrialStarted(candidate=candidate))
+            return run(candidate)
+
+        if backend.tried is None:
+            trials = run_search(search, run_trial, problem.limits, on_trial, enough=warm_start.kept, study=study)
+        else:
+            trials = backend.tried
+            for trial in trials:
+                on_trial(trial)
+        is_over = backend.tried is not None or warm_start.kept(trials)
+        fallback = None if is_over else unverified_rung(trials, problem)
+        result = memoize(study, "rung", fallback, run_trial) if fallback is not None else None
+        if result is not None:
+            trials = (*trials, result)
+            on_trial(result)
+    for doubt in warm_start.doubts(trials):
+        on_event(Notice(text=doubt, topic="profiles"))
+    return trials
+
+
+def _confirm(
+    problem: PlanningProblem,
+    backend: PlannerBackend,
+    trials: tuple[TrialResult, ...],
+    study: optuna.Study,
+    on_event: OnEvent,
+) -> tuple[TrialResult, ...]:
+    request = problem.request
+    seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * problem.limits.allowed_seconds(best_seconds(trials)))
+
+    def longer_trial(candidate: Candidate) -> TrialResult | None:
+        on_event(TrialStarted(candidate=candidate))
+        return backend.rehearse(request.model, problem.cost, candidate, seconds)
+
+    def rehearse(candidate: Candidate) -> TrialResult | None:
+        longer = memoize(study, "rehearsal", candidate, longer_trial)
+        if longer:
+            on_event(TrialFinished(result=longer))
+        return longer
+
+    return confirmed_winner(trials, problem, rehearse)
+
+
+def _plan(
+    problem: PlanningProblem,
+    autotune_version: str,
+    predictions: Sequence[Prediction],
+    trials: tuple[TrialResult, ...] = (),
+    warm_start: WarmStart = NO_WARM_START,
+) -> TrainingPlan:
+    """The best of what was tried here or, where nothing could be, of what was predicted."""
+    objective = problem.workload.objective
+    scores = measured_scores(trials) if problem.can_try else predicted_scores(predictions, problem.budget_bytes)
+    best = require_winner(promised_scores(trials) if trials else scores, objective, problem.relaxation)
+    scores += measured_scores(warm_start.evidence(trials))  # only what ran here may win
+    caching, why_caching = problem.cost.caching
+    frozen = FrozenPart(
+        schema_version=1,
+        autotune_version=autotune_version,
+        hardware=planned_hardware(problem.hardware, problem.cost.parallel),
+        workload=problem.global_workload,
+        settings=best.candidate,
+        caching=caching,
+        expected=build_expectation(
+            best, trials, problem.cost, problem.global_workload, problem.job, problem.request.price_per_hour
+        ),
+        reasons=(*reasons_for(problem.space, scores, best, objective), why_caching),
+        fallbacks=fallbacks_of(scores, best),
+        records=warm_start.records,
+        search_seconds=search_cost_seconds(trials),
+        trials=trials,
+        pins=problem.request.pins,
+        exclusions=problem.request.exclusions,
+        advice=(
+            *rehearsed_in_part(trials, best.candidate),
+            *larger_batch_advice(problem.cost, best.candidate, best.step_seconds, problem.budget_bytes),
+        ),
+    )
+    return seal(problem.job, frozen)

@@ -1,0 +1,129 @@
+"""What a user asks of a planner, and the job that comes with the answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from autotune.data import Dataset, Reading, read_dataset
+from autotune.families import ResolvedModel
+from autotune.knobs import PIN, TuningContext
+from autotune.schema import Job, TrainingPlan, job_from
+from autotune.search import SearchSpace, StudyPlace, search_space
+from autotune.training import WorkloadOverrides, check_job, overrides_from
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the user asks for; None takes the family's default."""
+
+    model: str
+    workload_overrides: WorkloadOverrides = field(default_factory=WorkloadOverrides)
+    job_overrides: Mapping[str, object] = field(default_factory=dict)
+    """Values of the job, by the names of its fields."""
+    pins: tuple[tuple[str, str], ...] = ()
+    """(knob, value) pairs: only this value may be chosen."""
+    exclusions: tuple[tuple[str, str], ...] = ()
+    """(knob, value) pairs: this value may not be chosen."""
+    is_local: bool = True
+    """Whether the hardware asked about is this machine's: only then can trials run."""
+    num_processes: int = 1
+    """GPUs that train together, one process each."""
+    use_profiles: bool = True
+    """Whether what this and other machines measured before may shorten the search."""
+    max_trials: int = 8
+    price_per_hour: float | None = None
+    """Of the machine, for what the job costs."""
+    search_seconds: float | None = None
+    """None for a share of the planned run's time."""
+    study: StudyPlace | None = None
+    """Where trials are kept and shared under a name."""
+    interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
+    """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
+    job: Job | None = None
+    """What an earlier plan did, where this question is asked again; what is said now goes before it."""
+
+    def path(self, name: str) -> Path | None:
+        """The job's folder called `name`, if it has one."""
+        value = self.text(name)
+        return Path(value) if value else None
+
+    def text(self, name: str) -> str | None:
+        """The job's field called `name`, if it has one."""
+        value = self.job_overrides.get(name, getattr(self.job, name, None))
+        return None if value is None else str(value)
+
+    @property
+    def caching_pins(self) -> dict[str, str]:
+        """Fields of `CachingSettings` that are pinned."""
+        return {name.removeprefix(PIN): value for name, value in self.pins if name.startswith(PIN)}
+
+    def space(self, context: TuningContext, also: str | None = None) -> SearchSpace:
+        """What may be tried for `context`, with the values on request of the knob `also`.
+
+        Raises:
+            InvalidInput, NothingFits: as `search_space`.
+        """
+        pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
+        return search_space(context, pins, self.exclusions, also=also)
+
+    @property
+    def drops_captions(self) -> bool:
+        """Whether the job leaves captions out at random."""
+        return bool(self.job_overrides.get("caption_dropout", getattr(self.job, "caption_dropout", 0)))
+
+
+def request_from(plan: TrainingPlan) -> PlanRequest:
+    """The question that `plan` answered."""
+    frozen, job = plan.frozen, plan.job
+    return PlanRequest(
+        model=job.pinned_model,
+        workload_overrides=overrides_from(frozen.workload, has_data=job.data is not None),
+        num_processes=frozen.hardware.num_processes,
+        price_per_hour=frozen.expected.price_per_hour,
+        pins=frozen.pins,
+        exclusions=frozen.exclusions,
+        job=job,
+    )
+
+
+def read_data(request: PlanRequest, model: ResolvedModel) -> Dataset | None:
+    """The question's data, if it names any."""
+    folder = request.path("data")
+    if folder is None:
+        return None
+    frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
+    caption, trigger = request.text("caption"), request.text("trigger")
+    return read_dataset(folder, Reading(caption, trigger, request.path("control"), num_frames=frames))
+
+
+def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:
+    """The job that the plan starts with: the user's words, else the earlier plan's, else the family's defaults.
+
+    Raises:
+        InvalidInput, InvalidPlan: a value is out of range, or asks of the model what its family does not have.
+    """
+    defaults = model.family.defaults
+    items = dataset.items if dataset else ()
+    usual = {
+        "data": None,
+        "num_steps": defaults.num_steps(max(1, len(items))),
+        "learning_rate": defaults.learning_rate,
+        "weight_decay": defaults.weight_decay,
+        "max_grad_norm": 1.0,
+        "timestep_shift": defaults.timestep_shift,
+        "guidance_scale": defaults.training_guidance,
+        "seed": 0,
+        "preview_prompts": tuple(item.caption for item in items[:1]),
+        "preview_steps": defaults.preview_steps,
+    }
+    resolved = {
+        "model": request.model.partition("@")[0] if model.revision else request.model,
+        "revision": model.revision,
+        "num_frames": request.workload_overrides.num_frames or defaults.num_frames,
+    }
+    job = job_from(dict(request.job) if request.job else usual, {**request.job_overrides, **resolved})
+    if dataset:
+        job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
+    check_job(job, model.family)
+    return job

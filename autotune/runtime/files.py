@@ -1,0 +1,64 @@
+"""Writes files whole or not at all: what is half-written never gets the name that readers look for."""
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; what was written there takes its place if nothing failed.
+
+    The bytes are on disk before the name changes (fsync), and the name, where folders sync, before this returns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = _new_part(path)
+    try:
+        yield part
+        _sync(part)
+        part.replace(path)
+        with suppress(OSError):  # not every network's file system syncs folders
+            _sync(path.parent)
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(part):
+            raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the user knows
+        raise
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, whole or not at all."""
+    with atomic_write(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def _new_part(path: Path) -> Path:
+    if path.exists() and not path.is_file():  # replaced, /dev/null would be a file from then on, for everyone
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the process's mask
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return part
+
+
+def require_writable(path: Path) -> None:
+    """Find out before long work whether `atomic_write` will be able to write `path`.
+
+    Raises:
+        OSError: it will not.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _new_part(path).unlink()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

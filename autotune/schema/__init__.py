@@ -1,0 +1,65 @@
+"""The frozen objects that flow through autotune, and the plan file that holds them.
+
+    HardwareProfile ─┐
+    Workload ────────┼─> Candidate ─> Prediction, TrialResult ─> TrainingPlan ─> RunReport
+    Job ─────────────┘
+
+Every object is immutable, refuses unknown fields and non-finite numbers, and carries its units in its names.
+Equal inputs give equal objects, so objects can be compared, hashed, stored and replayed.
+Files are validated in JSON mode (`model_validate_json`): strict mode would refuse YAML's lists for tuples.
+"""
+
+from typing import TYPE_CHECKING
+
+from autotune.runtime.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
+    from autotune.schema.candidate import CachingSettings, Candidate, Choice
+    from autotune.schema.events import (
+        CandidatesPredicted,
+        Event,
+        Notice,
+        OnEvent,
+        PhaseStarted,
+        Progressed,
+        RecordsMatched,
+        SearchSpaceBuilt,
+        StatusChanged,
+        StepFinished,
+        TrialFinished,
+        TrialStarted,
+        ignore_event,
+    )
+    from autotune.schema.hardware import (
+        Capability,
+        Conditions,
+        Datasheet,
+        Device,
+        DeviceKind,
+        HardwareProfile,
+        Host,
+        Link,
+        MemoryKind,
+        Provenance,
+        Rate,
+        Versions,
+    )
+    from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, TimestepSampling, Weighting, num_previews
+    from autotune.schema.migration import from_schema_1
+    from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, Strategy, TrainingPlan
+    from autotune.schema.plan_file import job_from, plan_text, read_plan, seal, with_job, write_plan
+    from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
+    from autotune.schema.run import AdapterVerdict, RunReport
+    from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
+    from autotune.schema.typical import (
+        has_typical_shape,
+        mean_text_tokens,
+        padded_text_tokens,
+        quantiles_of,
+        typical_bucket,
+        typical_text_tokens,
+    )
+    from autotune.schema.workload import Bucket, ModelSpec, Objective, Quality, TextPadding, Workload
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,87 @@
+"""What is trained, as far as it decides memory and speed."""
+
+from itertools import pairwise
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from autotune.schema.base import Frozen, NaturalInt, PositiveInt
+
+Quality = Literal["exact", "high", "compact"]
+Objective = Literal["throughput", "memory"]
+TextPadding = Literal["exact", "masked"]
+"""`exact`: all captions have one length, no mask is ever needed; `masked`: lengths differ."""
+PositiveTokens = Annotated[int, PositiveInt]
+
+
+class ModelSpec(Frozen):
+    """Which model, by what it is made of rather than by where its files lie."""
+
+    family: str
+    """A name from the registry of families, e.g. `qwen-image`."""
+    architecture: str
+    """Digest of the transformer's class and configuration."""
+    num_parameters: int = PositiveInt
+    """Of the transformer alone."""
+    num_blocks: int = PositiveInt
+    """Repeated blocks that can be checkpointed."""
+    name: str
+    """For people: the hub id or the folder's own name."""
+
+
+class Bucket(Frozen):
+    """A shape that images (or clips) are resized to, and how many have it."""
+
+    width_px: int = PositiveInt
+    height_px: int = PositiveInt
+    num_frames: int = PositiveInt
+    num_items: int = NaturalInt
+
+    @property
+    def num_pixels(self) -> int:
+        """Of all frames."""
+        return self.num_frames * self.width_px * self.height_px
+
+
+class Workload(Frozen):
+    """What is to be trained, as far as it decides memory and speed: the class a plan is made for."""
+
+    model: ModelSpec
+    resolution_px: int = PositiveInt
+    """Side of the square whose area every bucket stays within."""
+    buckets: tuple[Bucket, ...] = Field(min_length=1)
+    max_text_tokens: int = PositiveInt
+    """Longest encoded caption: with the largest bucket it decides memory."""
+    text_token_quantiles: tuple[PositiveTokens, ...] = Field(default=(), max_length=64)
+    """Lengths of captions, each of as many, the shortest first: they decide speed. Empty where the longest stands for
+    all."""
+    text_padding: TextPadding
+    num_control_images: int = Field(default=0, ge=0)
+    """Most control images of an item; edit models only."""
+    rank: int = PositiveInt
+    lora_alpha: float = Field(gt=0)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapter's inputs that a step leaves out; above 0 every adapted layer keeps its own copy."""
+    targets: str
+    """Named set of adapted layers, e.g. `attention`."""
+    effective_batch_size: int = PositiveInt
+    """Images per optimizer step. It is the user's: tuning never changes what is learned."""
+    quality: Quality = "high"
+    objective: Objective = "throughput"
+
+    @property
+    def largest_bucket(self) -> Bucket:
+        """The bucket with the most pixels: the one that decides the peak."""
+        return max(self.buckets, key=lambda b: (b.num_pixels, b.width_px))
+
+    @model_validator(mode="after")
+    def _quantiles_in_order(self) -> Self:
+        lengths = (*self.text_token_quantiles, self.max_text_tokens)
+        if any(after < before for before, after in pairwise(lengths)):
+            raise ValueError("text_token_quantiles must rise, and none be above max_text_tokens")
+        return self
+
+    def share(self, num_processes: int) -> "Workload":
+        """What each of several processes works on: its part of the effective batch, rounded down."""
+        batch = max(1, self.effective_batch_size // num_processes)
+        return self if num_processes == 1 else self.changed(effective_batch_size=batch)

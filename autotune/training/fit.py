@@ -1,0 +1,128 @@
+"""Whether a valid plan fits: this machine, this model, this data. Pure; each misfit is one sentence."""
+
+from collections.abc import Mapping
+
+from autotune.backends import WEIGHT_FORMATS
+from autotune.errors import DoesNotFit
+from autotune.knobs import KNOBS, TuningContext
+from autotune.schema import Bucket, HardwareProfile, ModelSpec, TrainingPlan
+
+KEY_NAMES: Mapping[str, str] = {
+    "device_kind": "kind of device",
+    "compute_capability": "compute capability",
+    "memory_kind": "memory kind",
+    "memory_model": "operating system's memory model",
+    "torch": "torch version",
+    "cuda": "CUDA major version",
+    "torchao": "torchao version",
+    "bitsandbytes": "bitsandbytes version",
+    "trial_protocol": "autotune's trial protocol",
+}
+
+
+PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
+"""What a predicted plan knows of its machine; the rest is assumed until trials run there."""
+
+
+CAPTION_ROOM = 0.01
+"""Of the largest picture's tokens: by so much a caption may be longer than planned. Activations grow by less than that
+share, and a plan leaves 2% of a card free (`autotune.hardware.memory`)."""
+
+
+def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why the plan cannot be trusted on this machine; empty when it can."""
+    return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory_misfits(plan, hardware))
+
+
+def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why the machine is of another kind than the plan's, however much memory it has."""
+    planned = plan.frozen.hardware
+    here = hardware.match_keys
+    measured = plan.frozen.expected.evidence == "measured"
+    used = (plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_quantization)
+    stored = (*used, *(fallback.quantization for fallback in plan.frozen.fallbacks))
+    libraries = {storage.library for name, storage in WEIGHT_FORMATS.items() if storage.library}
+    idle = libraries - {
+        WEIGHT_FORMATS[name].library for name in stored if name in WEIGHT_FORMATS
+    }  # their versions are nothing
+    misfits = [
+        f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is {here.get(key) or 'none'}"
+        for key, value in planned.match_keys.items()
+        if key not in idle and here.get(key) != value and (measured or key in PREDICTED_KEYS)
+    ]
+    encoder = plan.frozen.caching.text_encoder_device
+    if encoder.startswith("cuda:") and int(encoder[5:]) >= hardware.device.count:
+        misfits.append(f"GPUs: the plan encodes captions on {encoder}, this machine has {hardware.device.count}")
+    return tuple(misfits)
+
+
+def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Which of the settings' names mean nothing to this autotune, or something that does not work here."""
+    settings, storage = plan.frozen.settings, plan.frozen.caching.text_encoder_quantization
+    used = [(knob.name, knob, getattr(settings, knob.name)) for knob in KNOBS if knob.names]
+    used += [("storage of text encoders", knob, storage) for _, knob, _ in used if knob.name == "quantization"]
+    misfits = []
+    for title, knob, value in used:
+        if defect := knob.defect(value, hardware):
+            misfits.append(f"{title}: {value} does not work here: {defect}")
+        elif value not in knob.names:
+            misfits.append(f"{title}: this autotune knows no {value!r}")
+    return tuple(misfits)
+
+
+def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
+    """Why one of the plan's processes has too little memory on this device; empty when it has enough."""
+    planned = plan.frozen.hardware
+    needed = plan.frozen.expected.required_memory_bytes
+    if planned.device_kind == "cpu":
+        needed *= planned.num_processes  # they share it
+    budget = hardware.device.budget_bytes
+    if needed <= budget:
+        return ()
+    where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
+    return (f"memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}",)
+
+
+def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
+    """Why the plan is not for this model; empty when it is. Names and places don't matter, the architecture does."""
+    planned = plan.frozen.workload.model
+    if planned.architecture == model.architecture:
+        return ()
+    return (f"model: the plan is for the architecture of {planned.name}, {model.name} has another",)
+
+
+def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
+    """Why this data is outside the class that the plan was made for; `context.workload` describes the data."""
+    planned, actual = plan.frozen.workload, context.workload
+    misfits = []
+    largest, allowed = actual.largest_bucket, planned.largest_bucket
+    if largest.num_pixels > allowed.num_pixels:
+        misfits.append(f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
+    room = int(CAPTION_ROOM * context.family.tokens_per_frame(allowed))
+    if actual.max_text_tokens > planned.max_text_tokens + room:
+        misfits.append(
+            f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"
+        )
+    controls = actual.num_control_images
+    if controls > planned.num_control_images:
+        misfits.append(f"data: {controls} control images for an item, the plan is for {planned.num_control_images}")
+    conflicts = (knob.conflict(plan.frozen.settings, context) for knob in KNOBS)
+    misfits += [f"data: {conflict}" for conflict in conflicts if conflict]
+    share = planned.share(plan.frozen.hardware.num_processes).effective_batch_size
+    if plan.frozen.settings.micro_batch_size > share:
+        misfits.append(f"processes: each gets {share} image(s) per step, less than a micro-batch")
+    return tuple(misfits)
+
+
+def require_fit(misfits: tuple[str, ...]) -> None:
+    """Raise DoesNotFit, naming all, when there is any misfit."""
+    if misfits:
+        raise DoesNotFit(
+            f"the plan does not fit: {'; '.join(misfits)}",
+            hint="make one for this machine and data: autotune plan --from PLAN",
+        )
+
+
+def _size(bucket: Bucket) -> str:
+    frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
+    return f"{bucket.width_px} x {bucket.height_px} px{frames}"

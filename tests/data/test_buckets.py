@@ -1,0 +1,92 @@
+"""Buckets never exceed the area, keep the aspect ratio, and account for every item."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.data.buckets import MAX_ASPECT_RATIO, assign_buckets, bucket_size, bucket_sizes, make_buckets
+from autotune.data.dataset import Dataset, Item
+from autotune.errors import InvalidInput
+from autotune.schema.workload import Bucket
+
+sides = st.integers(1, 9000)
+resolutions = st.integers(64, 1600)
+multiples = st.sampled_from([8, 16, 32])
+most = st.sampled_from([2048, 8192])
+
+
+@given(sides, sides, resolutions, multiples, most)
+def test_a_bucket_fits_area_multiple_ratio_and_side(
+    width: int, height: int, resolution: int, multiple: int, max_side: int
+) -> None:
+    to_width, to_height = bucket_size(width, height, resolution, multiple, max_side)
+    assert max(to_width, to_height) <= max_side
+    assert to_width % multiple == to_height % multiple == 0
+    assert 0 < to_width * to_height <= resolution**2
+    assert 1 / MAX_ASPECT_RATIO <= to_width / to_height <= MAX_ASPECT_RATIO
+
+
+@given(sides, sides, st.sampled_from([512, 768, 1024, 1328]))
+def test_at_usual_resolutions_little_is_cropped_and_little_area_given_up(
+    width: int, height: int, resolution: int
+) -> None:
+    to_width, to_height = bucket_size(width, height, resolution, 16, 8192)
+    ratio = min(max(width / height, 1 / MAX_ASPECT_RATIO), MAX_ASPECT_RATIO)
+    assert abs(math.log(ratio * to_height / to_width)) < math.log(1.21)
+    assert to_width * to_height > 0.8 * resolution**2
+
+
+@given(sides, sides, resolutions, multiples)
+def test_no_size_on_offer_is_closer_in_ratio(width: int, height: int, resolution: int, multiple: int) -> None:
+    chosen = bucket_size(width, height, resolution, multiple, 8192)
+
+    def distance(size: tuple[int, int]) -> float:
+        return abs(math.log(width / height) - math.log(size[0] / size[1]))
+
+    assert all(distance(chosen) <= distance(size) + 1e-8 for size in bucket_sizes(resolution, multiple, 8192))
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "resolution", "expected"),
+    [(4000, 4000, 1024, (1024, 1024)), (64, 64, 64, (64, 64)), (10, 9000, 1024, (512, 2048)), (3, 3, 1000, (960, 960))],
+)
+def test_known_sizes(width: int, height: int, resolution: int, expected: tuple[int, int]) -> None:
+    assert bucket_size(width, height, resolution, 16, 8192) == expected
+
+
+@given(sides, sides, resolutions, multiples)
+def test_a_picture_on_its_side_gets_the_bucket_on_its_side(
+    width: int, height: int, resolution: int, multiple: int
+) -> None:
+    upright, sideways = (bucket_size(*size, resolution, multiple, 8192) for size in ((width, height), (height, width)))
+    assert upright == sideways[::-1] or width == height
+
+
+def test_a_resolution_below_one_multiple_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="too small"):
+        bucket_size(64, 64, 8, 16, 8192)
+
+
+def dataset_of(*sizes: tuple[int, int], frames: int = 1) -> Dataset:
+    paths = tuple(Path(f"{number}.png") for number in range(frames)) if frames > 1 else ()
+    return Dataset(tuple(Item(Path("a.png"), "x", width, height, frame_paths=paths) for width, height in sizes), ())
+
+
+@given(st.lists(st.tuples(sides, sides), min_size=1, max_size=40), resolutions, multiples)
+def test_assignment_gives_back_the_counts(sizes: list[tuple[int, int]], resolution: int, multiple: int) -> None:
+    dataset = dataset_of(*sizes)
+    buckets = make_buckets(dataset, resolution, multiple, 8192)
+    assigned = assign_buckets(dataset, buckets)
+    assert [assigned.count(index) for index in range(len(buckets))] == [bucket.num_items for bucket in buckets]
+    assert len(assigned) == len(sizes)
+
+
+def test_planned_buckets_take_other_data_by_ratio_and_frames() -> None:
+    wide = Bucket(width_px=128, height_px=32, num_frames=1, num_items=9)
+    square = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)
+    assert assign_buckets(dataset_of((300, 100), (100, 90), (10, 99)), (wide, square)) == (0, 1, 1)
+    with pytest.raises(InvalidInput, match="5 frame"):
+        assign_buckets(dataset_of((64, 64), frames=5), (wide, square))

@@ -1,0 +1,169 @@
+"""What the cache gives back is what was put in, or nothing."""
+
+import errno
+import os
+import shutil
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+
+from autotune.data.cache import Cache, entry_key
+from autotune.errors import AutotuneError, InvalidInput
+
+TENSORS = {
+    "latents": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "mask": torch.tensor([True, False]),
+    "scalar": torch.tensor(3),
+}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_entries_come_back_exactly(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "new" / "cache")
+    assert cache.read("a") is None
+    cache.write("a", {**TENSORS, "view": TENSORS["latents"].permute(2, 0, 1)})
+    read = cache.read("a")
+    assert read is not None
+    assert torch.equal(read.pop("view"), TENSORS["latents"].permute(2, 0, 1))
+    assert read.keys() == TENSORS.keys()
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert names(cache.folder) == ["a.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def whole_entry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    cache = Cache(tmp_path_factory.mktemp("whole"))
+    cache.write("a", TENSORS)
+    return (cache.folder / "a.safetensors").read_bytes()
+
+
+def test_an_entry_under_anothers_name_is_not_taken_for_it(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write("a", TENSORS)
+    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
+    assert cache.read("b") is None
+    assert names(tmp_path) == []
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_any_damage_is_noticed_and_the_entry_removed(
+    data: st.DataObject, whole_entry: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cache = Cache(tmp_path_factory.mktemp("damaged"))
+    path = cache.folder / "a.safetensors"
+    if data.draw(st.booleans(), label="truncate"):
+        path.write_bytes(whole_entry[: data.draw(st.integers(0, len(whole_entry) - 1))])
+    else:
+        position, flip = data.draw(st.integers(0, len(whole_entry) - 1)), data.draw(st.integers(1, 255))
+        path.write_bytes(whole_entry[:position] + bytes([whole_entry[position] ^ flip]) + whole_entry[position + 1 :])
+    read = cache.read("a")
+    if read is None:
+        assert not path.exists()
+    else:  # padding of the header
+        assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_pickled_caches_of_others_are_refused_with_the_way_to_rebuild(tmp_path: Path) -> None:
+    Cache(tmp_path).refuse_pickles()
+    (tmp_path / "latents.pt").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(InvalidInput, match=r"latents\.pt") as caught:
+        Cache(tmp_path).refuse_pickles()
+    assert "encoded anew" in caught.value.hint
+
+
+def test_pickled_files_are_never_looked_at(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "a.pt")
+    torch.save(TENSORS, tmp_path / "a.safetensors")
+    assert Cache(tmp_path).read("a") is None
+    assert names(tmp_path) == ["a.pt"]
+
+
+def test_eviction_takes_what_was_used_longest_ago_and_spares_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path)
+    sizes = [cache.write(key, TENSORS) for key in ("a", "b", "c", "d")]
+    for age, key in enumerate(("d", "c", "b", "a")):
+        os.utime(tmp_path / f"{key}.safetensors", (time.time() - 100 * (age + 1),) * 2)
+    assert cache.read("a") is not None  # which makes it the one used last
+    monkeypatch.setattr("autotune.data.cache.SIZE_LIMIT_BYTES", 2 * sizes[0])
+    assert cache.evict(keep={"b"}) == 2
+    assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
+    monkeypatch.setattr("autotune.data.cache.SIZE_LIMIT_BYTES", 0)
+    assert cache.evict(keep={"a", "b"}) == 0
+
+
+def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    for name in (".a.safetensors.x1.part", ".b.safetensors.x2.part"):
+        (tmp_path / name).write_bytes(b"half")
+    os.utime(tmp_path / ".a.safetensors.x1.part", (0, 0))
+    Cache(tmp_path).remove_stale()
+    assert names(tmp_path) == [".b.safetensors.x2.part"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_fills_up_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise error
+
+    cache = Cache(tmp_path)
+    cache.write("a", TENSORS)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(AutotuneError, match="became full") as caught:
+        cache.write("b", TENSORS)
+    assert "again" in caught.value.hint
+    assert names(tmp_path) == ["a.safetensors"]
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AutotuneError, match="cannot write to the cache folder"):
+        Cache(tmp_path / "file" / "cache").write("a", TENSORS)
+
+
+def test_too_little_space_is_told_before_it_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - 5 * 10**9, 5 * 10**9))
+    Cache(tmp_path).require_space(5 * 10**9)
+    with pytest.raises(AutotuneError, match=r"cached needs 5,722\.0 MiB .* 4,768\.4 MiB are free"):
+        Cache(tmp_path).require_space(6 * 10**9)
+
+
+def test_keys_never_change_between_versions() -> None:
+    """A run that was begun knows its data by them, and must be resumed by any later autotune."""
+    key = entry_key("prompt", text="é", controls=[], size=None, encoder="e")
+    assert key == "prompt-c73e43cbb81111a91ed1b1ea3feaab125db997e66d8f200af11ded2603aefdf6"
+
+
+def test_keys_differ_in_every_part() -> None:
+    base = {"files": ["x"], "size": (64, 64), "encoder": "e"}
+    keys = {
+        entry_key("latents", **base),
+        entry_key("prompt", **base),
+        *(
+            entry_key("latents", **{**base, **change})
+            for change in ({"files": ["y"]}, {"size": (64, 32)}, {"encoder": "f"})
+        ),
+    }
+    assert len(keys) == 5

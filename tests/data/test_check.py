@@ -1,0 +1,55 @@
+"""The check says what training would make of a folder, without raising for what lies in it."""
+
+from pathlib import Path
+
+import pytest
+
+from autotune.data.check import DataReport, check_dataset
+from autotune.data.dataset import Reading
+from autotune.errors import InvalidInput
+from tests.conftest import autotune_here
+from tests.data.pictures import write_pictures
+
+
+def test_a_good_folder(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (640, 640), (64, 64), (80, 48), (300, 40), (32, 32))
+    report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
+    assert report.can_train
+    assert [(bucket.width_px, bucket.height_px, bucket.num_items) for bucket in report.buckets] == [
+        (64, 64, 3),
+        (80, 48, 1),
+        (128, 32, 1),
+    ]
+    assert (report.num_enlarged, report.cropped, report.num_unverified) == (1, ("003.png",), 0)
+    assert report.caption_words == (3, 6, 6)
+    assert DataReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: Path) -> None:
+    assert not check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192).can_train
+    write_pictures(tmp_path, (64, 64), (64, 64))
+    (tmp_path / "000.txt").unlink()
+    report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
+    assert (report.can_train, report.num_usable) == (False, 1)
+    assert [(problem.file, problem.kind) for problem in report.problems] == [("000.png", "captionless")]
+    assert check_dataset(
+        tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192, reading=Reading(trigger="sks")
+    ).can_train
+
+
+def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_pictures(tmp_path / "clip", (64, 48), (64, 48), (64, 48))
+    (tmp_path / "clip.txt").write_text("a moving fox")
+    for path in (tmp_path / "clip").glob("*.txt"):
+        path.unlink()
+    command = ("data", "check", tmp_path, "--model", "kandinsky5-video-lite", "--resolution", 64)
+    good = autotune_here(capfd, *command, "--frames", 3)
+    told = " ".join(good.stdout.split())  # lines break where the path is long
+    assert (good.returncode, "1 usable" in told, "3 frames" in told) == (0, True, True)
+    short = autotune_here(capfd, *command)  # of the family's usual length
+    assert (short.returncode, "has 3 frames, 121 are needed" in " ".join(short.stdout.split())) == (2, True)
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no data folder"):
+        check_dataset(tmp_path / "none", resolution_px=64, multiple_px=16, max_side_px=8192)

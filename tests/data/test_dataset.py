@@ -1,0 +1,271 @@
+"""A folder is read completely, and every file that is no good is named."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.data.captions import complete_caption, read_metadata
+from autotune.data.check import check_dataset
+from autotune.data.dataset import Dataset, Reading, read_dataset, scan_dataset
+from autotune.errors import InvalidInput
+from tests.data.pictures import CAPTIONS, picture, write_pictures
+
+
+def kinds(dataset: Dataset) -> dict[str, str]:
+    return {problem.file: problem.kind for problem in dataset.problems}
+
+
+def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 48), (40, 80))
+    dataset = read_dataset(tmp_path)
+    assert [(item.path.name, item.caption, item.width_px, item.height_px) for item in dataset.items] == [
+        ("000.png", CAPTIONS[0], 64, 48),
+        ("001.png", CAPTIONS[1], 40, 80),
+    ]
+    assert dataset.problems == ()
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "JPEG", "webp"])
+def test_every_format_is_read(tmp_path: Path, suffix: str) -> None:
+    picture(0).save(tmp_path / f"a.{suffix}")
+    assert len(read_dataset(tmp_path, Reading(caption="x")).items) == 1
+
+
+def test_subfolders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "more", (64, 64))
+    write_pictures(tmp_path / ".thumbnails", (64, 64), first=5)
+    (tmp_path / "more" / "._000.png").write_bytes(b"resource fork")
+    assert [item.path for item in read_dataset(tmp_path).items] == [tmp_path / "more" / "000.png"]
+
+
+def test_metadata_names_captions_and_wrong_lines_are_named(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        picture(ord(name[0])).save(tmp_path / name)
+    lines = [
+        json.dumps({"file_name": "a.png", "text": "from metadata"}),
+        "{broken",
+        json.dumps({"file_name": "b.png"}),
+        json.dumps({"file_name": "b.png", "text": "half a smile: \ud83d"}),
+        json.dumps({"file_name": "../../etc/passwd", "text": "elsewhere"}),
+        json.dumps({"file_name": "a.png", "text": "again"}),
+    ]
+    (tmp_path / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    (tmp_path / "a.txt").write_text("from the text file")
+    (tmp_path / "b.txt").write_text("  two\nlines ")
+    dataset = read_dataset(tmp_path)
+    assert [item.caption for item in dataset.items] == ["from metadata", "two lines"]
+    assert [problem.message.split(":")[0] for problem in dataset.problems] == [
+        "line 2",
+        "line 3",
+        "line 4",
+        "line 6",
+        "no image ../../etc/passwd",
+    ]
+
+
+def test_repeats_weigh_single_images_with_or_without_a_caption_of_their_own(tmp_path: Path) -> None:
+    write_pictures(tmp_path, *[(64, 64)] * 4)
+    lines: list[dict[str, object]] = [
+        {"file_name": "000.png", "repeats": 3},
+        {"file_name": "001.png", "repeats": 2, "text": "mine"},
+        {"file_name": "002.png", "repeats": 0},
+        {"file_name": "003.png", "repeats": True, "text": "x"},
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    dataset = read_dataset(tmp_path)
+    assert [(item.caption, item.repeats) for item in dataset.items] == [
+        (CAPTIONS[0], 3),
+        ("mine", 2),
+        (CAPTIONS[2], 1),
+        (CAPTIONS[0], 1),
+    ]
+    assert [problem.message for problem in dataset.problems] == [
+        f"line {number}: `repeats` is no whole number from 1 to 1000" for number in (3, 4)
+    ]
+
+
+@given(content=st.binary(max_size=200))
+@settings(max_examples=60)
+def test_no_metadata_file_crashes_the_reader(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.mktemp("metadata")
+    (folder / "metadata.jsonl").write_bytes(content)
+    captions, complaints = read_metadata(folder)
+    assert len(captions) + len(complaints) == sum(
+        bool(line.strip()) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    )
+
+
+def test_missing_captions_are_an_error_that_names_files_and_options(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 64), (64, 64))
+    (tmp_path / "001.txt").write_text(" \n")
+    with pytest.raises(InvalidInput, match=r"1 image.*001\.png") as caught:
+        read_dataset(tmp_path)
+    assert "--caption" in caught.value.hint
+    assert [item.caption for item in read_dataset(tmp_path, Reading(caption="a photo")).items] == [
+        CAPTIONS[0],
+        "a photo",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own", "caption", "trigger", "expected"),
+    [
+        ("a fox", None, "sks", "sks, a fox"),
+        ("a photo of sks", None, "sks", "a photo of sks"),
+        ("whisks", None, "sks", "sks, whisks"),
+        ("", "a fox", "sks", "sks, a fox"),
+        ("", None, "sks", "sks"),
+        ("", None, None, ""),
+    ],
+)
+def test_trigger_and_common_caption_complete_what_is_there(
+    own: str, caption: str | None, trigger: str | None, expected: str
+) -> None:
+    assert complete_caption(own, caption=caption, trigger=trigger) == expected
+
+
+def test_one_bad_image_among_many_is_skipped_and_named(tmp_path: Path) -> None:
+    write_pictures(tmp_path, *[(64, 64)] * 40)
+    broken = tmp_path / "017.png"
+    broken.write_bytes(broken.read_bytes()[:3000])
+    dataset = read_dataset(tmp_path)
+    assert len(dataset.items) == 39
+    assert kinds(dataset) == {"017.png": "broken"}
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+@pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 0.9])
+def test_truncated_images_are_broken_though_their_header_may_be_whole(tmp_path: Path, suffix: str, keep: float) -> None:
+    path = tmp_path / f"a.{suffix}"
+    picture(0, 200, 100).save(path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+    assert kinds(scan_dataset(tmp_path, Reading(caption="x"))) == {f"a.{suffix}": "broken"}
+
+
+def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 64), (20, 64), (64, 64), (64, 64))
+    (tmp_path / "copy.png").write_bytes((tmp_path / "000.png").read_bytes())
+    (tmp_path / "copy.txt").write_text("the same again")
+    (tmp_path / "002.txt").unlink()
+    (tmp_path / "003.txt").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "text.jpg").write_text("not an image")
+    (tmp_path / "photo.heic").write_bytes(b"")
+    dataset = scan_dataset(tmp_path)
+    assert [item.path.name for item in dataset.items] == ["000.png"]
+    assert kinds(dataset) == {
+        "001.png": "tiny",
+        "002.png": "captionless",
+        "003.png": "broken",
+        "copy.png": "duplicate",
+        "text.jpg": "broken",
+        "photo.heic": "unsupported",
+    }
+    assert dataset.left_out[0].count("1 ") == 4
+    assert "2 broken" in dataset.left_out[0]
+    assert len(dataset.left_out) == 1 + 5 + (len(dataset.problems) > 5)
+
+
+def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 64))
+    (tmp_path / "lost.png").symlink_to(tmp_path / "elsewhere.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    dataset = scan_dataset(tmp_path, Reading(caption="x"))
+    assert len(dataset.items) == 1
+    assert kinds(dataset) == {"lost.png": "broken"}
+    assert "elsewhere" not in dataset.problems[0].message
+    (tmp_path / "to pipe.png").symlink_to(tmp_path / "pipe.png")
+    assert kinds(scan_dataset(tmp_path, Reading(caption="x"))) == {"lost.png": "broken", "to pipe.png": "broken"}
+
+
+def test_names_that_are_no_utf8_are_reported_all_the_same(tmp_path: Path) -> None:
+    folder = write_pictures(Path(os.fsdecode(os.fsencode(tmp_path) + b"/k\xe4se")), (64, 64))
+    (folder / os.fsdecode(b"\xff.png")).write_bytes(b"junk")
+    (folder / os.fsdecode(b"\xff.gif")).write_bytes(b"junk")
+    dataset = read_dataset(folder)
+    assert len(dataset.items) == 1
+    assert kinds(dataset) == {"\\udcff.png": "broken", "\\udcff.gif": "unsupported"}
+    report = check_dataset(folder, resolution_px=64, multiple_px=16, max_side_px=8192)
+    assert json.loads(report.model_dump_json())["folder"].endswith("k\\udce4se")
+
+
+def test_what_time_was_too_short_to_decode_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.data.dataset.VERIFY_SECONDS", 0)
+    write_pictures(tmp_path, (64, 64), (64, 64))
+    progress: list[tuple[int, int]] = []
+    dataset = scan_dataset(tmp_path, Reading(caption="x"), lambda *done: progress.append(done))
+    assert (len(dataset.items), dataset.num_unverified) == (2, 2)
+    assert progress == [(1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("content", [None, "not a folder", "empty"])
+def test_a_folder_without_images_is_an_error(tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "data"
+    if content == "empty":
+        folder.mkdir()
+    elif content:
+        folder.write_text(content)
+    with pytest.raises(InvalidInput, match="no data folder" if content != "empty" else "no usable image"):
+        read_dataset(folder)
+
+
+def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
+    data, control = write_pictures(tmp_path / "data", *[(64, 64)] * 5), tmp_path / "control"
+    control.mkdir()
+    for seed, name in enumerate(("000.jpg", "001_1.png", "001_2.png", "002_1.png", "002_3.png", "004.png"), start=50):
+        picture(seed).save(control / name)
+    (control / "004.png").write_bytes(b"no image")
+    dataset = read_dataset(data, Reading(control=control))
+    assert [[path.name for path in item.control_paths] for item in dataset.items] == [
+        ["000.jpg"],
+        ["001_1.png", "001_2.png"],
+    ]
+    assert kinds(dataset) == {"002.png": "control", "003.png": "control", "004.png": "broken"}
+
+
+@pytest.mark.parametrize("spelled", ["control", "../photos/control", "/control", "link"])
+def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelled: str
+) -> None:
+    data = write_pictures(tmp_path / "photos", (64, 64))
+    write_pictures(data / "control", (64, 64))
+    (tmp_path / "link").symlink_to(data / "control")
+    monkeypatch.chdir(tmp_path)
+    control = {"/control": data / "control", "link": Path("link")}.get(spelled, Path("photos", spelled))
+    dataset = read_dataset(Path("photos"), Reading(control=control))
+    assert [item.path for item in dataset.items] == [Path("photos/000.png")]
+    assert dataset.problems == ()
+    assert [path.resolve() for path in dataset.items[0].control_paths] == [data / "control" / "000.png"]
+
+
+@pytest.mark.parametrize("control", ["data", "."])
+def test_data_in_its_own_control_folder_is_refused(tmp_path: Path, control: str) -> None:
+    data = write_pictures(tmp_path / "data", (64, 64))
+    with pytest.raises(InvalidInput, match="holds the data folder"):
+        read_dataset(data, Reading(control=tmp_path / control))
+
+
+def test_one_target_of_two_controls_is_no_duplicate(tmp_path: Path) -> None:
+    data, control = tmp_path / "data", write_pictures(tmp_path / "control", (64, 64), (64, 64))
+    data.mkdir()
+    for name in ("000.png", "001.png"):
+        picture(9).save(data / name)
+    assert len(read_dataset(data, Reading(control=control, caption="clean it")).items) == 2
+
+
+def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -> None:
+    for number in (1, 2, 10):
+        (tmp_path / "clip").mkdir(exist_ok=True)
+        picture(number, 64, 48).save(tmp_path / "clip" / f"f{number}.png")
+    (tmp_path / "clip.txt").write_text("a moving fox")
+    write_pictures(tmp_path / "brief", (64, 64))
+    picture(7).save(tmp_path / "still.png")
+    dataset = read_dataset(tmp_path, Reading(num_frames=3, caption="x"))
+    clip, still = dataset.items
+    assert [path.name for path in clip.frame_paths] == ["f1.png", "f2.png", "f10.png"]
+    assert (clip.caption, clip.num_frames, clip.width_px, clip.height_px) == ("a moving fox", 3, 64, 48)
+    assert (still.num_frames, still.frame_paths) == (1, ())
+    assert kinds(dataset) == {"brief": "short"}

@@ -1,0 +1,396 @@
+"""Encoding a dataset: once, alone where something changed, and never trusting what was interrupted."""
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from autotune.data.buckets import make_buckets
+from autotune.data.cache import Cache
+from autotune.data.dataset import Reading, read_dataset
+from autotune.data.encode import EncodedDataset, encode_dataset
+from autotune.data.encoders import Encoders
+from autotune.data.pixels import open_pixels
+from autotune.data.recipes import Identity, read_identity
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.families.base import Sample
+from autotune.families.qwen_image import QwenImage
+from autotune.families.resolve import resolve_model
+from autotune.schema.candidate import CachingSettings
+from tests.data.pictures import CAPTIONS, picture, write_pictures
+from tests.training.small import SETTINGS
+
+IDENTITY = Identity(text_encoder="text 1", vae="vae 1")
+Load = Callable[..., Any]
+
+
+class CountingFamily(QwenImage):
+    """Qwen-Image, counting what it encodes and failing where told to."""
+
+    def __init__(self) -> None:
+        self.captions: list[str] = []
+        self.num_images = 0
+        self.fail_at_image: int | None = None
+        self.controls: list[int] = []
+
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
+        self.captions.append(caption)
+        return super().encode_caption(pipeline, caption)
+
+    def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+        if self.num_images == self.fail_at_image:
+            raise KeyboardInterrupt
+        self.num_images += 1
+        return super().encode_pixels(pipeline, pixels)
+
+
+class EditFamily(CountingFamily):
+    """One whose prompts see their control images."""
+
+    max_controls = 2
+
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
+        self.controls.append(len(controls))
+        assert all(image.shape == (3, 1, 64, 64) for image in controls)
+        return super().encode_caption(pipeline, caption)
+
+
+@pytest.fixture(scope="module")
+def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    QwenImage().write_small_pipeline(folder, CAPTIONS, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(pipeline_folder: Path) -> Any:
+    from diffusers import QwenImagePipeline
+
+    return QwenImagePipeline.from_pretrained(pipeline_folder, transformer=None)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "data", (64, 64), (80, 48), (100, 100), (96, 56))
+
+
+def encode(
+    data: Path,
+    pipeline: Any,
+    family: CountingFamily | None = None,
+    *,
+    load: Load | None = None,
+    identity: Identity = IDENTITY,
+    control: Path | None = None,
+    verify_seconds: float = 60,
+    memory_bytes: int = 10**9,
+    cache: Cache | None = None,
+    **options: Any,
+) -> EncodedDataset:
+    encoders: Any = SimpleNamespace(
+        model=SimpleNamespace(family=family or CountingFamily()),
+        identity=identity,
+        pipeline=load or (lambda with_text=True: pipeline),
+        release_text=lambda: None,
+    )
+    cache = cache or Cache(data.parent / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.data.dataset.VERIFY_SECONDS", verify_seconds)
+        patch.setattr("autotune.data.encode.MEMORY_BYTES", memory_bytes)
+        dataset = read_dataset(data, Reading(control=control))
+        return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), cache, **options)
+
+
+def refuse(with_text: bool = True) -> Any:
+    pytest.fail("the pipeline was loaded")
+
+
+def test_text_encoders_are_loaded_for_captions_alone_and_nothing_for_a_broken_file(data: Path, pipeline: Any) -> None:
+    encode(data, pipeline)
+    asked: list[bool] = []
+
+    def load(with_text: bool = True) -> Any:
+        asked.append(with_text)
+        return pipeline
+
+    picture(77).save(data / "000.png")
+    encode(data, pipeline, load=load)
+    assert asked == [False]
+    (data / "002.png").write_bytes((data / "002.png").read_bytes()[:200])
+    for _ in range(2):
+        encoded = encode(data, pipeline, load=refuse, verify_seconds=0)
+        assert [problem.file for problem in encoded.problems] == ["002.png"]
+
+
+def test_samples_are_what_the_family_encodes(data: Path, pipeline: Any) -> None:
+    encoded = encode(data, pipeline)
+    family, buckets = QwenImage(), make_buckets(read_dataset(data), 64, 16, 8192)
+    assert len(encoded.items) == 4
+    for index, item in enumerate(encoded.items):
+        bucket = buckets[encoded.bucket_indices[index]]
+        sample = encoded.sample(index)
+        with torch.no_grad():
+            pixels = open_pixels([item.path], bucket.width_px, bucket.height_px)
+            assert torch.equal(sample["latents"], family.encode_pixels(pipeline, pixels))
+            expected = family.encode_caption(pipeline, item.caption)["prompt_embeds"]
+        assert torch.equal(sample["prompt_embeds"], expected)
+        assert not any(tensor.requires_grad for tensor in sample.values())
+    assert encoded.groups == (0, 1, 0, 1)
+
+
+def test_a_second_run_loads_nothing_and_gives_the_same(data: Path, pipeline: Any) -> None:
+    first = encode(data, pipeline, caption_dropout=0.1)
+    progress: list[tuple[int, int]] = []
+    for memory_bytes in (0, 10**9):
+        second = encode(
+            data,
+            pipeline,
+            load=refuse,
+            caption_dropout=0.1,
+            memory_bytes=memory_bytes,
+            on_progress=lambda *done: progress.append(done),
+        )
+        assert bool(second.in_memory) == bool(memory_bytes)
+        for index in range(4):
+            for dropped in (False, True):
+                one, other = (encoded.sample(index, dropped=dropped) for encoded in (first, second))
+                assert one.keys() == other.keys()
+                assert all(torch.equal(one[name], other[name]) for name in one)
+    assert progress == 2 * [(number, 8) for number in range(1, 9)]
+
+
+def test_each_caption_is_encoded_once_and_the_empty_one_only_for_dropout(data: Path, pipeline: Any) -> None:
+    family = CountingFamily()
+    encoded = encode(data, pipeline, family)
+    assert sorted(family.captions) == sorted(CAPTIONS)
+    with pytest.raises(ValueError, match="without caption dropout"):
+        encoded.sample(0, dropped=True)
+    encoded = encode(data, pipeline, family, caption_dropout=0.5)
+    assert family.captions[len(CAPTIONS) :] == [""]
+    dropped, own = encoded.sample(0, dropped=True), encoded.sample(0)
+    assert len(dropped["prompt_embeds"]) < len(own["prompt_embeds"])
+    assert torch.equal(dropped["latents"], own["latents"])
+
+
+def test_what_changed_is_encoded_again_alone(data: Path, pipeline: Any) -> None:
+    encode(data, pipeline)
+    picture(77).save(data / "000.png")
+    (data / "001.txt").write_text("another caption")
+    (data / "002.png").rename(data / "005.png")
+    (data / "002.txt").rename(data / "005.txt")
+    family = CountingFamily()
+    encode(data, pipeline, family)
+    assert (family.num_images, family.captions) == (1, ["another caption"])
+
+
+@pytest.mark.parametrize(
+    ("identity", "images", "captions"),
+    [(Identity("text 2", "vae 1"), 0, 3), (Identity("text 1", "vae 2"), 4, 0)],
+)
+def test_another_encoder_encodes_only_what_is_its_own(
+    data: Path, pipeline: Any, identity: Identity, images: int, captions: int
+) -> None:
+    encode(data, pipeline)
+    family = CountingFamily()
+    encode(data, pipeline, family, identity=identity)
+    assert (family.num_images, len(family.captions)) == (images, captions)
+
+
+def test_an_interrupted_encoding_continues_where_it_was(data: Path, pipeline: Any) -> None:
+    family = CountingFamily()
+    family.fail_at_image = 2
+    with pytest.raises(KeyboardInterrupt):
+        encode(data, pipeline, family)
+    family.fail_at_image = None
+    encode(data, pipeline, family)
+    assert (family.num_images, len(family.captions)) == (4, 3)
+
+
+def test_a_damaged_entry_is_encoded_again_alone(data: Path, pipeline: Any) -> None:
+    encode(data, pipeline)
+    entry = next((data.parent / "cache").glob("latents-*"))
+    whole = load_file(entry)["latents"].clone()  # of a mapped file
+    entry.write_bytes(entry.read_bytes()[:-5] + b"wrong")
+    family = CountingFamily()
+    encode(data, pipeline, family)
+    assert (family.num_images, family.captions) == (1, [])
+    assert torch.equal(load_file(entry)["latents"], whole)
+
+
+def test_an_image_that_fails_while_encoding_is_left_out_and_named(data: Path, pipeline: Any) -> None:
+    path = data / "002.png"
+    path.write_bytes(path.read_bytes()[:2000])
+    progress: list[tuple[int, int]] = []
+    encoded = encode(data, pipeline, verify_seconds=0, on_progress=lambda *done: progress.append(done))
+    assert [item.path.name for item in encoded.items] == ["000.png", "001.png", "003.png"]
+    assert [(problem.file, problem.kind) for problem in encoded.problems] == [("002.png", "broken")]
+    assert encoded.groups == (0, 1, 1)
+    assert progress[-1] == (7, 7)
+    assert encoded.sample(2)["latents"].shape == encoded.sample(1)["latents"].shape
+
+
+def test_nothing_readable_is_an_error(tmp_path: Path, pipeline: Any) -> None:
+    data = write_pictures(tmp_path / "data", (64, 64))
+    (data / "000.png").write_bytes((data / "000.png").read_bytes()[:2000])
+    with pytest.raises(InvalidInput, match="none of 1 images"):
+        encode(data, pipeline, verify_seconds=0)
+
+
+def test_a_full_disk_is_told_early_and_what_was_cached_stays(
+    data: Path, pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_more(cache: Cache, needed_bytes: int) -> None:
+        if needed_bytes > 10_000:
+            raise AutotuneError("what is still to be cached needs 1 MiB", hint="free some space")
+
+    family = CountingFamily()
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "require_space", refuse_more)
+        with pytest.raises(AutotuneError, match="still to be cached"):
+            encode(data, pipeline, family)
+    assert len(family.captions) == 1
+    encode(data, pipeline, family)
+    assert sorted(family.captions) == sorted(CAPTIONS)
+
+
+def test_eviction_never_touches_the_data_of_this_run(
+    data: Path, pipeline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.data.cache.SIZE_LIMIT_BYTES", 0)
+    cache = Cache(data.parent / "cache")
+    cache.write("stranger", {"x": torch.zeros(3)})
+    encoded = encode(data, pipeline, cache=cache, memory_bytes=0)
+    assert cache.read("stranger") is None
+    assert all(encoded.sample(index) for index in range(4))
+
+
+def test_an_entry_lost_during_the_run_is_a_clear_error(data: Path, pipeline: Any) -> None:
+    encoded = encode(data, pipeline, memory_bytes=0)
+    for path in encoded.cache.folder.iterdir():
+        path.unlink()
+    with pytest.raises(AutotuneError, match="lost an entry"):
+        encoded.sample(0)
+
+
+def test_text_encoder_leaves_before_images_are_encoded_and_the_vae_at_the_end(
+    data: Path, pipeline_folder: Path
+) -> None:
+    alive: dict[str, Any] = {}
+    seen: list[bool] = []
+
+    class Watching(CountingFamily):
+        def encode_caption(self, pipeline: Any, caption: str, controls: Sequence[Tensor] = ()) -> Sample:
+            alive.update({name: weakref.ref(getattr(pipeline, name)) for name in ("text_encoder", "vae")})
+            return super().encode_caption(pipeline, caption, controls)
+
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            seen.append(alive["text_encoder"]() is not None)
+            return super().encode_pixels(pipeline, pixels)
+
+    model = dataclasses.replace(resolve_model(str(pipeline_folder)), family=Watching())
+    encoders = Encoders(model, CachingSettings(), SETTINGS, torch.device("cpu"))
+    dataset = read_dataset(data)
+    encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache"))
+    encoders.release()
+    assert seen == [False] * 4
+    assert alive["text_encoder"]() is None
+    assert alive["vae"]() is None
+
+
+def test_control_images_become_latents_and_part_of_the_prompt(tmp_path: Path, pipeline: Any) -> None:
+    data = write_pictures(tmp_path / "data", (64, 64), (64, 64))
+    control = tmp_path / "control"
+    control.mkdir()
+    for seed, name in enumerate(("000.png", "001_1.png", "001_2.png"), start=40):
+        picture(seed, 90, 80).save(control / name)
+    family = EditFamily()
+    encoded = encode(data, pipeline, family, control=control, caption_dropout=0.1)
+    assert sorted(family.controls) == [1, 1, 2, 2]
+    assert sorted(encoded.sample(1)) == ["control_latents_1", "control_latents_2", "latents", "prompt_embeds"]
+    assert len(set(encoded.groups)) == 2
+    picture(99, 90, 80).save(control / "000.png")
+    family = EditFamily()
+    encode(data, pipeline, family, control=control, caption_dropout=0.1)
+    assert (family.controls, family.num_images) == ([1, 1], 1)
+
+
+def test_an_image_that_changes_while_others_are_encoded_is_not_cached_under_its_old_key(
+    data: Path, pipeline: Any
+) -> None:
+    class Meanwhile(CountingFamily):
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            picture(99).save(data / "003.png")
+            return super().encode_pixels(pipeline, pixels)
+
+    before = (data / "003.png").read_bytes()
+    with pytest.raises(AutotuneError, match=r"003\.png changed while") as caught:
+        encode(data, pipeline, Meanwhile())
+    assert "run again" in caught.value.hint
+    (data / "003.png").write_bytes(before)
+    family = CountingFamily()
+    encoded = encode(data, pipeline, family)
+    assert (len(encoded.items), family.num_images, family.captions) == (4, 1, [])
+
+
+def test_a_pipe_that_takes_an_images_place_meanwhile_is_not_waited_for(data: Path, pipeline: Any) -> None:
+    dataset = read_dataset(data)
+    (data / "000.png").unlink()
+    os.mkfifo(data / "000.png")
+    encoders: Any = SimpleNamespace(
+        model=SimpleNamespace(family=CountingFamily()),
+        identity=IDENTITY,
+        pipeline=lambda with_text=True: pipeline,
+        release_text=lambda: None,
+    )
+    encoded = encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache"))
+    assert [problem.file for problem in encoded.problems] == ["000.png"]
+
+
+def test_a_configuration_that_encodes_nothing_is_an_error_that_names_the_image(data: Path, pipeline: Any) -> None:
+    class Unnormalized(CountingFamily):
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            return pixels.new_tensor(None)
+
+    with pytest.raises(InvalidInput, match=r"cannot encode the pixels of .*000\.png: must be real number"):
+        encode(data, pipeline, Unnormalized())
+
+
+def test_numbers_that_are_not_finite_are_never_cached(data: Path, pipeline: Any) -> None:
+    class Damaged(CountingFamily):
+        def encode_pixels(self, pipeline: Any, pixels: Tensor) -> Tensor:
+            return super().encode_pixels(pipeline, pixels) * float("nan")
+
+    with pytest.raises(AutotuneError, match=r"pixels of .*000\.png into numbers that are not finite"):
+        encode(data, pipeline, Damaged())
+    assert not list((data.parent / "cache").glob("latents-*"))
+
+
+def test_the_identity_follows_weights_and_settings(tmp_path: Path, pipeline_folder: Path) -> None:
+    family = QwenImage()
+    folder = tmp_path / "model"
+    for part in ("vae", "text_encoder", "tokenizer", "transformer"):
+        (folder / part).mkdir(parents=True)
+        (folder / part / "weights").write_bytes(bytes(3 * 1024**2))
+
+    def changed_by(part: str, content: bytes) -> tuple[bool, bool]:
+        before = read_identity(folder, family, settings="bf16")
+        (folder / part / "weights").write_bytes(content)
+        after = read_identity(folder, family, settings="bf16")
+        return before.text_encoder != after.text_encoder, before.vae != after.vae
+
+    assert changed_by("transformer", b"new") == (False, False)
+    assert changed_by("vae", bytes(3 * 1024**2 - 1) + b"x") == (False, True)
+    assert changed_by("tokenizer", b"x" + bytes(3 * 1024**2 - 1)) == (True, False)
+    assert changed_by("text_encoder", b"short") == (True, False)
+    assert read_identity(folder, family, settings="fp32") != read_identity(folder, family, settings="bf16")
+    assert read_identity(pipeline_folder, family, settings="bf16") == read_identity(
+        pipeline_folder, family, settings="bf16"
+    )

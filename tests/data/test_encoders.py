@@ -1,0 +1,97 @@
+"""Each way to place a text encoder gives the plain pipeline's embeddings, or close ones where it is quantized."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.data.encoders import Encoders
+from autotune.families.registry import FAMILIES
+from autotune.families.resolve import resolve_model
+from autotune.schema.candidate import CachingSettings
+from autotune.weights.loaders import LOADERS
+from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
+from tests.families.small import CAPTIONS, Small
+from tests.training.small import SETTINGS
+from tests.weights.conftest import bits
+
+CPU = torch.device("cpu")
+EXACT = {
+    "training": CachingSettings(),
+    "cpu": CachingSettings(text_encoder_device="cpu"),
+    "streamed": CachingSettings(text_encoder_streamed=True),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def small(request: pytest.FixtureRequest, small_pipelines: Any) -> Small:  # noqa: F811
+    found: Small = small_pipelines(request.param)
+    return found
+
+
+def encoders_of(small: Small, caching: CachingSettings, loader: str = "safetensors") -> Encoders:
+    return Encoders(resolve_model(str(small.folder)), caching, SETTINGS.model_copy(update={"loader": loader}), CPU)
+
+
+@torch.no_grad()
+def embeddings(small: Small, pipeline: Any) -> dict[str, torch.Tensor]:
+    return small.family.encode_caption(pipeline, CAPTIONS[0], small.controls(small.bucket))
+
+
+@pytest.mark.parametrize("way", EXACT)
+def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small, way: str) -> None:
+    encoders = encoders_of(small, EXACT[way])
+    pipeline = encoders.pipeline()
+    expected = embeddings(small, small.pipeline)
+    found = embeddings(small, pipeline)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert bits(found[name]) == bits(tensor), name
+    pixels = small.pixels(small.bucket)
+    with torch.no_grad():
+        assert small.family.encode_pixels(pipeline, pixels).equal(small.family.encode_pixels(small.pipeline, pixels))
+    assert encoders.pipeline() is pipeline
+
+
+def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
+    encoders = encoders_of(small, EXACT["streamed"])
+    pipeline = encoders.pipeline()
+    embeddings(small, pipeline)
+    for name in encoders.model.family.text_encoders:
+        assert all(parameter.is_meta for parameter in getattr(pipeline, name).parameters())
+
+
+def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small) -> None:
+    encoders = encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8"))
+    expected, found = embeddings(small, small.pipeline), embeddings(small, encoders.pipeline())
+    for name, tensor in expected.items():
+        similarity = torch.nn.functional.cosine_similarity(found[name].double(), tensor.double(), dim=-1)
+        assert similarity.min() > 0.999, name
+    assert any(not found[name].equal(tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_every_loader_gives_the_same_encoders(small_pipelines: Any, loader: str) -> None:  # noqa: F811
+    small = small_pipelines("qwen-image")
+    pipeline = encoders_of(small, CachingSettings(), loader).pipeline()
+    for name in ("text_encoder", "vae"):
+        expected = getattr(small.pipeline, name).state_dict()
+        assert all(tensor.equal(expected[key]) for key, tensor in getattr(pipeline, name).state_dict().items())
+
+
+def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> None:  # noqa: F811
+    small = small_pipelines("qwen-image")
+    assert encoders_of(small, EXACT["training"]).key == encoders_of(small, EXACT["streamed"]).key == ""
+    assert encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).key == "torchao-int8"
+    elsewhere = encoders_of(small, CachingSettings(text_encoder_device="cuda:1"))
+    assert elsewhere.key == " on cuda"
+
+
+def test_they_leave_memory_unless_the_plan_keeps_them(small_pipelines: Any) -> None:  # noqa: F811
+    small = small_pipelines("flux1-dev")
+    released, kept = (encoders_of(small, CachingSettings(residency=how)) for how in ("release", "keep"))
+    for encoders in (released, kept):
+        encoders.pipeline()
+        encoders.release()
+    assert released._loaded is None
+    assert kept.vae(CPU) is kept.pipeline().vae

@@ -1,0 +1,98 @@
+"""The loader gives exactly the planned batches, some ahead, and leaves no thread behind."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.data.batches import Order
+from autotune.data.loader import BatchLoader
+from autotune.errors import AutotuneError
+from autotune.families.base import Sample
+from autotune.families.qwen_image import QwenImage
+
+
+class Data:
+    """Samples whose latents say which they are."""
+
+    def __init__(self, *, read_seconds: float = 0.0, fail_at: int | None = None, uneven: bool = False) -> None:
+        self.read_seconds, self.fail_at, self.uneven = read_seconds, fail_at, uneven
+        self.num_read = 0
+
+    def sample(self, index: int, *, dropped: bool = False) -> Sample:
+        time.sleep(self.read_seconds + (0.002 * (index % 3) if self.uneven else 0))
+        if self.num_read == self.fail_at:
+            raise AutotuneError("lost an entry", hint="run again")
+        self.num_read += 1
+        return {"latents": torch.full((1, 1, 2, 2), float(index)), "prompt_embeds": torch.zeros(1 if dropped else 3, 4)}
+
+
+ORDER = Order(groups=(0, 0, 0, 1, 1, 1), repeats=(1,) * 6, effective_batch_size=4, seed=0, caption_dropout=0.3)
+
+
+def loader(data: Data, **options: Any) -> BatchLoader:
+    return BatchLoader(QwenImage(), data, ORDER, **{"micro_batch_size": 2, "num_steps": 6, **options})  # type: ignore[arg-type]
+
+
+def no_thread_left() -> bool:
+    return not any(thread.name.startswith("autotune-data") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("first_step", [0, 3, 6])
+def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, num_workers: int) -> None:
+    loaded = list(loader(Data(uneven=True), first_step=first_step, num_workers=num_workers))
+    steps = [ORDER.micro_batches(step, 2) for step in range(first_step, 6)]
+    planned = [(micro.indices, micro is step[-1]) for step in steps for micro in step]
+    found = [(tuple(int(x) for x in one.batch["latents"][:, 0, 0, 0, 0]), one.is_last) for one in loaded]
+    assert found == planned
+    assert no_thread_left()
+
+
+def test_threads_read_at_once() -> None:
+    seconds = []
+    for num_workers in (1, 4):
+        started = time.perf_counter()
+        assert len(list(loader(Data(read_seconds=0.01), num_workers=num_workers))) >= 12
+        seconds.append(time.perf_counter() - started)
+    assert seconds[1] < 0.6 * seconds[0]
+
+
+def test_leaving_early_ends_the_thread_and_reads_little_ahead() -> None:
+    data = Data()
+    for _ in loader(data, num_steps=10_000):
+        break
+    assert no_thread_left()
+    assert data.num_read <= 2 * 5
+
+
+def test_an_error_while_reading_reaches_the_loop() -> None:
+    with pytest.raises(AutotuneError, match="lost an entry"):
+        list(loader(Data(fail_at=5)))
+    assert no_thread_left()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_waiting_is_measured(num_workers: int) -> None:
+    waiting = loader(Data(read_seconds=0.005), num_steps=3, num_workers=num_workers)
+    assert sum(1 for _ in waiting) >= 6
+    assert waiting.waited_seconds > 0.03
+
+
+def test_the_next_batches_are_read_while_a_step_runs() -> None:
+    data = Data()
+    for loaded in loader(data):
+        deadline = time.monotonic() + 10
+        while data.num_read < len(loaded.batch["latents"]) + 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert data.num_read >= len(loaded.batch["latents"]) + 2
+        break
+
+
+def test_processes_get_their_shares(tmp_path: Path) -> None:
+    shares = [list(loader(Data(), rank=rank, world_size=2)) for rank in range(2)]
+    assert len(shares[0]) == len(shares[1])
+    assert sum(len(one.batch["latents"]) for share in shares for one in share) == 6 * 4

@@ -1,0 +1,119 @@
+"""Every kind of image becomes the RGB that a person sees."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from autotune.data.pixels import ORIENTATION, crop_box, open_pixels, read_size
+from tests.data.pictures import picture
+
+
+def color_of(path: Path) -> list[int]:
+    """The one color of a plain image, 0 to 255."""
+    pixels = open_pixels([path], 32, 32)
+    assert pixels.shape == (3, 1, 32, 32)
+    assert float(pixels.amax((1, 2, 3)).sub(pixels.amin((1, 2, 3))).max()) < 0.03
+    return [round(float(value)) for value in (pixels[:, 0, 16, 16] + 1) * 127.5]
+
+
+@pytest.mark.parametrize(
+    ("mode", "color", "expected"),
+    [
+        ("RGB", (200, 100, 50), [200, 100, 50]),
+        ("L", 77, [77, 77, 77]),
+        ("1", 1, [255, 255, 255]),
+        ("RGBA", (200, 100, 50, 255), [200, 100, 50]),
+        ("RGBA", (200, 100, 50, 0), [255, 255, 255]),
+        ("RGBA", (0, 0, 0, 51), [204, 204, 204]),
+        ("LA", (0, 0), [255, 255, 255]),
+        ("I;16", 256 * 128 + 128, [128, 128, 128]),
+    ],
+)
+def test_modes_of_png(tmp_path: Path, mode: str, color: object, expected: list[int]) -> None:
+    Image.new(mode, (48, 40), color).save(tmp_path / "a.png")  # type: ignore[arg-type]
+    assert color_of(tmp_path / "a.png") == expected
+
+
+def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
+    image = Image.new("P", (48, 40), 1)
+    image.putpalette([0, 0, 0, 10, 20, 30])
+    image.save(tmp_path / "opaque.png")
+    image.save(tmp_path / "clear.png", transparency=1)
+    assert color_of(tmp_path / "opaque.png") == [10, 20, 30]
+    assert color_of(tmp_path / "clear.png") == [255, 255, 255]
+
+
+def test_cmyk_jpeg(tmp_path: Path) -> None:
+    Image.new("CMYK", (48, 40), (0, 255, 255, 0)).save(tmp_path / "a.jpg", quality=95)
+    red, green, blue = color_of(tmp_path / "a.jpg")
+    assert red > 240
+    assert max(green, blue) < 15
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_rotation_counts_for_sizes_and_pixels(tmp_path: Path, suffix: str, orientation: int) -> None:
+    upright = Image.new("RGB", (80, 40), "white")
+    upright.paste((0, 0, 0), (0, 0, 40, 20))  # the top left quarter is black
+    undo = [None, 0, 3, 1, 5, 2, 6, 4][orientation - 1]
+    stored = upright if undo is None else upright.transpose(Image.Transpose(undo))
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    path = tmp_path / f"a.{suffix}"
+    stored.save(path, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
+    for decode in (False, True):
+        assert read_size(path, decode=decode) == (80, 40)
+    pixels = open_pixels([path], 80, 40)[:, 0]
+    assert float(pixels[:, 10, 20].max()) < -0.9
+    assert all(float(pixels[:, row, column].min()) > 0.9 for row, column in ((10, 60), (30, 20), (30, 60)))
+
+
+def test_sizes_come_from_headers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for suffix in ("png", "jpg", "webp"):
+        picture(0, 50, 40).save(tmp_path / f"a.{suffix}")
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    assert {read_size(path, decode=False) for path in tmp_path.iterdir()} == {(50, 40)}
+
+
+sides = st.integers(1, 5000)
+
+
+@given(sides, sides, sides, sides)
+def test_the_crop_is_centerd_inside_and_of_the_right_ratio(width: int, height: int, to_w: int, to_h: int) -> None:
+    left, top, right, bottom = crop_box(width, height, to_w, to_h)
+    assert 0 <= left < right <= width
+    assert 0 <= top < bottom <= height
+    assert (right - left) * to_h == pytest.approx((bottom - top) * to_w, rel=1e-6)
+    assert left + right == pytest.approx(width)
+    assert top + bottom == pytest.approx(height)
+    assert right - left == pytest.approx(width) or bottom - top == pytest.approx(height)
+
+
+def test_pixels_without_resizing_are_exact_and_frames_are_stacked(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        picture(seed, 64, 48).save(tmp_path / f"{seed}.png")
+    pixels = open_pixels([tmp_path / "0.png", tmp_path / "1.png"], 64, 48)
+    assert (pixels.shape, pixels.dtype) == ((3, 2, 48, 64), torch.float32)
+    expected = np.stack([np.asarray(picture(seed, 64, 48)) for seed in (0, 1)])
+    restored = ((pixels + 1) * 127.5).round().permute(1, 2, 3, 0).to(torch.uint8)
+    assert np.array_equal(restored.numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "TIFF", "GIF", "BMP", "JPEG2000"])
+def test_other_formats_are_refused_under_any_name(tmp_path: Path, kind: str) -> None:
+    picture(0).save(tmp_path / "a.png", format=kind)  # Pillow would hand an EPS to Ghostscript
+    with pytest.raises(OSError, match="no png, jpeg or webp"):
+        read_size(tmp_path / "a.png", decode=True)
+    with pytest.raises(OSError, match="no png, jpeg or webp"):
+        open_pixels([tmp_path / "a.png"], 32, 32)
+
+
+def test_a_webp_called_jpg_is_read(tmp_path: Path) -> None:
+    picture(0, 48, 40).save(tmp_path / "a.jpg", format="WEBP")
+    assert read_size(tmp_path / "a.jpg", decode=True) == (48, 40)

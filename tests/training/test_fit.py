@@ -1,0 +1,97 @@
+"""Whether a plan fits a machine: what its settings name must mean something there, and work."""
+
+import pytest
+
+from autotune.schema.candidate import CachingSettings
+from autotune.schema.hardware import Capability, HardwareProfile
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import seal
+from autotune.schema.workload import Bucket
+from autotune.training.fit import data_misfits, hardware_misfits
+from tests import builders
+from tests.schema.test_plan_file import make_plan
+
+
+def machine(*closed: Capability, kind: str = "cuda") -> HardwareProfile:
+    open_ = builders.hardware(kind=kind)
+    return open_.model_copy(update={"capabilities": (*open_.capabilities, *closed)})
+
+
+def planned(storage: str = "none", **settings: object) -> TrainingPlan:
+    plan = make_plan()
+    hardware = plan.frozen.hardware.model_copy(update={"match_keys": {}})
+    changes = {
+        "hardware": hardware,
+        "settings": builders.candidate(**settings),
+        "caching": CachingSettings(text_encoder_quantization=storage),
+    }
+    return seal(plan.job, plan.frozen.model_copy(update=changes))
+
+
+def test_a_plan_whose_settings_work_here_fits() -> None:
+    assert hardware_misfits(planned(), machine()) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "closed"),
+    [
+        ({"attention": "flash"}, "attention.flash"),
+        ({"quantization": "bnb-nf4"}, "quantization.bnb-nf4"),
+        ({"precision": "bf16"}, "precision.bf16"),
+        ({"compile": "block"}, "compile"),
+        ({"storage": "bnb-nf4"}, "quantization.bnb-nf4"),
+    ],
+)
+def test_what_does_not_work_here_is_named_with_the_reason(settings: dict[str, str], closed: str) -> None:
+    here = machine().model_copy(
+        update={"capabilities": (Capability(name=closed, available=False, reason="package: not there"),)}
+    )
+    (misfit,) = hardware_misfits(planned(**settings), here)
+    assert next(iter(settings.values())) in misfit
+    assert "package: not there" in misfit
+
+
+@pytest.mark.parametrize(
+    "name", ["quantization", "attention", "precision", "compile", "optimizer", "loader", "allocator", "batch_memory"]
+)
+def test_a_name_that_this_autotune_does_not_know_is_refused_rather_than_taken_for_another(name: str) -> None:
+    (misfit,) = hardware_misfits(planned(**{name: "newer"}), machine())
+    assert name in misfit
+    assert "'newer'" in misfit
+
+
+def test_an_optimizer_that_nothing_implements_is_not_taken_for_another() -> None:
+    (misfit,) = hardware_misfits(planned(optimizer="adamw-8bit"), machine())
+    assert "knows no 'adamw-8bit'" in misfit
+
+
+def test_page_locked_memory_needs_cuda() -> None:
+    (misfit,) = hardware_misfits(planned(batch_memory="pinned"), machine(kind="cpu"))
+    assert "batch_memory: pinned does not work here" in misfit
+
+
+@pytest.mark.parametrize(("storage", "matters"), [("none", False), ("torchao-int8", True)])
+def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(storage: str, matters: bool) -> None:
+    plan = planned(quantization=storage)
+    keyed = plan.frozen.hardware.model_copy(update={"match_keys": {"torchao": "0.1.0"}})
+    misfits = hardware_misfits(seal(plan.job, plan.frozen.model_copy(update={"hardware": keyed})), machine())
+    assert bool(misfits) == matters
+
+
+def test_more_control_images_than_planned_are_another_class_of_data() -> None:
+    plan = planned()
+    work = builders.workload(num_control_images=1)
+    plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
+    context = builders.context(machine(), builders.workload(num_control_images=3, max_text_tokens=64))
+    assert data_misfits(plan, builders.context(machine(), work)) == ()
+    assert data_misfits(plan, context) == ("data: 3 control images for an item, the plan is for 1",)
+
+
+@pytest.mark.parametrize(("side_px", "more", "fits"), [(1024, 40, True), (1024, 41, False), (128, 1, False)])
+def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(side_px: int, more: int, fits: bool) -> None:
+    bucket = Bucket(width_px=side_px, height_px=side_px, num_frames=1, num_items=4)
+    work = builders.workload(buckets=(bucket,), max_text_tokens=64)
+    plan = planned()
+    plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
+    longer = work.model_copy(update={"max_text_tokens": 64 + more})
+    assert (data_misfits(plan, builders.context(machine(), longer)) == ()) == fits
