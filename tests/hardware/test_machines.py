@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.cli.machine import machine_for
+from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput
 from autotune.hardware.capabilities import NO_BF16
 from autotune.hardware.diagnosis import LEAST, findings
@@ -82,13 +82,13 @@ def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(
 def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
-    monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: free)
-    monkeypatch.setattr("autotune.hardware.probing.probe", lambda index: (free, busy)[index])
+    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: free)
+    monkeypatch.setattr("autotune.api.machines.read_machine", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
-    assert machine_for(None).device.budget_bytes == free.device.budget_bytes
-    both = machine_for(None, num_devices=2).device
+    assert hardware_for(None).device.budget_bytes == free.device.budget_bytes
+    both = hardware_for(None, num_devices=2).device
     assert (both.budget_bytes, both.budget_set_by_user) == (busy.device.budget_bytes, False)
-    left = machine_for(None, num_devices=2, reserve="2GiB").device.budget_bytes
+    left = hardware_for(None, num_devices=2, reserve_memory="2GiB").device.budget_bytes
     assert left == with_reserve(busy, 2 * GIB).device.budget_bytes
 
 
@@ -171,13 +171,14 @@ def test_gates_are_true_and_say_why(name, capability, available, because):
     assert because in told.reason
 
 
-def test_a_card_without_bf16_says_what_it_trains_in(capfd, monkeypatch):
+def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
     old, new = (profile_of(machine(name)) for name in ("v100", "a100-40gb"))
     assert any(note.startswith(NO_BF16) and "trains in fp32" in note for note in old.notes)
     assert not any(note.startswith(NO_BF16) for note in new.notes)
-    monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: old)
-    machine_for(None)
-    assert "trains in fp32" in " ".join(capfd.readouterr().err.split())
+    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: old)
+    events = []
+    hardware_for(None, on_event=events.append)
+    assert "trains in fp32" in events[-1].text
 
 
 def test_a_card_of_eight_lanes_misses_none():
