@@ -94,7 +94,7 @@ def _open_streams() -> None:
 
 
 def _repeat_interrupt(lost: Any) -> None:
-    """Send Ctrl-C again if it was raised in a weak reference's callback, of which tracing makes many: Python drops it."""
+    """Send Ctrl-C again if it was raised in a weak reference's callback (tracing makes many): Python drops it."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         # Sent to the main thread, as the keyboard does, so that whatever it waits for ends at once.
         threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()

@@ -38,7 +38,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def wrapped(text: str, hanging: int = 2) -> list[str]:
-    """`text` in lines of `WIDTH`, later ones indented by `hanging` more than the first; one empty line if it is empty."""
+    """`text` in lines of `WIDTH`, later ones indented by `hanging` more; one empty line if it is empty."""
     plain = printable(text)
     indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
     return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
