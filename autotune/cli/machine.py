@@ -70,6 +70,7 @@ def _shared(name: str) -> "HardwareProfile | None":
     """The machine of the record in the user's store whose name begins so; None when `name` is no record's."""
     if not re.fullmatch(r"[0-9a-f]{8,64}", name):
         return None
-    from autotune.sharing import own_store, profile_of_record
+    from autotune.sharing import hardware_from_record, user_store
 
-    return profile_of_record(own_store().find(name)[1])
+    found, record = user_store().find(name)
+    return hardware_from_record(found.name, record)

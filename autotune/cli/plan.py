@@ -99,7 +99,7 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     )
     from autotune.reporting import knob_lines, note_text, origin_lines, plan_lines
     from autotune.runtime import require_writable
-    from autotune.sharing import remember, why_no_evidence
+    from autotune.sharing import save_record, unshareable_reason
 
     request = request_from_options(asked, job)
     recording = read_recording(asked.replay) if asked.replay else None
@@ -121,9 +121,9 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     if asked.record is not None:
         shared = request.study is not None
         write_recording(asked.record, recording_of(made, heard.check_parity, heard.known, shared=shared))
-    if recording is None and why_no_evidence(made, machine) is None:
+    if recording is None and unshareable_reason(made, machine) is None:
         try:
-            remember(made, machine, tuple(heard.calibration))
+            save_record(made, machine, tuple(heard.calibration))
         except AutotuneError as error:  # the plan is made all the same
             err.print(note_text(f"not kept for the next search: {error.message}", "profiles"), style="yellow")
     written = f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}"
@@ -229,7 +229,7 @@ class _Heard:
         from autotune.cli.terminal import err
         from autotune.reporting import survey_lines
 
-        self.known.extend(find_matches.known)
+        self.known.extend(find_matches.records)
         err.print("\n".join(survey_lines(find_matches)), end="")
 
 

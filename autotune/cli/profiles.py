@@ -1,5 +1,6 @@
 """`autotune profiles`: what machines measured, kept here and exchanged with teams."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +9,7 @@ import typer
 from autotune.cli.options import Json, tell
 
 if TYPE_CHECKING:
-    from autotune.sharing import Merged, Store
+    from autotune.sharing import MergeResult, Store
 
 app = typer.Typer(
     help="Share what machines measured: one measurement, everyone's gain.", no_args_is_help=True, rich_markup_mode=None
@@ -22,21 +23,23 @@ Where = Annotated[str | None, typer.Option("--store", help="Another store than y
 @app.command()
 def push(url: Url) -> None:
     """Add your records to a team's store; `show --raw` prints exactly what leaves."""
-    from autotune.sharing import merge, open_store
+    from autotune.sharing import merge_stores, open_store
 
-    _tell(merge(_store(None), team := open_store(url)), team.where)
+    _tell(merge_stores(_store(None), team := open_store(url)), team.address)
 
 
 @app.command()
 def pull(url: Url) -> None:
     """Add a team's records to your own; only new ones travel."""
     from autotune.errors import InvalidInput
-    from autotune.sharing import Merged, merge, open_store
+    from autotune.sharing import MergeResult, merge_stores, open_store
 
-    merged = merge(team := open_store(url), mine := _store(None))
-    if merged == Merged(0, 0, ()):
-        raise InvalidInput(f"there are no records at {team.where}", hint="check the address; `push` fills a new store")
-    _tell(merged, mine.where)
+    merged = merge_stores(team := open_store(url), mine := _store(None))
+    if merged == MergeResult(0, 0, ()):
+        raise InvalidInput(
+            f"there are no records at {team.address}", hint="check the address; `push` fills a new store"
+        )
+    _tell(merged, mine.address)
 
 
 @app.command("list")
@@ -48,10 +51,10 @@ def list_records(
     """List records; with --why, whether each counts here."""
     from autotune.cli.terminal import err
     from autotune.reporting import list_lines
-    from autotune.sharing import summaries
+    from autotune.sharing import summarize_records
 
     chosen = _store(store)
-    found = summaries(chosen)
+    found = summarize_records(chosen)
     if bad := len(chosen.sizes()) - len(found):
         err.print(f"left out, no sound records: {bad}; `autotune profiles verify` names them")
     verdicts = _verdicts(chosen) if why else {}
@@ -69,7 +72,7 @@ def show(
     from autotune.reporting import record_lines
 
     found, record = _store(store).find(name)
-    tell(record, raw, lambda _: record_lines(found, record))
+    tell(json.loads(found.content), raw, lambda _: record_lines(found.name, record))
 
 
 @app.command()
@@ -88,17 +91,17 @@ def export_records(
 ) -> None:
     """Write all records into one file, to send where there is no store."""
     from autotune.cli.terminal import out
-    from autotune.sharing import export_to
+    from autotune.sharing import export_store
 
-    out.print(f"records: {export_to(_store(store), file)}; written to {file}")
+    out.print(f"records: {export_store(_store(store), file)}; written to {file}")
 
 
 @app.command("import")
 def import_records(file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE")]) -> None:
     """Add the records of an exported file to your own; what is wrong is refused and named."""
-    from autotune.sharing import import_from
+    from autotune.sharing import import_file
 
-    _tell(import_from(file, mine := _store(None)), mine.where)
+    _tell(import_file(file, mine := _store(None)), mine.address)
 
 
 @app.command()
@@ -110,9 +113,9 @@ def prune(
 ) -> None:
     """Delete the named records, or those that are superseded, damaged, impossible, or of an older trial protocol."""
     from autotune.cli.terminal import out
-    from autotune.sharing import prune as delete_useless
+    from autotune.sharing import prune_records
 
-    reasons = delete_useless(_store(store), names or (), older_than_days=older_than, dry_run=dry_run)
+    reasons = prune_records(_store(store), names or (), older_than_days=older_than, dry_run=dry_run)
     out.print("\n".join((*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}")))
 
 
@@ -120,21 +123,21 @@ def prune(
 def verify(store: Where = None) -> None:
     """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
     from autotune.cli.terminal import out
-    from autotune.sharing import verify as check
+    from autotune.sharing import verify_records
 
-    count, bad = check(_store(store))
+    count, bad = verify_records(_store(store))
     out.print("\n".join((*bad, f"records: {count}, bad: {len(bad)}")))
     if bad:
         raise typer.Exit(1)
 
 
 def _store(url: str | None) -> "Store":
-    from autotune.sharing import open_store, own_store
+    from autotune.sharing import open_store, user_store
 
-    return own_store() if url is None else open_store(url)
+    return user_store() if url is None else open_store(url)
 
 
-def _tell(merged: "Merged", where: str) -> None:
+def _tell(merged: "MergeResult", where: str) -> None:
     from autotune.cli.terminal import err, out
 
     for refused in merged.refused:
@@ -147,12 +150,12 @@ def _tell(merged: "Merged", where: str) -> None:
 def _verdicts(store: "Store") -> dict[str, dict[str, object]]:
     """For each record whether it counts on this machine, whatever the work."""
     from autotune.hardware import probe
-    from autotune.sharing import compare_machine, implausible
+    from autotune.sharing import compare_machine, find_impossibilities
 
     hardware = probe()
     verdicts: dict[str, dict[str, object]] = {}
     for name, record in store.records():
-        matched, impossible = compare_machine(record, hardware), implausible(record)
+        matched, impossible = compare_machine(record, hardware), find_impossibilities(record)
         kind = "impossible" if impossible else matched.kind
         verdicts[name] = {"match": kind, "reasons": list(impossible or matched.reasons)}
     return verdicts

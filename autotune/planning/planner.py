@@ -26,6 +26,7 @@ from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
 from autotune.runtime import interrupt_on_signal
 from autotune.schema import (
+    SCHEMA_VERSION,
     Candidate,
     FrozenPart,
     HardwareProfile,
@@ -105,7 +106,7 @@ def make_plan(
         if settled is None:
             advice = _advice(problem, backend, events)
             trials = _search(problem, backend, advice, study, events)
-            if not advice.kept(trials):  # else a record has confirmed them
+            if not advice.is_reproduced(trials):  # else a record has confirmed them
                 trials = _confirmed(problem, backend, trials, study, events)
             own = _plan(problem, backend.autotune_version, (), trials, advice).model_dump_json()
             first = publish_plan(study, own)
@@ -135,7 +136,7 @@ def _search(
         problem.cost,
         problem.budget_bytes,
         priors=advice.priors,
-        first=advice.first,
+        first=advice.first_candidates,
         objective=problem.workload.objective,
         ascending=shares_host_memory(problem.hardware.device.memory_kind),
     )
@@ -146,18 +147,20 @@ def _search(
             return run(candidate)
 
         if backend.tried is None:
-            trials = run_search(search, tell_and_run, problem.limits, events.on_trial, enough=advice.kept, study=study)
+            trials = run_search(
+                search, tell_and_run, problem.limits, events.on_trial, enough=advice.is_reproduced, study=study
+            )
         else:
             trials = backend.tried
             for trial in trials:
                 events.on_trial(trial)
-        over = backend.tried is not None or advice.kept(trials)
+        over = backend.tried is not None or advice.is_reproduced(trials)
         rung = None if over else unverified_rung(trials, problem)
         result = memoize(study, "rung", rung, tell_and_run) if rung is not None else None
         if result is not None:
             trials = (*trials, result)
             events.on_trial(result)
-    for doubt in advice.doubts(trials):
+    for doubt in advice.contradictions(trials):
         events.on_doubt(doubt)
     return trials
 
@@ -199,7 +202,7 @@ def _plan(
     scores += measured_scores(advice.evidence(trials))  # only what ran here may win
     caching, why_caching = problem.cost.caching
     frozen = FrozenPart(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         autotune_version=autotune_version,
         hardware=planned_hardware(problem.hardware, problem.cost.parallel),
         workload=problem.global_workload,

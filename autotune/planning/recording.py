@@ -104,7 +104,7 @@ def replayed(recording: Recording) -> PlannerBackend:
 
     def find_matches(hardware: HardwareProfile, workload: Workload) -> StoreMatches:
         return StoreMatches(
-            known=tuple(
+            records=tuple(
                 MatchedRecord(name, record, compare(record, hardware, workload), usable_trials(record, hardware))
                 for name, record in recording.records
             ),

@@ -39,7 +39,7 @@ def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
         sealed = read_plan(sealed_path(path))
     except InvalidPlan:
         return None
-    same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.digest
+    same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.identity
     same_machine = sealed.frozen.hardware.fingerprint == hardware.fingerprint
     same_device = sealed.frozen.hardware.device_name == hardware.device.name
     return seal(plan.job, sealed.frozen) if same_work and same_machine and same_device else None
@@ -153,7 +153,8 @@ def _measured(
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),
             "trials": trials,
-            "predicted_digest": plan.digest,
+            "predicted_digest": plan.identity,
+            "original_digest": None,
         }
     )
 

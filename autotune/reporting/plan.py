@@ -80,9 +80,9 @@ def survey_lines(find_matches: StoreMatches) -> list[str]:
     told = {
         "exact": "measured before on such a machine: one trial will verify it",
         "upgraded": "measured here before an upgrade: a trial or two will tell whether it still holds",
-        "near": f"{len(find_matches.known)} of similar machines or work start the search",
+        "near": f"{len(find_matches.records)} of similar machines or work start the search",
     }
-    known = [told[find_matches.known[0].match.kind]] if find_matches.known else []
+    known = [told[find_matches.records[0].match.kind]] if find_matches.records else []
     for told_of, command in ((find_matches.stale, "list --why"), (find_matches.refused, "verify")):
         known += told_of[:MOST_TOLD]
         if len(told_of) > MOST_TOLD:

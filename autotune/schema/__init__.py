@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         Versions,
     )
     from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, TimestepSampling, Weighting, num_previews
-    from autotune.schema.migration import from_schema_1
+    from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, Strategy, TrainingPlan
     from autotune.schema.plan_file import job_from, plan_text, read_plan, seal, with_job, write_plan
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime

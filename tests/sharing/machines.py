@@ -20,7 +20,7 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.trial import Residual, TrialResult
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import StoreMatches, find_matches
-from autotune.sharing.record import Record, record_of
+from autotune.sharing.record import Record, build_record
 from autotune.sharing.store import Store
 from tests.builders import GIB, trial
 from tests.planning.machines import request, surroundings
@@ -100,7 +100,7 @@ def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTI
     calibration: list[Residual | None] = []
     events = PlanEvents(on_matches=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
     plan = make_plan(asked, simulated.hardware, events, simulated.backend(*stores))
-    record = record_of(plan, simulated.hardware, tuple(calibration)).changed(measured_on=date(2026, 3, 1))
+    record = build_record(plan, simulated.hardware, tuple(calibration)).changed(measured_on=date(2026, 3, 1))
     return Planned(plan, record, surveys[0], tuple(doubts))
 
 

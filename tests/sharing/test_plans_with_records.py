@@ -17,7 +17,7 @@ from autotune.schema.plan_file import read_plan
 from autotune.schema.trial import TrialResult
 from autotune.sharing.query import find_matches
 from autotune.sharing.record import Record
-from autotune.sharing.warm_start import broken_promise
+from autotune.sharing.warm_start import find_mismatch
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune_here
 from tests.planning.formula import by_formula
@@ -181,7 +181,7 @@ def test_what_the_cost_model_or_physics_contradicts_is_refused_and_named(cold: P
 def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold: Planned, tmp_path: Path) -> None:
     poison = altered(cold.record, 0.6)
     again = planned_on(Simulated(slow=SLOW), store_with(tmp_path, [poison]))
-    assert again.doubts == (f"{poison.name[:12]} does not hold here: it takes 1.67 times the promised time",)
+    assert again.doubts == (f"{poison.name[:12]} does not hold here: it takes 1.67 times the recorded time",)
     assert again.plan.frozen.settings == cold.plan.frozen.settings
     assert again.plan.frozen.expected == cold.plan.frozen.expected
     assert len(again.trials) <= len(cold.trials) + 1
@@ -233,7 +233,7 @@ def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
 ) -> None:
     before = planned_on(Simulated(slow=SLOW), asked=replace(QUESTION, **limited))
     again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]))
-    assert again.find_matches.known[0].match.kind == "near"
+    assert again.find_matches.records[0].match.kind == "near"
     assert len(again.trials) >= 4
     assert again.plan.frozen.settings == cold.plan.frozen.settings
 
@@ -285,5 +285,5 @@ PROMISED = trial(candidate(), 1.8, 22 * GIB)
     ],
 )
 def test_one_local_trial_keeps_or_breaks_a_promise(local: TrialResult, why: str | None) -> None:
-    told = broken_promise(PROMISED, local)
+    told = find_mismatch(PROMISED, local)
     assert told is None if why is None else why in (told or "")
