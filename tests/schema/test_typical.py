@@ -81,7 +81,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
         return forward(transformer, noisy, sigmas, batch)
 
     monkeypatch.setattr(type(steps.model.family), "predict", lambda _, *arguments: watched(*arguments))
-    result = steps.result(lambda times: len(times) < 2)
+    result = steps.measure(lambda times: len(times) < 2)
     assert (len(result.warmup_seconds), len(result.step_seconds)) == (3, 2)
     by_step = list(zip(seen[::2], seen[1::2], strict=True))
     longest = (work.max_text_tokens, work.max_text_tokens - 1)

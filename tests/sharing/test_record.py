@@ -254,8 +254,9 @@ def _changed(**changes: object) -> bytes:
     "content",
     [
         b"", b"null", b"[]", b"{", b"\xff\xfe", b"!!python/object:os.system {}", b"\x1f\x8b" + b"\0" * 100,
-        b"[" * 100_000, b'{"a":' * 100_000, b" " * (MAX_RECORD_BYTES + 1), b'{"schema_version":1}', b'{"schema_version":2}',
-        _changed(schema_version=3), _changed(schema_version=0), _changed(schema_version=True), _changed(command="rm -rf /"), _changed(search_seconds="60"),
+        b"[" * 100_000, b'{"a":' * 100_000, b" " * (MAX_RECORD_BYTES + 1), b'{"schema_version":1}',
+        b'{"schema_version":2}', _changed(schema_version=3), _changed(schema_version=0), _changed(schema_version=True),
+        _changed(command="rm -rf /"), _changed(search_seconds="60"),
         _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")), _changed(search_seconds=-1.0),
         _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
         _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"),
