@@ -15,15 +15,7 @@ from autotune.cost import Predictor
 from autotune.errors import InvalidInput
 from autotune.planning.backend import PlannerBackend
 from autotune.runtime import write_text_atomic
-from autotune.schema import (
-    SCHEMA_VERSION,
-    Candidate,
-    HardwareProfile,
-    TrainingPlan,
-    TrialResult,
-    Workload,
-    migrate,
-)
+from autotune.schema import SCHEMA_VERSION, Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload, migrate
 from autotune.search import Run
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 

@@ -72,13 +72,13 @@ def _parse_lines(lines: IO[bytes]) -> Iterator[RecordFile]:
             yield RecordFile("", b"", None, f"line {number} is not an exported record")
 
 
-def verify_records(store: Store) -> tuple[int, tuple[str, ...]]:
+def verify_store(store: Store) -> tuple[int, tuple[str, ...]]:
     """The number of records, and why each bad one is bad: damaged, altered, misplaced or impossible."""
     problems = [file.problem for file in store.read()]
     return len(problems), tuple(problem for problem in problems if problem)
 
 
-def prune_records(
+def prune_store(
     store: Store, names: Sequence[str] = (), *, older_than_days: int | None = None, dry_run: bool = False
 ) -> tuple[str, ...]:
     """Delete the records whose names begin with `names`, or else those that are useless; one line for each says why.

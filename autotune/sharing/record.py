@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from autotune import __version__
 from autotune.errors import InvalidInput
 from autotune.families import FAMILIES
+from autotune.runtime import __version__
 from autotune.schema import (
     SCHEMA_VERSION,
     Candidate,

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import platformdirs
 
-from autotune import __version__
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
-from autotune.runtime import write_text_atomic
+from autotune.runtime import __version__, write_text_atomic
 from autotune.schema import Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import Failure, GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner

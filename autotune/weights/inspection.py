@@ -51,10 +51,10 @@ def inspect_file(
     Memory: one tensor. Raises what `sources.open_source` raises.
     """
     source = open_source(path)
-    total, done, summarize_records = sum(entry.size_bytes for _, entry in source), 0, []
+    total, done, summaries = sum(entry.size_bytes for _, entry in source), 0, []
     for file, entry in source:
         num_nan, num_inf = _count(file, entry) if values else (None, None)
-        summarize_records.append(
+        summaries.append(
             TensorSummary(
                 name=entry.name,
                 dtype=entry.dtype,
@@ -71,7 +71,7 @@ def inspect_file(
         name=path.absolute().name,
         size_bytes=sum(file.size_bytes for file in source.files),
         metadata=source.metadata,
-        tensors=tuple(summarize_records),
+        tensors=tuple(summaries),
     )
 
 

@@ -10,12 +10,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autotune.api.records import verify_records
 from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
 from autotune.planning.recording import read_recording, recording_of, write_recording
 from autotune.schema.base import digest_of
 from autotune.schema.migration import KEYS, MAX_DEPTH, SCHEMA_VERSION, VALUES, NewerSchema, from_schema_1, migrate
 from autotune.schema.plan_file import plan_text, read_plan, with_job, write_plan
-from autotune.sharing.exchange import export_store, import_file, merge_stores, verify_records
+from autotune.sharing.exchange import export_store, import_file, merge_stores
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.record import DamagedRecord, canonical_json, name_of, parse_record
 from autotune.sharing.store import Store, parse_file

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError
-from autotune.sharing.exchange import merge_stores, verify_records
+from autotune.sharing.exchange import merge_stores, verify_store
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.store import Store, open_store
 from autotune.sharing.summary import summarize_records
@@ -64,7 +64,7 @@ def test_a_crash_in_the_middle_of_a_write_leaves_nothing_to_read(store: Store, m
             store.add(record())
     assert store.entries() == ()
     assert store.add(record()) == 1
-    assert verify_records(store) == (1, ())
+    assert verify_store(store) == (1, ())
 
 
 def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_other_files_beside_the_records_are_left_alone(store: Store, tmp_path: P
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     assert len(store.entries()) == 1
-    assert verify_records(store) == (1, ())
+    assert verify_store(store) == (1, ())
 
 
 def test_what_is_deleted_while_it_is_read_is_not_there(store: Store) -> None:
@@ -144,8 +144,8 @@ def test_two_branches_of_a_git_checkout_merge_without_a_conflict(tmp_path: Path)
     clone = tmp_path / "clone"
     git(tmp_path, "-c", "core.autocrlf=true", "clone", "-q", str(shared), str(clone))
     assert merge_stores(open_store(str(clone)), mine).new == 5
-    assert verify_records(open_store(str(clone))) == (5, ())
-    assert verify_records(mine) == (5, ())
+    assert verify_store(open_store(str(clone))) == (5, ())
+    assert verify_store(mine) == (5, ())
 
 
 def test_a_team_whose_push_git_refuses_rebases_and_pushes_again(tmp_path: Path) -> None:
@@ -169,5 +169,5 @@ def test_a_team_whose_push_git_refuses_rebases_and_pushes_again(tmp_path: Path) 
     git(tmp_path / "blue", "pull", "-q", "-r", "origin", "main")
     git(tmp_path / "blue", "push", "-q", "origin", "HEAD:main")
     git(tmp_path / "amber", "pull", "-q", "origin", "main")
-    assert verify_records(open_store(str(tmp_path / "amber"))) == (5, ())
+    assert verify_store(open_store(str(tmp_path / "amber"))) == (5, ())
     assert ".part" not in git(tmp_path / "amber", "ls-files")

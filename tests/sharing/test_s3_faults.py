@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune.cli.app import app
-from autotune.sharing.exchange import merge_stores, verify_records
+from autotune.sharing.exchange import merge_stores, verify_store
 from autotune.sharing.files import LocalFiles, StoreUnreachable
 from autotune.sharing.store import Store, open_store, user_store
 from tests.sharing.examples import several
@@ -30,7 +30,7 @@ def test_a_fault_that_passes_is_not_even_noticed(
     s3[1].set(kind, spare=2, count=1)
     assert merge_stores(mine, s3_store()).new == 6
     assert s3[1].seen > 6
-    assert verify_records(s3_store()) == (6, ())
+    assert verify_store(s3_store()) == (6, ())
 
 
 @pytest.mark.parametrize("kind", ["503", "cut"])
@@ -42,13 +42,13 @@ def test_a_fault_that_stays_leaves_nothing_half_readable(
         merge_stores(mine, s3_store())
     assert "run it again" in caught.value.hint
     s3[1].set("none", 0, 0)
-    count, bad = verify_records(s3_store())
+    count, bad = verify_store(s3_store())
     assert count < 6
     assert bad == ()
     bob = Store(LocalFiles(tmp_path / "bob"))
     assert merge_stores(s3_store(), bob).new == count
     assert merge_stores(mine, s3_store()).new == 6 - count
-    assert verify_records(s3_store()) == (6, ())
+    assert verify_store(s3_store()) == (6, ())
 
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
@@ -73,7 +73,7 @@ def test_a_pull_that_breaks_says_so_instead_of_refusing_records(
         merge_stores(s3_store(), bob)
     s3[1].set("none", 0, 0)
     assert merge_stores(s3_store(), bob).refused == ()
-    assert verify_records(bob) == (6, ())
+    assert verify_store(bob) == (6, ())
 
 
 def test_the_command_line_finds_another_endpoint_and_keys_where_the_aws_tools_do(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.sharing.exchange import merge_stores, prune_records, verify_records
+from autotune.sharing.exchange import merge_stores, prune_store, verify_store
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, name_of
 from autotune.sharing.store import Store
@@ -29,7 +29,7 @@ def local(folder: Path) -> Store:
 
 def test_a_new_store_is_empty(opened: Open) -> None:
     assert opened().entries() == ()
-    assert verify_records(opened()) == (0, ())
+    assert verify_store(opened()) == (0, ())
 
 
 def test_what_was_added_is_found_by_whoever_opens_it_next(opened: Open) -> None:
@@ -38,7 +38,7 @@ def test_what_was_added_is_found_by_whoever_opens_it_next(opened: Open) -> None:
     assert opened().add(*made) == 0
     assert dict(opened().records()) == {one.name: one for one in made}
     assert opened().find(made[0].name[:10])[1] == made[0]
-    assert verify_records(opened()) == (3, ())
+    assert verify_store(opened()) == (3, ())
 
 
 def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_altered_misfiled_and_foreign_files_are_refused_named_and_leave_the_rest
     told = " ".join(merged.refused)
     for why in ("altered or cut off", "does not belong", "too large", "not a record"):
         assert why in told
-    count, bad = verify_records(opened())
+    count, bad = verify_store(opened())
     assert (count, len(bad)) == (6, 5)
 
 
@@ -102,7 +102,7 @@ def test_a_record_that_cannot_be_true_is_refused_and_named(opened: Open, tmp_pat
     assert merged.new == 0
     assert "faster than the device's peak" in merged.refused[0]
     assert poison.name[:12] in merged.refused[0]
-    assert len(verify_records(opened())[1]) == 1
+    assert len(verify_store(opened())[1]) == 1
 
 
 def test_what_was_cut_off_is_written_again(opened: Open, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_was_cut_off_is_written_again(opened: Open, tmp_path: Path) -> None
     mine.add(made)
     opened().files.write({f"{made.folder}/{made.name}.json": made.content[:100]})
     assert merge_stores(mine, opened()).new == 1
-    assert verify_records(opened()) == (1, ())
+    assert verify_store(opened()) == (1, ())
 
 
 def test_two_writers_at_once_lose_nothing(opened: Open, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_two_writers_at_once_lose_nothing(opened: Open, tmp_path: Path) -> None:
         thread.join(60)
     assert errors == []
     assert names(opened()) == {one.name for one in several(30)}
-    assert verify_records(opened()) == (30, ())
+    assert verify_store(opened()) == (30, ())
 
 
 def test_prune_deletes_what_is_superseded_old_damaged_or_of_an_older_protocol(opened: Open) -> None:
@@ -146,12 +146,12 @@ def test_prune_deletes_what_is_superseded_old_damaged_or_of_an_older_protocol(op
     team = opened()
     team.add(new, old, other, protocol, newer)
     team.files.write({f"{damaged.folder}/{damaged.name}.json": b"{}"})
-    assert len(prune_records(opened(), dry_run=True)) == 3
+    assert len(prune_store(opened(), dry_run=True)) == 3
     assert len(names(opened())) == 6
-    told = prune_records(opened())
+    told = prune_store(opened())
     assert names(opened()) == {new.name, other.name, newer.name}
     assert any(f"{old.name[:12]} is superseded by {new.name[:12]}" in line for line in told)
-    assert prune_records(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
+    assert prune_store(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
 
 
 def test_what_another_version_wrote_is_refused_by_name_and_left_to_others(opened: Open, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_another_version_wrote_is_refused_by_name_and_left_to_others(opened
     opened().files.write({f"{record().folder}/{name_of(content)}.json": content})
     (told,) = merge_stores(opened(), local(tmp_path)).refused
     assert told.startswith(f"{name_of(content)[:12]} was written by autotune 9.1.0")
-    assert prune_records(opened()) == ()
+    assert prune_store(opened()) == ()
     assert names(opened()) == {name_of(content)}
 
 
@@ -168,7 +168,7 @@ def test_a_record_that_cannot_be_true_supersedes_nothing_and_is_pruned(opened: O
     instant = trial(candidate(quantization="torchao-int8"), 1e-6, 21 * GIB)
     impossible = record(measured_on=date(2026, 5, 1), trials=(instant, *TRIALS))
     opened().add(good, impossible)
-    (told,) = prune_records(opened())
+    (told,) = prune_store(opened())
     assert told.startswith(f"{impossible.name[:12]} cannot be true")
     assert names(opened()) == {good.name}
 
@@ -176,7 +176,7 @@ def test_a_record_that_cannot_be_true_supersedes_nothing_and_is_pruned(opened: O
 def test_a_record_from_the_future_or_of_a_limited_search_supersedes_no_other(opened: Open) -> None:
     opened().add(record(), record(measured_on=date(9999, 1, 1), conclusive=False))
     opened().add(record(measured_on=date(2026, 5, 1), conclusive=False))
-    (told,) = prune_records(opened())
+    (told,) = prune_store(opened())
     assert "superseded" in told
     assert len(names(opened())) == 2
     assert record().name in names(opened())
@@ -186,16 +186,16 @@ def test_named_records_alone_are_deleted_and_nothing_where_one_is_unknown(opened
     old, new, other = several(3)
     opened().add(old, new, other)
     with pytest.raises(InvalidInput, match="no record begins"):
-        prune_records(opened(), [old.name, "0" * 12])
-    assert prune_records(opened(), [old.name[:12]], dry_run=True) == (f"{old.name[:12]} was named",)
+        prune_store(opened(), [old.name, "0" * 12])
+    assert prune_store(opened(), [old.name[:12]], dry_run=True) == (f"{old.name[:12]} was named",)
     assert len(names(opened())) == 3
-    prune_records(opened(), [old.name[:12], new.name])
+    prune_store(opened(), [old.name[:12], new.name])
     assert names(opened()) == {other.name}
 
 
 def test_a_newer_record_of_fewer_trials_replaces_nothing(opened: Open) -> None:
     opened().add(record(), record(measured_on=date(2026, 5, 1), trials=TRIALS[1:2]))
-    assert prune_records(opened()) == ()
+    assert prune_store(opened()) == ()
 
 
 def test_finding_needs_one_record(opened: Open) -> None:
