@@ -73,7 +73,7 @@ def find_matches(hardware: HardwareProfile, workload: Workload, stores: Sequence
             if match.kind != "none":
                 found[name] = MatchedRecord(name, record, match, usable_trials(record, hardware))
             if match.kind != "exact" and _is_of_this_device(record, hardware, workload):
-                verdicts = {"none": "no longer counts", "upgraded": "is from before an upgrade, and reproduced first"}
+                verdicts = {"none": "no longer counts", "upgraded": "is from before an upgrade, and verified first"}
                 verdict = verdicts.get(match.kind, "counts as a prior only")
                 stale[name] = f"{name[:12]} {verdict}: {'; '.join(match.reasons)}"
     ordered = sorted(found.values(), key=_rank)

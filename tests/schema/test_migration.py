@@ -10,13 +10,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.api.records import verify_records
 from autotune.errors import AutotuneError, InvalidInput, InvalidPlan
 from autotune.planning.recording import read_recording, recording_of, write_recording
 from autotune.schema.base import digest_of
 from autotune.schema.migration import KEYS, MAX_DEPTH, SCHEMA_VERSION, VALUES, NewerSchema, from_schema_1, migrate
 from autotune.schema.plan_file import plan_text, read_plan, with_job, write_plan
-from autotune.sharing.exchange import export_store, import_file, merge_stores
+from autotune.sharing.exchange import export_store, import_file, merge_stores, verify_store
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.record import DamagedRecord, canonical_json, name_of, parse_record
 from autotune.sharing.store import Store, parse_file
@@ -141,7 +140,7 @@ def test_a_record_of_schema_1_is_read_and_keeps_name_and_bytes_wherever_it_goes(
     assert export_store(second, tmp_path / "all.jsonl") == 1
     assert import_file(tmp_path / "all.jsonl", third).new == 1
     for store in (first, second, third):
-        assert verify_records(store) == (1, ())
+        assert verify_store(store) == (1, ())
         ((_, stored),) = store.files.read(store.sizes())
         assert stored == content
         assert store.find(name)[0].content == content

@@ -166,8 +166,8 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
 
 def test_what_the_cost_model_or_physics_contradicts_is_refused_and_named(cold: Planned, tmp_path: Path) -> None:
     cases = (
-        (altered(cold.record, 0.25), "is not believed: trial 2 took 0.24 times the time"),
-        (altered(cold.record, 1, 4.5), "is not believed: trial 1 took 4.5 times the memory"),
+        (altered(cold.record, 0.25), "is not credible: trial 2 took 0.24 times the time"),
+        (altered(cold.record, 1, 4.5), "is not credible: trial 1 took 4.5 times the memory"),
         (altered(cold.record, 1, 0.6), "cannot be true: trial 1: its peak of"),
     )
     for poison, why in cases:
@@ -278,9 +278,9 @@ PROMISED = trial(candidate(), 1.8, 22 * GIB)
     [
         (trial(candidate(), 1.9, 22 * GIB), None),
         (trial(candidate(), 1.8, int(22.5 * GIB)), None),
-        (trial(candidate(), 2.1, 22 * GIB), "1.17 times the promised time"),
-        (trial(candidate(), 1.0, 22 * GIB), "0.56 times the promised time"),
-        (trial(candidate(), 1.8, 23 * GIB), "1.05 times the promised memory"),
+        (trial(candidate(), 2.1, 22 * GIB), "1.17 times the recorded time"),
+        (trial(candidate(), 1.0, 22 * GIB), "0.56 times the recorded time"),
+        (trial(candidate(), 1.8, 23 * GIB), "1.05 times the recorded memory"),
         (trial(candidate(), None), "it ended as oom"),
     ],
 )

@@ -54,7 +54,7 @@ def test_after_an_upgrade_the_records_of_this_machine_say_why_they_no_longer_cou
     store.add(before := record(), record(machine(name="NVIDIA L40S")))
     driver = find_matches(machine(driver="590.1"), workload(), [store])
     assert driver.stale == (
-        f"{before.name[:12]} is from before an upgrade, and reproduced first: driver: 580.95 there, 590.1 here",
+        f"{before.name[:12]} is from before an upgrade, and verified first: driver: 580.95 there, 590.1 here",
     )
     torch = find_matches(machine(torch="2.14.0"), workload(), [store])
     assert torch.stale == (f"{before.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",)
