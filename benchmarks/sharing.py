@@ -33,7 +33,7 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import Expected
 from autotune.schema.trial import TrialResult
 from autotune.search.residual import ResidualSearch
-from autotune.search.study import Limits, run_search
+from autotune.search.study import SearchLimits, run_search
 from autotune.sharing.keys import compare, usable_trials
 from autotune.sharing.query import MatchedRecord, StoreMatches
 from autotune.sharing.record import Record, shareable_machine, shareable_trial
@@ -92,7 +92,7 @@ def bob(task: Task, pace: float, seed: int) -> Bench:
 
 
 def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[TrialResult, ...]:
-    task, advice, limits = bench.task, NO_WARM_START, Limits(max_trials=12, max_seconds=1e9)
+    task, advice, limits = bench.task, NO_WARM_START, SearchLimits(max_trials=12, max_seconds=1e9)
     if known:
         found = StoreMatches(known, (), ())
         advice: WarmStart = build_warm_start(
@@ -102,7 +102,7 @@ def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[T
     planned = ResidualSearch(
         task.space, bench.cost, task.budget_bytes, priors=advice.priors, first=advice.first_candidates
     )
-    return run_search(planned, bench.run(seed), limits, lambda result: None, enough=advice.is_reproduced)
+    return run_search(planned, bench.run(seed), limits, lambda result: None, is_enough=advice.is_reproduced)
 
 
 def record_of_search(bench: Bench, trials: tuple[TrialResult, ...]) -> Record:

@@ -33,7 +33,7 @@ from autotune.schema import (
     read_plan,
     write_plan,
 )
-from autotune.search import SearchSpace, StudyPlace
+from autotune.search import SearchSpace, StudyLocation
 from autotune.sharing import save_record, unshareable_reason
 from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
 
@@ -189,7 +189,7 @@ def _request(model: str | None, data: str | Path | None, options: PlanOptions) -
         price_per_hour=asked.get("price_per_hour", base.price_per_hour),
         max_trials=asked.get("max_trials", base.max_trials),
         search_seconds=asked.get("search_seconds", base.search_seconds),
-        study=StudyPlace(study or "search", join) if study or join else None,
+        study=StudyLocation(study or "search", join) if study or join else None,
         interrupted="ignored" if "replay" in asked else ("forgotten" if asked.get("fresh") else "resumed"),
     )
 

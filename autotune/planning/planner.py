@@ -47,16 +47,16 @@ from autotune.schema import (
 from autotune.search import (
     ResidualSearch,
     best_seconds,
-    fallbacks_of,
-    frozen_plan,
-    measured_scores,
+    choose_fallbacks,
+    explain_choices,
     memoize,
-    predicted_scores,
-    promised_scores,
     publish_plan,
-    reasons_for,
+    published_plan,
     require_winner,
     run_search,
+    score_finalists,
+    score_predictions,
+    score_trials,
     search_cost_seconds,
 )
 from autotune.sharing import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
@@ -110,7 +110,7 @@ def make_plan(
     matches = NO_MATCHES
     # Killed by a signal, it would seem to have been taken down by what it tried.
     with interrupt_on_signal(), kept_study(problem, backend.autotune_version, on_note) as study:
-        published = frozen_plan(study) if request.study else None
+        published = published_plan(study) if request.study else None
         if published is None:
             matches, warm_start = _find_warm_start(problem, backend, on_event)
             trials = _search(problem, backend, warm_start, study, on_event)
@@ -163,7 +163,7 @@ def _search(
 
         if backend.tried is None:
             trials = run_search(
-                search, run_trial, problem.limits, on_trial, enough=warm_start.is_reproduced, study=study
+                search, run_trial, problem.limits, on_trial, is_enough=warm_start.is_reproduced, study=study
             )
         else:
             trials = backend.tried
@@ -212,9 +212,9 @@ def _plan(
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = problem.workload.objective
-    scores = measured_scores(trials) if problem.can_try else predicted_scores(predictions, problem.budget_bytes)
-    best = require_winner(promised_scores(trials) if trials else scores, objective, problem.relaxation)
-    scores += measured_scores(warm_start.evidence(trials))  # only what ran here may win
+    scores = score_trials(trials) if problem.can_try else score_predictions(predictions, problem.budget_bytes)
+    best = require_winner(score_finalists(trials) if trials else scores, objective, problem.relaxation)
+    scores += score_trials(warm_start.evidence(trials))  # only what ran here may win
     caching, why_caching = problem.cost.caching
     frozen = FrozenPart(
         schema_version=SCHEMA_VERSION,
@@ -226,8 +226,8 @@ def _plan(
         expected=build_expectation(
             best, trials, problem.cost, problem.global_workload, problem.job, problem.request.price_per_hour
         ),
-        reasons=(*reasons_for(problem.space, scores, best, objective), why_caching),
-        fallbacks=fallbacks_of(scores, best),
+        reasons=(*explain_choices(problem.space, scores, best, objective), why_caching),
+        fallbacks=choose_fallbacks(scores, best),
         records=warm_start.records,
         search_seconds=search_cost_seconds(trials),
         trials=trials,

@@ -16,7 +16,7 @@ from autotune.errors import InvalidInput
 from autotune.planning.backend import PlannerBackend
 from autotune.runtime import write_text_atomic
 from autotune.schema import SCHEMA_VERSION, Candidate, HardwareProfile, TrainingPlan, TrialResult, Workload, migrate
-from autotune.search import Run
+from autotune.search import TrialFunction
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 
 MAX_RECORDING_BYTES = 64 << 20
@@ -107,7 +107,7 @@ def replayed(recording: Recording) -> PlannerBackend:
         return results[candidate]
 
     @contextmanager
-    def trials(model: str, cost: Predictor) -> Iterator[Run]:
+    def trials(model: str, cost: Predictor) -> Iterator[TrialFunction]:
         yield run
 
     def find_matches(hardware: HardwareProfile, workload: Workload) -> StoreMatches:

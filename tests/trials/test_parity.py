@@ -21,7 +21,7 @@ from autotune.quantization.layers import quantize_inside
 from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.workload import ModelSpec
-from autotune.search.space import search_space
+from autotune.search.space import build_search_space
 from autotune.trials import parity
 from autotune.trials.gradients import _plain_transformer, gradient_error, relative_error, update_error
 from autotune.trials.requests import ChildState, Failure, GradientRequest, UpdateRequest
@@ -194,7 +194,7 @@ def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(here: 
     hardware = HardwareProfile.model_validate(
         {**dict(here.hardware), "capabilities": (*here.hardware.capabilities, capability)}
     )
-    space = search_space(TuningContext(hardware, here.family, here.workload))
+    space = build_search_space(TuningContext(hardware, here.family, here.workload))
     assert "_native_math" not in space.choices["attention"]
     assert {"_native_math": capability.reason}.items() <= {
         r.choice: r.reason for r in space.rejected["attention"]
@@ -209,7 +209,7 @@ def test_what_is_wrong_cannot_be_pinned_either(here: TuningContext) -> None:
     )
     hardware = HardwareProfile.model_validate({**dict(here.hardware), "capabilities": (*usual, can, wrong)})
     with pytest.raises(InvalidInput, match="gradients differ by 1"):
-        search_space(TuningContext(hardware, here.family, here.workload), pins=[("compile", "block")])
+        build_search_space(TuningContext(hardware, here.family, here.workload), pins=[("compile", "block")])
 
 
 @pytest.mark.parametrize(
