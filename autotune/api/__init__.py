@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         prune_records,
         pull_records,
         push_records,
+        read_record,
         verify_records,
     )
     from autotune.api.runs import sample, train

@@ -19,7 +19,7 @@ from autotune.hardware import (
 from autotune.hardware import doctor as diagnose
 from autotune.hardware import probe as read_machine
 from autotune.schema import HardwareProfile, Notice, OnEvent, StatusChanged, ignore_event
-from autotune.sharing import own_store, profile_of_record
+from autotune.sharing import hardware_from_record, user_store
 
 RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
 """A shared record's name, or how it begins."""
@@ -116,7 +116,8 @@ def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfil
     if isinstance(hardware, HardwareProfile):
         return hardware
     if RECORD_NAME.fullmatch(hardware):
-        return profile_of_record(own_store().find(hardware)[1])
+        file, record = user_store().find(hardware)
+        return hardware_from_record(file.name, record)
     profile = hardware_named(hardware)
     if profile.origin == "catalog" and profile.datasheet and profile.datasheet.id != hardware.lower():
         on_event(Notice(text=f"planning for {profile.datasheet.id}"))  # a part of the name was enough

@@ -1,5 +1,6 @@
 """`autotune profiles`: records of what machines measured, kept here and exchanged with teams."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -54,7 +55,8 @@ def show(
 ) -> None:
     """Show one record: its machine, its work, every trial."""
     found, record = autotune.find_record(name, store)
-    print_result(record, raw, lambda _: reporting.record_lines(found, record))
+    content = json.loads(autotune.read_record(found, store)) if raw else None
+    print_result(content, raw, lambda _: reporting.record_lines(found, record))
 
 
 @app.command()

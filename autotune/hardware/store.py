@@ -10,13 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import platformdirs
-from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
 from autotune.hardware.probing import ABOUT_RATES, measure_rates, probe, with_rates
 from autotune.runtime import write_text_atomic
-from autotune.schema import HardwareProfile, digest_of
+from autotune.schema import HardwareProfile, digest_of, from_schema_1
 
 POWER_TOLERANCE = 0.1
 """Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""
@@ -89,13 +88,13 @@ def load_profile(path: Path | str) -> HardwareProfile:
     hint = "write a new one with `autotune probe`"
     try:
         content = json.loads(Path(path).read_text())
-        profile = HardwareProfile.model_validate_json(json.dumps(content["profile"]))
-        digest = content["digest"]
+        profile = HardwareProfile.model_validate_json(json.dumps(from_schema_1(content["profile"])))
+        is_whole = digest_of(content["profile"]) == content["digest"]  # as written: names and fields have changed since
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
-    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, InvalidInput) as error:
         raise InvalidInput(f"{path} is no hardware profile of this autotune, or damaged", hint=hint) from error
-    if digest != digest_of(profile):
+    if not is_whole:
         raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
     return profile
 

@@ -11,7 +11,7 @@ from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, rela
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.request import PlanRequest, build_job, read_data
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
-from autotune.search import Limits, SearchSpace, without
+from autotune.search import SearchLimits, SearchSpace, drop_values
 from autotune.training import KEY_NAMES, describe_workload, require_even_shares
 from autotune.weights import BadWeights
 
@@ -51,9 +51,9 @@ class PlanningProblem:
         return self.request.is_local and self.cost.parallel.strategy != "fsdp2"
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SearchLimits:
         """When the search ends at the latest."""
-        return Limits(self.request.max_trials, self.request.search_seconds, self.job.num_steps)
+        return SearchLimits(self.request.max_trials, self.request.search_seconds, self.job.num_steps)
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -139,7 +139,7 @@ def _strategy(
         space = wider if _fits(wider, cost) else space
     if number > 1:
         why = "several processes share the weights out instead"
-        space = without(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
+        space = drop_values(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
         if not space.candidates:
             raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
@@ -206,7 +206,7 @@ def _without_too_heavy(request: PlanRequest, space: SearchSpace, cost: Predictor
         least = min(dropped, key=lambda name: sizes[str(name)])
         hint = relaxation(request, space, cost)
         raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
-    return without(space, "quantization", dropped)
+    return drop_values(space, "quantization", dropped)
 
 
 def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:

@@ -17,7 +17,14 @@ from autotune.errors import NothingFits
 from autotune.hardware import locked
 from autotune.planning.problem import PlanningProblem
 from autotune.schema import digest_of
-from autotune.search import StudyPlace, frozen_plan, opened_study, release_dead, take_snapshot, translate_storage_errors
+from autotune.search import (
+    StudyLocation,
+    fail_dead_trials,
+    open_study,
+    published_plan,
+    take_snapshot,
+    translate_storage_errors,
+)
 
 
 @contextlib.contextmanager
@@ -43,7 +50,7 @@ def kept_study(
         place = request.study if users is None else _file_of_its_own(path, users, problem, on_note)
         with translate_storage_errors(place):
             try:
-                yield opened_study(place, problem.identity)
+                yield open_study(place, problem.identity)
             except NothingFits:
                 if users is not None and locked(users, fcntl.LOCK_EX):
                     path.unlink(missing_ok=True)  # it came to its end: there may be more memory next time
@@ -64,9 +71,9 @@ def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None
 
 def _file_of_its_own(
     path: Path, users: int, problem: PlanningProblem, on_note: Callable[[str], None]
-) -> StudyPlace | None:
+) -> StudyLocation | None:
     """Where the search is kept while the lock on `users` is held; None beside one that is not to be joined."""
-    place, fresh = StudyPlace("search", f"sqlite:///{path}"), problem.request.interrupted == "forgotten"
+    place, fresh = StudyLocation("search", f"sqlite:///{path}"), problem.request.interrupted == "forgotten"
     alone = locked(users, fcntl.LOCK_EX)
     if fresh and not alone:
         on_note("another search of the same runs: this one keeps its trials in memory alone")
@@ -77,13 +84,13 @@ def _file_of_its_own(
     return place
 
 
-def _goes_on(place: StudyPlace, problem: PlanningProblem, on_note: Callable[[str], None], is_alone: bool) -> bool:
+def _goes_on(place: StudyLocation, problem: PlanningProblem, on_note: Callable[[str], None], is_alone: bool) -> bool:
     """Whether a search was interrupted there, or is running: not where it has its plan, or nobody can read it."""
     try:
-        study = opened_study(place, problem.identity)
-        release_dead(study, is_alone=is_alone)
+        study = open_study(place, problem.identity)
+        fail_dead_trials(study, is_alone=is_alone)
         snapshot = take_snapshot(study)
-        if frozen_plan(study) is not None:
+        if published_plan(study) is not None:
             return False
     except Exception as error:  # damaged, or of another Optuna: what it held is measured again
         if "database is locked" in str(error):  # of a process that lives
@@ -91,7 +98,7 @@ def _goes_on(place: StudyPlace, problem: PlanningProblem, on_note: Callable[[str
         return False
     known = len(snapshot.results)
     trials = "one trial" if known == 1 else f"{known or 'no'} trials"
-    if snapshot.taken or snapshot.undecided:  # of a process that lives
+    if snapshot.running or snapshot.undecided:  # of a process that lives
         on_note(f"another search of the same runs: this one joins it, {trials} known")
     elif known:
         on_note(f"an interrupted search of the same goes on: {trials} known (--fresh forgets them)")

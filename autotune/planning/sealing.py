@@ -31,7 +31,7 @@ from autotune.schema import (
     seal,
     write_plan,
 )
-from autotune.search import Run, measured_scores, search_cost_seconds, winner_of
+from autotune.search import TrialFunction, choose_winner, score_trials, search_cost_seconds
 from autotune.training import key_misfits, model_misfits, require_fit
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
@@ -72,7 +72,7 @@ def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
         sealed = read_plan(sealed_path(path))
     except InvalidPlan:
         return None
-    same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.digest
+    same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.identity
     same_machine = sealed.frozen.hardware.fingerprint == hardware.fingerprint
     same_device = sealed.frozen.hardware.device_name == hardware.device.name
     return seal(plan.job, sealed.frozen) if same_work and same_machine and same_device else None
@@ -145,7 +145,7 @@ def _wrong(candidate: Candidate, check_parity: HardwareProfile) -> str | None:
     )
 
 
-def _until_one_runs(candidates: Sequence[Candidate], run: Run) -> tuple[TrialResult, ...]:
+def _until_one_runs(candidates: Sequence[Candidate], run: TrialFunction) -> tuple[TrialResult, ...]:
     trials: list[TrialResult] = []
     for candidate in candidates:
         trials.append(run(candidate))
@@ -166,7 +166,7 @@ def _measured(
     against: Mapping[Candidate, str],
 ) -> FrozenPart:
     frozen = plan.frozen
-    best = winner_of(measured_scores(trials), frozen.workload.objective)
+    best = choose_winner(score_trials(trials), frozen.workload.objective)
     assert best is not None  # the last trial ran
     failed = against.get(frozen.settings, f"{trials[0].outcome}: {trials[0].message}")
     after = (frozen.settings, *frozen.fallbacks).index(best.candidate)
@@ -182,7 +182,8 @@ def _measured(
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),
             "trials": trials,
-            "predicted_digest": plan.digest,
+            "predicted_digest": plan.identity,
+            "original_digest": None,
         }
     )
 

@@ -11,8 +11,6 @@ from autotune.schema.job import Job
 from autotune.schema.trial import PhasePeak, TrialResult
 from autotune.schema.workload import Workload
 
-PLAN_SCHEMA_VERSION = 1
-"""Version of the plan file; a plan from a newer version is refused, not guessed at."""
 Strategy = Literal["single", "ddp", "fsdp2"]
 
 
@@ -87,7 +85,7 @@ class PlannedHardware(Frozen):
 class FrozenPart(Frozen):
     """Everything in a plan that the digest covers."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     autotune_version: str
     hardware: PlannedHardware
     workload: Workload
@@ -109,7 +107,9 @@ class FrozenPart(Frozen):
     advice: tuple[str, ...] = ()
     """What other choices of the user would gain, one sentence each."""
     predicted_digest: str | None = None
-    """Digest of the predicted plan that this one was measured from, if it was."""
+    """Identity of the predicted plan that this one was measured from, if it was."""
+    original_digest: str | None = None
+    """Digest in the file that an older autotune wrote, if this plan has gained or renamed fields since."""
 
 
 class TrainingPlan(Frozen):
@@ -119,6 +119,11 @@ class TrainingPlan(Frozen):
     frozen: FrozenPart
     digest: str
     """Digest of `frozen`, as it was written."""
+
+    @property
+    def identity(self) -> str:
+        """The digest that the plan was made with, which its runs and the plan sealed from it refer to."""
+        return self.frozen.original_digest or self.digest
 
     @property
     def job_seconds(self) -> float:

@@ -1,21 +1,23 @@
-"""A shared record's machine as hardware to plan for: what it measured, on the sheet of its GPU."""
+"""A shared record's machine as hardware to plan for: its measurements, on the datasheet of its GPU."""
 
 from autotune.errors import InvalidInput
 from autotune.hardware import matching, profile_of_gpu, with_budget, with_rates
 from autotune.schema import HardwareProfile
-from autotune.sharing.plausibility import implausible
+from autotune.sharing.plausibility import find_impossibilities
 from autotune.sharing.record import Record
 
 
-def profile_of_record(record: Record) -> HardwareProfile:
+def hardware_from_record(name: str, record: Record) -> HardwareProfile:
     """The catalog's profile of the record's GPU, with the rates and the budget that the record's machine had.
 
     Raises:
-        InvalidInput: the record cannot be true, or the catalog does not know the device: most facts would be missing.
+        InvalidInput: the record cannot be true, or the catalog lacks the device: most facts would be missing.
     """
     machine = record.machine
-    if reasons := implausible(record):
-        raise InvalidInput(f"the record cannot be true: {reasons[0]}", hint="`autotune profiles prune` deletes such")
+    if reasons := find_impossibilities(record):
+        raise InvalidInput(
+            f"the record cannot be true: {reasons[0]}", hint="`autotune profiles prune` deletes such records"
+        )
     gpu = matching(machine.device_name, machine.total_memory_bytes)
     if gpu is None:
         raise InvalidInput(
@@ -23,5 +25,5 @@ def profile_of_record(record: Record) -> HardwareProfile:
             hint="plan on that machine, or save its probe there and pass the file",
         )
     profile = with_budget(profile_of_gpu(gpu), machine.budget_bytes)
-    note = f"rates measured on such a machine, from record {record.name[:12]}"
+    note = f"rates measured on such a machine, from record {name[:12]}"
     return with_rates(profile, machine.rates, (*profile.notes, note), machine.noisy)

@@ -35,7 +35,7 @@ def learned(plan: TrainingPlan) -> dict[str, object]:
     job = plan.job.model_dump(mode="json")
     if plan.job.lr_scheduler in FREE_OF_LENGTH:
         job |= {"num_steps": None, "num_train_epochs": None}
-    return {"plan": plan.digest, **{name: value for name, value in job.items() if name not in NOT_LEARNED}}
+    return {"plan": plan.identity, **{name: value for name, value in job.items() if name not in NOT_LEARNED}}
 
 
 def run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:

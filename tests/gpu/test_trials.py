@@ -13,6 +13,7 @@ from autotune.knobs.allocator import VARIABLES
 from autotune.knobs.attention import BACKENDS
 from autotune.schema.candidate import Candidate
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import TASKS
 from tests.gpu.conftest import GIB, candidate, work
 
 LOSS_TOLERANCES = {"torchao-int8": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5, "layerwise-fp8": 0.5, "bnb-nf4": 1.0}
@@ -88,9 +89,13 @@ class AskAllocator:
     candidate: Candidate
     device: str
 
-    def perform(self, kept, tell):
-        torch.zeros(1, device=self.device)
-        return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+
+def has_expandable_segments(request, child):
+    torch.zeros(1, device=request.device)
+    return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+
+
+TASKS[AskAllocator] = has_expandable_segments
 
 
 @pytest.mark.parametrize("memory", ["pageable", "pinned"])

@@ -14,7 +14,7 @@ from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan_file import plan_text
-from autotune.sharing.record import Record, machine_of
+from autotune.sharing.record import Record, shareable_machine
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import by_formula
@@ -110,8 +110,8 @@ def _simulated(golden: Golden) -> Recording:
     made = make_plan(golden.request, golden.hardware, backend=replayed(plain_recording)).frozen
     record = Record.model_validate(
         {
-            "schema_version": 1, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
-            "machine": machine_of(golden.hardware), "workload": made.workload, "settings": made.settings,
+            "schema_version": 2, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
+            "machine": shareable_machine(golden.hardware), "workload": made.workload, "settings": made.settings,
             "expected": made.expected, "trials": made.trials, "search_seconds": made.search_seconds,
         },
         strict=False,

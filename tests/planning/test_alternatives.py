@@ -13,7 +13,7 @@ from autotune.planning.alternatives import larger_batch_advice
 from autotune.planning.request import request_from
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Prediction
-from autotune.search.study import Limits
+from autotune.search.study import SearchLimits
 from tests import builders
 from tests.planning.formula import FormulaPredictor
 from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroundings
@@ -103,9 +103,9 @@ def test_epochs_decide_the_steps_of_a_plan_once_there_are_data(tmp_path: Path) -
 
 
 def test_a_search_may_take_a_twentieth_of_the_run_but_a_minute_at_least() -> None:
-    assert Limits(8, num_steps=10_000).allowed_seconds(2.0) == 1000
-    assert Limits(8, num_steps=100).allowed_seconds(2.0) == 60
-    assert Limits(8, 7.0, num_steps=10_000).allowed_seconds(2.0) == 7
+    assert SearchLimits(8, num_steps=10_000).allowed_seconds(2.0) == 1000
+    assert SearchLimits(8, num_steps=100).allowed_seconds(2.0) == 60
+    assert SearchLimits(8, 7.0, num_steps=10_000).allowed_seconds(2.0) == 7
 
 
 def test_a_search_stops_at_its_share_of_the_run() -> None:

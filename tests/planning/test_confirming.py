@@ -48,12 +48,12 @@ def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case: PlanningP
 
 
 def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: PlanningProblem) -> None:
-    from autotune.search.winner import measured_scores, winner_of
+    from autotune.search.winner import choose_winner, score_trials
 
     fast, slow = case.space.candidates[:2]
     late = TrialResult(candidate=fast, outcome="timeout", confirms=True, message="no answer")
     trials = confirmed_winner((trial(fast, 1.0), trial(slow, 2.0)), case, lambda candidate: late)
-    best = winner_of(measured_scores(trials), "throughput")
+    best = choose_winner(score_trials(trials), "throughput")
     assert best is not None
     assert (best.candidate, best.step_seconds) == (fast, 1.0)
     assert len(trials) == 3

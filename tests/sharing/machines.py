@@ -21,7 +21,7 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.trial import TrialResult
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import StoreMatches, find_matches
-from autotune.sharing.record import Record, record_of
+from autotune.sharing.record import Record, build_record
 from autotune.sharing.store import Store
 from tests.builders import GIB, trial
 from tests.events import events_of
@@ -100,7 +100,7 @@ def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTI
     doubts: list[str] = []
     on_event = events_of(Notice, lambda event: doubts.append(event.text) if event.topic == "profiles" else None)
     made = make_plan(asked, simulated.hardware, on_event, simulated.backend(*stores))
-    record = record_of(made.plan, simulated.hardware, made.residuals).changed(measured_on=date(2026, 3, 1))
+    record = build_record(made.plan, simulated.hardware, made.residuals).changed(measured_on=date(2026, 3, 1))
     return Planned(made.plan, record, made.matches, tuple(doubts))
 
 

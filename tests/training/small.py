@@ -45,7 +45,7 @@ def make_plan(
     wishes = WorkloadOverrides(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
     workload = describe_workload(resolve_model(str(model)), read_dataset(images), wishes)
     frozen = FrozenPart(
-        schema_version=1,
+        schema_version=2,
         autotune_version=__version__,
         hardware=PlannedHardware(
             device_name=hardware.device.name,

@@ -18,8 +18,8 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
+from autotune.trials.requests import Failure
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
 
 Run = tuple[Any, ...]
 ALL, SOME, HALF, FEW, NONE = 1.0, 0.75, 0.5, 0.25, 0.0
