@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autotune.cli.options import Data, JobOptions, Json, PlanFile, takes, tell
+from autotune.runtime import cache_path
 
 if TYPE_CHECKING:
     from autotune.schema import HardwareProfile, TrainingPlan
@@ -127,6 +128,4 @@ def sample(
 
 def _cache_folder() -> Path:
     """Of what text encoders and VAEs gave."""
-    import platformdirs
-
-    return platformdirs.user_cache_path("autotune") / "encoded"
+    return cache_path("encoded")

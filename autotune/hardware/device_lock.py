@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import platformdirs
 import psutil
 
 from autotune.errors import AutotuneError
 from autotune.hardware.nvidia import DriverSource
 from autotune.hardware.system import Unavailable
-from autotune.runtime import started_by_launcher
+from autotune.runtime import cache_path, started_by_launcher
 from autotune.schema import Device
 
 SEARCH, RUN = "search", "training run"
@@ -34,7 +33,7 @@ def lock_path(device: Device) -> Path:
 
     Where nobody can write to the cache folder, that of a processor lies in the temporary folder, too.
     """
-    folder = platformdirs.user_cache_path("autotune")
+    folder = cache_path()
     if device.kind == "cuda" or not _takes_files(folder):
         folder = Path(tempfile.gettempdir())
     return folder / f"autotune-{device.kind}-{_card(device)}-{device.file_name}.lock"

@@ -5,10 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import platformdirs
-
 from autotune.hardware.system import Unavailable
 from autotune.hardware.timing import Timings, timed
+from autotune.runtime import cache_path
 from autotune.weights import LOADERS, open_source
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def disk_timings(
     reason = LOADERS[loader].unavailable(device)
     if reason or not hasattr(os, "posix_fadvise"):
         raise Unavailable(reason or "the page cache cannot be bypassed on this system")
-    folder = platformdirs.user_cache_path("autotune")
+    folder = cache_path()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:  # nameless: gone with this process, however it ends
         file.write(_random_weights(file_bytes))

@@ -8,13 +8,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
 from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
 from autotune.hardware.probing import ABOUT_RATES, measure_rates, probe, with_rates
-from autotune.runtime import write_text_atomic
+from autotune.runtime import cache_path, write_text_atomic
 from autotune.schema import HardwareProfile, digest_of
 
 POWER_TOLERANCE = 0.1
@@ -64,9 +63,7 @@ def still_holds(saved: HardwareProfile, now: HardwareProfile) -> bool:
 def profile_path(profile: HardwareProfile) -> Path:
     """Where the profile of this device is kept."""
     device = profile.device
-    return (
-        platformdirs.user_cache_path("autotune") / "hardware" / f"{device.kind}-{device.index}-{device.file_name}.json"
-    )
+    return cache_path("hardware", f"{device.kind}-{device.index}-{device.file_name}.json")
 
 
 def save_profile(profile: HardwareProfile, path: Path) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import optuna
-import platformdirs
 
 from autotune.errors import NothingFits
 from autotune.hardware import locked
 from autotune.planning.problem import PlanningProblem
+from autotune.runtime import cache_path
 from autotune.schema import digest_of
 from autotune.search import StudyPlace, frozen_plan, opened_study, release_dead, take_snapshot, translate_storage_errors
 
@@ -108,4 +108,4 @@ def _path(problem: PlanningProblem, autotune_version: str) -> Path:
         "budget": device.budget_bytes if device.budget_set_by_user else None,
     }
     name = digest_of(key).removeprefix("sha256:")[:32]
-    return platformdirs.user_cache_path("autotune") / "searches" / f"{name}.db"
+    return cache_path("searches", f"{name}.db")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         host_peak_bytes,
         with_peak_memory,
     )
+    from autotune.runtime.paths import cache_path, data_path
     from autotune.runtime.quiet import silence_libraries, silence_progress_bars, stderr_in
     from autotune.runtime.resources import OUT_OF_MEMORY, is_out_of_memory, require_free, reraise_disk_full, reraise_oom
     from autotune.runtime.signals import catch_stop_signals, interrupt_on_signal, preempt_on_signal

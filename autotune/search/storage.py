@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 import optuna
-import platformdirs
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 
 from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.runtime import data_path
 from autotune.search.sampler import take_snapshot
 
 QUESTION = "question"
@@ -146,7 +146,7 @@ class _StudyStorage(optuna.storages.RDBStorage):
 def _open(place: StudyPlace) -> optuna.storages.RDBStorage:
     url = place.url
     if url is None:
-        folder = platformdirs.user_data_path("autotune") / "studies"
+        folder = data_path("studies")
         folder.mkdir(parents=True, exist_ok=True)
         url = f"sqlite:///{folder / (place.name + '.db')}"
     connect = {"timeout": 60} if url.startswith("sqlite:") else {}

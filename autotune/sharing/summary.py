@@ -6,10 +6,9 @@ The index is a cache: whatever is wrong with it, it is made again from the recor
 import contextlib
 from pathlib import Path
 
-import platformdirs
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.runtime import write_text_atomic
+from autotune.runtime import cache_path, write_text_atomic
 from autotune.schema import Frozen
 from autotune.sharing.record import Record, class_of
 from autotune.sharing.store import Store
@@ -34,7 +33,7 @@ _Index = TypeAdapter(dict[str, Summary])
 
 def summaries(store: Store) -> tuple[Summary, ...]:
     """All sound records of a store, newest first."""
-    path = platformdirs.user_cache_path("autotune") / "profiles-index.json"
+    path = cache_path("profiles-index.json")
     index = _read(path)
     entries = store.entries()
     unseen = [entry for entry in entries if entry.name not in index]

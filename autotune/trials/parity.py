@@ -13,12 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import platformdirs
-
 from autotune import __version__
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
-from autotune.runtime import write_text_atomic
+from autotune.runtime import data_path, write_text_atomic
 from autotune.schema import Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
@@ -132,7 +130,7 @@ def _path(context: TuningContext, tiny: Mapping[str, object], precision: str) ->
         "work": work,
     }
     name = digest_of(key).removeprefix("sha256:")[:32]
-    return platformdirs.user_data_path("autotune") / "parity" / f"{name}.json"
+    return data_path("parity", f"{name}.json")
 
 
 def _kept(path: Path) -> dict[str, Capability]:

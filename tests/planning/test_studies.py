@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
-import platformdirs
 import pytest
 from optuna.exceptions import StorageInternalError
 
@@ -19,6 +18,7 @@ from autotune.planning.problem import build_problem
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
+from autotune.runtime.paths import data_path
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan_file import plan_text, read_plan
 from autotune.schema.trial import TrialResult
@@ -249,7 +249,7 @@ def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
 def test_a_study_whose_results_are_damaged_says_so() -> None:
     asked = request(StudyPlace("damaged"))
     make_plan(asked, HARDWARE, backend=surroundings())
-    file = platformdirs.user_data_path("autotune") / "studies" / "damaged.db"
+    file = data_path("studies", "damaged.db")
     file.write_bytes(file.read_bytes().replace(b"micro_batch_size", b"micro_botch_size"))
     with pytest.raises(AutotuneError, match="study 'damaged' is damaged") as caught:
         make_plan(asked, HARDWARE, backend=surroundings())
