@@ -38,7 +38,7 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     from autotune.cli.terminal import err
 
     with err.status("reading the machine"):
-        from autotune.hardware import held_for_run
+        from autotune.hardware import lock_for_run
         from autotune.hardware import probe as read_machine
         from autotune.runtime import forget_other_launchers, launch, silence_progress_bars, started_by_launcher
         from autotune.training import checkpoints_of, fetch_weights, prepare
@@ -48,7 +48,7 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
         hardware = read_machine()
     chosen = _measured_here(asked.plan_file, fetch_weights(chosen, hardware), hardware)
     number = chosen.frozen.hardware.num_processes
-    with held_for_run(hardware.device, number, err.print):
+    with lock_for_run(hardware.device, number, err.print):
         if number > 1 and not started_by_launcher():
             prepare(chosen, hardware, resume=asked.resume).claim.release()  # so that what is wrong is said once
             raise typer.Exit(launch(number, sys.argv[1:], lambda: checkpoints_of(Path(chosen.job.output))))

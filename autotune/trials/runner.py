@@ -114,7 +114,7 @@ class ProcessTrialRunner:
 
     def _turn(self) -> float:
         """Wait for the device; returns when that ended, in monotonic seconds: waiting is no trial's cost."""
-        self.lock.take()
+        self.lock.acquire()
         return time.monotonic()
 
     def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
@@ -193,9 +193,9 @@ class ProcessTrialRunner:
         if isinstance(answer, Failure):
             self.close_child()
             answer = replace(answer, so_far=so_far)
-        if self.lock.is_wanted():
+        if self.lock.has_waiting_search():
             self.close_child()  # the other must find the device empty
-            self.lock.give_back()
+            self.lock.release()
         return answer
 
     def _answers(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
@@ -239,7 +239,7 @@ class ProcessTrialRunner:
         if self._child and (self._child.key != key or not self._child.process.is_alive()):
             self.close_child()
         if self._child is None:
-            self.lock.take()
+            self.lock.acquire()
             available = self.watchdog.available()
             allowance = Allowance(self.device, self._cap_bytes(), self.reserve_bytes)
             context = multiprocessing.get_context("forkserver")
@@ -275,7 +275,7 @@ class ProcessTrialRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close_child()
-        self.lock.give_back()
+        self.lock.release()
         self._scratch.cleanup()
 
 
