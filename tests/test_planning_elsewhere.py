@@ -12,7 +12,6 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import parts_of, resolve_model
 from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
-from autotune.planning.planner import make_plan
 from autotune.planning.problem import list_choices
 from autotune.planning.request import PlanRequest
 from autotune.schema.plan import TrainingPlan
@@ -21,6 +20,7 @@ from autotune.schema.prediction import Estimate
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.processes import device_misfits
 from tests.conftest import autotune, autotune_here
+from tests.planning.machines import make_plan
 
 SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 

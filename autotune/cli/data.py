@@ -27,20 +27,21 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
-    from autotune.cli.terminal import progress_of
+    from autotune.cli.terminal import show_events
     from autotune.data import Reading, check_dataset
     from autotune.families import family_named
     from autotune.reporting import data_report_lines
+    from autotune.schema import Progressed
 
     family = family_named(model)
-    with progress_of("reading") as progress:
+    with show_events() as show:
         report = check_dataset(
             folder,
             Reading(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
             resolution_px=resolution or family.defaults.resolution_px,
             multiple_px=family.size_multiple_px,
             max_side_px=family.max_side_px,
-            on_progress=progress,
+            on_progress=lambda done, total: show(Progressed(name="reading", done=done, total=total)),
         )
     tell(report, as_json, data_report_lines)
     if not report.can_train:

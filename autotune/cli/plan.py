@@ -24,10 +24,8 @@ from autotune.cli.options import (
 from autotune.errors import AutotuneError
 
 if TYPE_CHECKING:
-    from autotune.cli.terminal import TrialDisplay
-    from autotune.planning import PlanEvents, PlanRequest
-    from autotune.schema import HardwareProfile, Residual, TrainingPlan
-    from autotune.sharing import MatchedRecord, StoreMatches
+    from autotune.planning import PlanRequest
+    from autotune.schema import TrainingPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ class PlanOptions:
 def plan(asked: PlanOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
     from autotune.cli.machine import machine_for
-    from autotune.cli.terminal import err, out, trial_display
+    from autotune.cli.terminal import err, out, show_events
     from autotune.planning import (
         PlannerBackend,
         list_choices,
@@ -114,16 +112,16 @@ def plan(asked: PlanOptions, job: JobOptions) -> None:
     for target in (asked.output, asked.record):
         if target is not None:
             require_writable(target)
-    heard = _Heard(machine)
-    with trial_display(asked.max_trials) as display:
-        made = make_plan(request, machine, heard.events(display), backend)
+    with show_events() as show:
+        result = make_plan(request, machine, show, backend)
+    made = result.plan
     _write(asked.output, made)
     if asked.record is not None:
         shared = request.study is not None
-        write_recording(asked.record, recording_of(made, heard.check_parity, heard.known, shared=shared))
+        write_recording(asked.record, recording_of(made, result.hardware, result.matches.known, shared=shared))
     if recording is None and why_no_evidence(made, machine) is None:
         try:
-            remember(made, machine, tuple(heard.calibration))
+            remember(made, machine, result.residuals)
         except AutotuneError as error:  # the plan is made all the same
             err.print(note_text(f"not kept for the next search: {error.message}", "profiles"), style="yellow")
     written = f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}"
@@ -194,43 +192,6 @@ def request_from_options(asked: PlanOptions, job: JobOptions) -> "PlanRequest":
         study=StudyPlace(asked.study or "search", asked.join) if asked.study or asked.join else None,
         interrupted="ignored" if asked.replay else ("forgotten" if asked.fresh else "resumed"),
     )
-
-
-class _Heard:
-    """What planning tells on the way: printed, and kept for the recording and the record."""
-
-    def __init__(self, machine: "HardwareProfile") -> None:
-        self.check_parity = machine
-        """The machine, with what parity has shown."""
-        self.known: list[MatchedRecord] = []
-        self.calibration: list[Residual | None] = []
-
-    def events(self, display: "TrialDisplay") -> "PlanEvents":
-        """Progress to stderr, trials to `display`."""
-        from autotune.cli.terminal import err
-        from autotune.planning import PlanEvents
-        from autotune.reporting import note_text, prediction_lines, workload_lines
-
-        budget = self.check_parity.device.budget_bytes
-        return PlanEvents(
-            on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow"),
-            on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
-            on_machine=lambda machine: setattr(self, "proven", machine),
-            on_note=lambda note: err.print(note_text(note)),
-            on_matches=self._survey,
-            on_start=display.start,
-            on_trial=display.show,
-            on_doubt=lambda line: err.print(note_text(line, "profiles")),
-            on_calibration=self.calibration.extend,
-            on_predictions=lambda predictions: err.print("\n".join(prediction_lines(predictions, budget))),
-        )
-
-    def _survey(self, find_matches: "StoreMatches") -> None:
-        from autotune.cli.terminal import err
-        from autotune.reporting import survey_lines
-
-        self.known.extend(find_matches.known)
-        err.print("\n".join(survey_lines(find_matches)), end="")
 
 
 def _changed(thing: Any, **values: object) -> Any:

@@ -57,19 +57,15 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
 
 def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, trace: bool, as_json: bool) -> None:
     """Train in this process; the first of several tells about it."""
-    from autotune.cli.terminal import err, training_display
+    from autotune.cli.terminal import err, show_events
     from autotune.reporting import job_line, report_lines
     from autotune.runtime import is_first_process
-    from autotune.training import RunEvents
     from autotune.training import train as run
 
     if is_first_process():
         err.print(job_line(plan))
-    with training_display() as display:
-        events = RunEvents(
-            on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
-        )
-        report = run(plan, hardware, _cache_folder(), events, resume=resume, trace=trace)
+    with show_events() as show:
+        report = run(plan, hardware, _cache_folder(), show, resume=resume, trace=trace)
     if not is_first_process():
         return
     adapter = f"adapter: {Path(plan.job.output) / report.adapter}"
@@ -110,18 +106,15 @@ def sample(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="PNG file; in RUN by default.")] = None,
 ) -> None:
     """Sample from a trained adapter, through the model's stock pipeline."""
-    from autotune.cli.terminal import err, out
+    from autotune.cli.terminal import out, show_events
     from autotune.hardware import probe as read_machine
     from autotune.runtime import silence_progress_bars
-    from autotune.training import RunEvents, Wanted, sample_run
+    from autotune.training import Wanted, sample_run
 
     silence_progress_bars()
     wanted = Wanted(prompt, count, seed, steps, tuple(control or ()), output)
-    with err.status("sampling") as status:
-        events = RunEvents(
-            on_phase=status.update, on_warning=lambda message: err.print(f"warning: {message}", style="yellow")
-        )
-        written = sample_run(run_folder, read_machine(), wanted, _cache_folder(), events)
+    with show_events() as show:
+        written = sample_run(run_folder, read_machine(), wanted, _cache_folder(), show)
     for path in written:
         out.print(str(path))
 

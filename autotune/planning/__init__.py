@@ -6,7 +6,7 @@ from autotune.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.planning.backend import PlannerBackend
-    from autotune.planning.planner import PlanEvents, make_plan
+    from autotune.planning.planner import make_plan
     from autotune.planning.problem import list_choices
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.request import PlanRequest, request_from

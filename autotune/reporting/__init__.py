@@ -18,12 +18,12 @@ if TYPE_CHECKING:
         note_text,
         plan_lines,
         prediction_lines,
-        survey_lines,
+        records_lines,
         trial_row,
         workload_lines,
     )
     from autotune.reporting.records import list_lines, record_difference_lines, record_lines
-    from autotune.reporting.run import report_lines
+    from autotune.reporting.run import report_lines, step_text
     from autotune.reporting.text import memory_text, printable, printable_lines, seconds_text, wrapped
     from autotune.reporting.weights import render_file
 else:

@@ -16,6 +16,21 @@ from autotune.runtime.lazy import lazy_exports
 if TYPE_CHECKING:
     from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
     from autotune.schema.candidate import CachingSettings, Candidate, Choice
+    from autotune.schema.events import (
+        CandidatesPredicted,
+        Event,
+        Notice,
+        OnEvent,
+        PhaseStarted,
+        Progressed,
+        RecordsMatched,
+        SearchSpaceBuilt,
+        StatusChanged,
+        StepFinished,
+        TrialFinished,
+        TrialStarted,
+        ignore_event,
+    )
     from autotune.schema.hardware import (
         Capability,
         Conditions,

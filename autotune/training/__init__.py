@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         overrides_from,
         require_even_shares,
     )
-    from autotune.training.events import RunEvents, StepEvent
     from autotune.training.fit import KEY_NAMES, hardware_misfits, key_misfits, model_misfits, require_fit
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model
     from autotune.training.monitor import PhaseWatch

@@ -3,8 +3,9 @@
 An optimizer's gradients are given: its updates have to agree.
 
 Reference: the same weights and inputs in fp32, native attention, nothing quantized, nothing recomputed, on a tiny
-instance of the family's real class, on this device. Verdicts become capabilities of the machine's profile, `parity.<knob>.
-<choice>`, and are kept for each machine, set of library versions and kind of work: a plan seldom waits for them.
+instance of the family's real class, on this device. Verdicts become capabilities of the machine's profile,
+`parity.<knob>.<choice>`, and are kept for each machine, set of library versions and kind of work, so that a plan seldom
+waits for them.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ def check_parity(
     choices: Mapping[str, Sequence[Choice]],
     model: ResolvedModel,
 ) -> HardwareProfile:
-    """The machine with a capability for each of `choices` that changes what is computed, from now or from an earlier plan.
+    """The machine with a capability for each of `choices` that changes results, found now or by an earlier plan.
 
     Raises:
         AutotuneError: another search has the device and does not end.

@@ -9,7 +9,6 @@ from autotune.errors import DoesNotFit
 from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.knobs.base import parity_capability
-from autotune.planning.planner import make_plan
 from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.hardware import Capability, HardwareProfile
@@ -18,7 +17,7 @@ from autotune.schema.plan_file import read_plan, seal, with_job, write_plan
 from autotune.schema.trial import TrialResult
 from tests import builders
 from tests.planning.formula import KEPT_BYTES
-from tests.planning.machines import answer, request, surroundings
+from tests.planning.machines import answer, make_plan, request, surroundings
 
 HERE = builders.hardware("attention.native", "precision.bf16", compute_capability=(8, 9))
 
