@@ -14,7 +14,7 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
 from autotune.hardware.probing import ABOUT_RATES, measure_rates, probe, with_rates
 from autotune.runtime import cache_path, write_text_atomic
-from autotune.schema import HardwareProfile, digest_of
+from autotune.schema import HardwareProfile, digest_of, from_schema_1
 
 POWER_TOLERANCE = 0.1
 """Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""
@@ -52,7 +52,7 @@ def cached_profile(
 
 def still_holds(saved: HardwareProfile, now: HardwareProfile) -> bool:
     """Whether rates saved earlier are true of the machine as it is now."""
-    if not saved.rates or saved.fingerprint != now.fingerprint or saved.device.name != now.device.name:
+    if not saved.rates or saved.match_keys != now.match_keys or saved.device.name != now.device.name:
         return False
     limits = (saved.device.power_limit_watts, now.device.power_limit_watts)
     cores = (saved.host.logical_cores, now.host.logical_cores)  # a container's may be a part of the host's
@@ -68,8 +68,8 @@ def profile_path(profile: HardwareProfile) -> Path:
 
 def save_profile(profile: HardwareProfile, path: Path) -> None:
     """Write the profile and its digest; readers see the old file or the whole new one."""
-    text = json.dumps({"digest": digest_of(profile), "profile": profile.model_dump(mode="json")}, indent=1)
-    write_text_atomic(path, text + "\n")
+    data = profile.model_dump(mode="json")
+    write_text_atomic(path, json.dumps({"digest": digest_of(data), "profile": data}, indent=1) + "\n")
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
@@ -81,15 +81,13 @@ def load_profile(path: Path | str) -> HardwareProfile:
     hint = "write a new one with `autotune probe`"
     try:
         content = json.loads(Path(path).read_text())
-        profile = HardwareProfile.model_validate_json(json.dumps(content["profile"]))
-        digest = content["digest"]
+        if content["digest"] != digest_of(content["profile"]):  # as written: an older profile has other fields
+            raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
+        return HardwareProfile.model_validate_json(json.dumps(from_schema_1(content["profile"])))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
     except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
         raise InvalidInput(f"{path} is no hardware profile of this autotune, or damaged", hint=hint) from error
-    if digest != digest_of(profile):
-        raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
-    return profile
 
 
 def hardware_named(name_or_path: str) -> HardwareProfile:

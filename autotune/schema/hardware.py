@@ -4,9 +4,9 @@ What is unknown is None, never 0, and `HardwareProfile.provenance` says where ea
 """
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
 
@@ -190,10 +190,31 @@ class HardwareProfile(Frozen):
     notes: tuple[str, ...] = ()
     """What a reader should know: overrides, deprecations, assumptions, what was not measured and why."""
     provenance: tuple[Provenance, ...] = ()
+    fingerprint: str = ""
+    """Identifies the machine: a digest of a GPU's name, compute capability, memory kind and size, CUDA version and
+    driver, or of a CPU's name, cores and memory. It is always derived; what may be reused is judged by `match_keys`."""
+
+    @model_validator(mode="after")
+    def _identify(self) -> Self:
+        """Derive the fingerprint, whatever was passed for it."""
+        device, memory = self.device, self.device.total_memory_bytes
+        facts: dict[str, object] = {
+            "kind": device.kind,
+            "name": device.name,
+            "memory_kind": device.memory_kind,
+            "memory_gib": None if memory is None else round(memory / 2**30),  # systems reserve some, more or less
+        }
+        if device.kind == "cuda":
+            facts["compute_capability"] = device.compute_capability
+            facts |= {"cuda": self.versions.cuda_runtime, "driver": self.versions.driver}
+        else:
+            facts["cores"] = self.host.physical_cores
+        self.__dict__["fingerprint"] = digest_of(facts)
+        return self
 
     @property
     def match_keys(self) -> dict[str, str | None]:
-        """The facts that decide whether a tuning carries over to another machine."""
+        """The facts that decide whether a plan, a record or a rate holds on another machine too."""
         capability = self.device.compute_capability
         return {
             "device_kind": self.device.kind,
@@ -206,11 +227,6 @@ class HardwareProfile(Frozen):
             "bitsandbytes": self.versions.bitsandbytes,
             "trial_protocol": str(TRIAL_PROTOCOL_VERSION),
         }
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the hard keys: equal where a tuning may be reused."""
-        return digest_of(dict(self.match_keys))
 
     def capability(self, name: str) -> Capability:
         """The capability called `name`; one that the profile does not list is unavailable, and says so."""

@@ -67,8 +67,9 @@ class PlannedHardware(Frozen):
     device_name: str
     device_kind: DeviceKind
     fingerprint: str
+    """Identifies the machine, as `HardwareProfile.fingerprint`; says nothing about reuse."""
     match_keys: dict[str, str | None]
-    """Shown so that a refusal can say which key differs."""
+    """What another machine must share for the plan to hold there, one by one so that a refusal can say what differs."""
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
     versions: Versions

@@ -123,7 +123,7 @@ def _path(context: TuningContext, tiny: Mapping[str, object], precision: str) ->
     key = {
         "autotune": __version__,
         "precision": precision,
-        "machine": context.hardware.fingerprint,
+        "machine": context.hardware.match_keys,
         "device": context.hardware.device.name,
         "libraries": context.hardware.versions.model_dump(mode="json"),
         "family": context.family.name,

@@ -77,6 +77,33 @@ def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(
     assert profile_of(machine(name)).fingerprint == profile_of(busy).fingerprint
 
 
+def test_another_gpu_memory_or_driver_is_another_machine():
+    card = profile_of(machine("rtx-4090"))
+    others = [
+        *(profile_of(machine(name)) for name in MACHINES if TRUTH[name][0] != "cpu" and name != "rtx-4090"),
+        profile_of(changed("rtx-4090", nvml={"driver": "595.10"})),
+        profile_of(changed("rtx-4090", packages={"torch_cuda": "12.9"})),
+        card.changed(device=card.device.changed(total_memory_bytes=48 * GIB)),
+        card.changed(device=card.device.changed(compute_capability=(9, 0))),
+        card.changed(device=card.device.changed(memory_kind="coherent")),
+    ]
+    assert len({profile.fingerprint for profile in (card, *others)}) == len(others) + 1
+
+
+def test_a_cpu_is_known_by_its_name_cores_and_memory_but_not_by_what_is_free_or_installed():
+    cpu = profile_of(machine("no-gpu"))
+    same = changed("no-gpu", os={"available_bytes": 8 * GIB}, packages={"torch": "2.14.0"})
+    others = ({"cpu": "AMD EPYC 9654"}, {"physical_cores": 3}, {"memory_bytes": 700 * GIB})
+    assert profile_of(same).fingerprint == cpu.fingerprint
+    assert len({cpu.fingerprint, *(profile_of(changed("no-gpu", os=one)).fingerprint for one in others)}) == 4
+
+
+def test_whether_a_plan_may_be_reused_does_not_depend_on_the_driver():
+    card, newer = (profile_of(changed("rtx-4090", nvml={"driver": driver})) for driver in ("580.95.05", "595.10"))
+    assert newer.match_keys == card.match_keys
+    assert newer.fingerprint != card.fingerprint
+
+
 def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
@@ -139,7 +166,7 @@ def test_memory_kind_can_be_overridden_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("name", "gate", "available", "because"),
+    ("name", "capability", "available", "because"),
     [
         ("rtx-3060", "precision.fp8", False, "8.9"),
         ("rtx-4090", "precision.fp8", True, ""),
@@ -160,7 +187,7 @@ def test_memory_kind_can_be_overridden_and_says_so():
         ("apple-m3-max", "attention._native_flash", False, "mps"),
     ],
 )
-def test_gates_are_true_and_say_why(name, capability, available, because):
+def test_capabilities_are_true_and_say_why(name, capability, available, because):
     told = profile_of(machine(name)).capability(capability)
     assert told.available == available
     assert because in told.reason

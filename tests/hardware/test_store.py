@@ -1,6 +1,7 @@
 """A saved profile is used while it holds, and never trusted once it is damaged."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -52,7 +53,7 @@ def probes(monkeypatch, tmp_path):
         return measured(state["machine"])
 
     monkeypatch.setattr(store, "probe", probe)
-    monkeypatch.setattr(store, "measured", measure)
+    monkeypatch.setattr(store, "measure_rates", measure)
     return state
 
 
@@ -113,10 +114,12 @@ def test_another_card_or_stack_is_measured_again(probes):
         ("rtx-4090", "device", {"power_limit_watts": 340.0}, True),
         ("rtx-4090", "device", {"power_limit_watts": None}, True),
         ("rtx-4090", "host", {"logical_cores": 2}, True),
+        ("rtx-4090", "versions", {"driver": "595.10"}, True),
+        ("rtx-4090", "versions", {"cuda_runtime": "12.9"}, False),
         ("no-gpu", "host", {"logical_cores": 2}, False),
     ],
 )
-def test_rates_of_a_machine_that_was_slowed_down_are_measured_again(name, part, change, holds):
+def test_rates_are_measured_again_if_the_machine_or_what_decides_its_kernels_has_changed(name, part, change, holds):
     saved = measured(name)
     now = saved.changed(**{part: getattr(saved, part).changed(**change)})
     assert still_holds(saved, now) == holds
@@ -146,6 +149,14 @@ def test_an_edited_rate_is_not_trusted(probes):
     with pytest.raises(InvalidInput, match="damaged or edited"):
         load_profile(path)
     assert cached_profile().rates == RATES
+
+
+def test_a_profile_that_0_1_0_saved_keeps_its_rates():
+    """Its file has other names for some fields and no fingerprint."""
+    saved = load_profile(Path(__file__).parents[1] / "fixtures" / "schema1" / "hardware-profile.json")
+    assert saved.rates
+    assert saved.capability("attention.native").available
+    assert still_holds(saved, saved.changed(notes=()))
 
 
 def test_a_missing_file_says_what_to_do(tmp_path):

@@ -18,6 +18,7 @@ from autotune.schema.hardware import Capability, HardwareProfile, Provenance, Ve
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.workload import ModelSpec
 from autotune.sharing.files import KEY
+from autotune.sharing.keys import compare_machine, usable_trials
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import (
     MAX_RECORD_BYTES,
@@ -326,6 +327,15 @@ def test_what_several_processes_shared_unevenly_can_be_true() -> None:
     shared = record_of(made.model_copy(update={"frozen": made.frozen.model_copy(update={"hardware": two})}), machine())
     assert shared.workload.effective_batch_size == 2
     assert implausible(shared) == ()
+
+
+def test_what_was_measured_under_another_driver_still_counts() -> None:
+    here, newer = machine(), machine(driver="595.10")
+    assert here.fingerprint != newer.fingerprint
+    assert record_of(plan(here), newer).trials
+    match = compare_machine(record(here), newer)
+    assert match.kind == "upgraded", "one trial verifies it"
+    assert usable_trials(record(here), newer) == record(here).trials
 
 
 def test_the_day_is_part_of_it() -> None:
