@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 def doctor(as_json: Json = False) -> None:
     """Tell what on this machine will hurt, worst first, with the fix. Needs no torch; exits 1 if something blocks."""
-    from autotune.hardware import doctor as examine
+    from autotune.hardware import diagnose
     from autotune.reporting import findings_view
 
-    findings = examine()
+    findings = diagnose()
     tell(findings, as_json, findings_view)
     if any(finding.severity == "blocks" for finding in findings):
         raise typer.Exit(1)

@@ -22,7 +22,7 @@ from autotune.cli.probe import probe
 from autotune.cli.train import sample, train
 from autotune.errors import AutotuneError, Preempted, first_line
 from autotune.reporting import printable
-from autotune.runtime import OUT_OF_MEMORY, is_first_process, limit_thread_spinning, silence_libraries
+from autotune.runtime import is_first_process, is_out_of_memory, limit_thread_spinning, silence_libraries
 
 INTERRUPTED = 130
 """What typer ends with on Ctrl-C."""
@@ -83,7 +83,7 @@ def main() -> None:
         if isinstance(error, OSError) and error.strerror:
             where = f"{error.filename}: " if error.filename else ""
             _fail(f"{where}{error.strerror}", "check the path, its permissions, and the room on its disk", 1)
-        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY):
+        if is_out_of_memory(error):
             _fail(f"memory ran out: {error}", "close what else takes memory, or raise the limit (ulimit -v)", 1)
         _fail(
             f"{type(error).__name__}: {first_line(error) or 'no message'}",

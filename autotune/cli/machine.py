@@ -38,7 +38,7 @@ def machine_for(
         InvalidInput: there is no such hardware, or an option is no size.
     """
     from autotune.cli.terminal import err
-    from autotune.hardware import NOT_KEPT, cached_profile, hardware_named, probe, with_budget, with_cap, with_reserve
+    from autotune.hardware import NOT_SAVED, cached_profile, hardware_named, probe, with_budget, with_cap, with_reserve
     from autotune.reporting import note_text
 
     if hardware is not None:
@@ -47,7 +47,7 @@ def machine_for(
         with err.status("reading the machine") as status:
             machine = cached_profile(on_progress=status.update)
         for note in machine.notes:
-            if note.startswith(NOT_KEPT):
+            if note.startswith(NOT_SAVED):
                 err.print(note_text(note))
 
     def limited(machine: "HardwareProfile") -> "HardwareProfile":

@@ -40,10 +40,10 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     with err.status("reading the machine"):
         from autotune.hardware import lock_for_run
         from autotune.hardware import probe as read_machine
-        from autotune.runtime import forget_other_launchers, launch, silence_progress_bars, started_by_launcher
+        from autotune.runtime import ignore_other_launchers, launch, silence_progress_bars, started_by_launcher
         from autotune.training import checkpoints_of, fetch_weights, prepare
 
-        forget_other_launchers()
+        ignore_other_launchers()
         silence_progress_bars()
         hardware = read_machine()
     chosen = _measured_here(asked.plan_file, fetch_weights(chosen, hardware), hardware)

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from autotune.hardware.capabilities import capabilities_of
 from autotune.hardware.facts import PACKAGES
-from autotune.hardware.memory import budget
+from autotune.hardware.memory import compute_budget
 from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, MemoryKind, Versions
 
 ASSUMED_HOST_BYTES = 64 * 2**30
@@ -156,7 +156,7 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
 def _device(gpu: CatalogGpu) -> Device:
     total = gpu.memory_bytes
     free = int(0.9 * total) if gpu.memory_kind == "integrated" else total
-    budget_bytes, why = budget(gpu.memory_kind, total, free, None)
+    budget_bytes, why = compute_budget(gpu.memory_kind, total, free, None)
     major, minor = gpu.compute_capability.split(".")
     return Device(
         kind="cuda",

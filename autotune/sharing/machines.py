@@ -1,7 +1,7 @@
 """A shared record's machine as hardware to plan for: what it measured, on the sheet of its GPU."""
 
 from autotune.errors import InvalidInput
-from autotune.hardware import matching, profile_of_gpu, with_budget, with_rates
+from autotune.hardware import matching, profile_of_gpu, with_budget
 from autotune.schema import HardwareProfile
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import Record
@@ -24,4 +24,4 @@ def profile_of_record(record: Record) -> HardwareProfile:
         )
     profile = with_budget(profile_of_gpu(gpu), machine.budget_bytes)
     note = f"rates measured on such a machine, from record {record.name[:12]}"
-    return with_rates(profile, machine.rates, (*profile.notes, note), machine.noisy)
+    return profile.changed(rates=machine.rates, notes=(*profile.notes, note), noisy=machine.noisy)

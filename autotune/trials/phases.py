@@ -12,7 +12,7 @@ from PIL import Image
 
 from autotune.data import Cache, Encoders, open_pixels
 from autotune.families import ResolvedModel, resolve_model
-from autotune.runtime import give_back_memory
+from autotune.runtime import release_memory
 from autotune.schema import TrialResult
 from autotune.training import ADAPTER_FILE, PhaseWatch, Preview, PreviewSampler, save_trained
 from autotune.trials.outcomes import one_line
@@ -61,7 +61,7 @@ def rehearse(request: RehearsalRequest, tell: Callable[[Any], None]) -> TrialRes
                 left_out = f"{type(error).__name__}: {one_line(error)}"
             if left_out:  # no longer in the handler: the error held what had been loaded
                 del watch.peaks["caching"]
-                give_back_memory()
+                release_memory()
         with phase("loading"):
             loaded = load(request)
             if sampler:

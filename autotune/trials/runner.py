@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 
 from autotune.hardware import (
-    LEAST_MARGIN_BYTES,
+    MIN_MARGIN_BYTES,
     DeviceLock,
+    default_reserve_bytes,
     lock_path,
     process_overhead_bytes,
     shares_host_memory,
-    usual_reserve,
 )
 from autotune.knobs import reload_key
-from autotune.runtime import stderr_in
+from autotune.runtime import redirect_stderr
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -84,8 +84,8 @@ class ProcessTrialRunner:
         self.model, self.workload, self.device, self.predict = model, workload, device.torch_name, predict
         self.shares_memory = shares_host_memory(device.memory_kind)
         self.memory_cap_bytes = device.budget_bytes - (0 if self.shares_memory else process_overhead_bytes(hardware))
-        usual = usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
-        self.reserve_bytes = LEAST_MARGIN_BYTES + usual
+        usual = default_reserve_bytes(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
+        self.reserve_bytes = MIN_MARGIN_BYTES + usual
         """Left of what a card has free when a child starts."""
         self.mark_cap = device.budget_set_by_user
         """Whether results say that the user, not the device, decided the cap."""
@@ -246,7 +246,7 @@ class ProcessTrialRunner:
             context.set_forkserver_preload(["autotune.trials.preload"])
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, str(self._log), allowance), name="autotune-trial")
-            with stderr_in(self._log):  # the fork server inherits it once, when it starts
+            with redirect_stderr(self._log):  # the fork server inherits it once, when it starts
                 process.start()
             theirs.close()
             self._child = _Child(process, ours, key, available)

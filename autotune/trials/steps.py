@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autotune.families import Batch, Family, Sample, resolve_model
-from autotune.runtime import device_peak_bytes, give_back_memory, host_peak_bytes, with_peak_memory
+from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory
 from autotune.schema import (
     Bucket,
     Candidate,
@@ -58,7 +58,7 @@ def run_trial(request: TrialRequest, kept: dict[str, Any]) -> TrialResult:
     try:
         return Steps(kept["loaded"], request.workload, request.candidate).result(request.goes_on)
     finally:
-        give_back_memory()  # the next candidate must not find the allocator full of this one's blocks
+        release_memory()  # the next candidate must not find the allocator full of this one's blocks
 
 
 def load(request: TrialRequest) -> Loaded:
@@ -180,7 +180,7 @@ class Steps:
     def measured(self) -> tuple[int, float]:
         """Take one and tell its peak of memory in bytes, and its seconds."""
         started = time.perf_counter()
-        _, peak = with_peak_memory(self.model.device, self._live, self.step)
+        _, peak = measure_peak_memory(self.model.device, self._live, self.step)
         return peak, time.perf_counter() - started
 
     def _live(self) -> list[torch.Tensor]:

@@ -107,6 +107,6 @@ def test_an_unknown_name_is_refused_with_the_way_to_a_known_one():
 
 def test_planning_doctor_and_catalog_import_no_torch():
     modules = "autotune.hardware.diagnosis, autotune.hardware.store, autotune.reporting.hardware, sys"
-    use = "autotune.hardware.diagnosis.doctor(); autotune.hardware.store.hardware_named('nvidia-h200-sxm')"
+    use = "autotune.hardware.diagnosis.diagnose(); autotune.hardware.store.hardware_named('nvidia-h200-sxm')"
     check = "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'transformers', 'optuna')))"
     assert subprocess.run([sys.executable, "-c", f"import {modules}\n{use}\n{check}"], check=False).returncode == 0

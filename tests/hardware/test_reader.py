@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError
 from autotune.hardware.diagnosis import findings
-from autotune.hardware.doctor_facts import examine
-from autotune.hardware.probing import profile_of
+from autotune.hardware.doctor_facts import read_doctor_facts
+from autotune.hardware.probing import read_profile
 from autotune.hardware.reader import SIZE, Reader
 from autotune.schema.hardware import HardwareProfile
 from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem
@@ -39,8 +39,8 @@ def places(answers):
 def survived(answers):
     """The profile, or None where the typed error was raised; any other error escapes."""
     try:
-        findings(examine(FakeSystem(answers), 2**36))
-        return profile_of(FakeSystem(answers))
+        findings(read_doctor_facts(FakeSystem(answers), 2**36))
+        return read_profile(FakeSystem(answers))
     except AutotuneError as error:
         if not error.hint:
             raise
@@ -86,5 +86,5 @@ def test_the_first_source_that_makes_sense_wins_and_the_others_are_remembered():
     assert reader.provenance[-1].source == "NVML"
     assert reader.fact("other", SIZE, "torch:x", "driver:x") is None
     assert reader.provenance[-1].absent_because == (
-        "CUDA runtime: answered -1, which cannot be; CUDA driver API: not reported"
+        "CUDA runtime: reports -1, which is invalid; CUDA driver API: not reported"
     )

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from autotune.runtime.memory import with_peak_memory
+from autotune.runtime.memory import measure_peak_memory
 
 CPU = torch.device("cpu")
 
@@ -39,4 +39,4 @@ def test_what_is_measured_may_let_go_of_what_was_live() -> None:
         weights.clear()
         return reference() is None
 
-    assert with_peak_memory(CPU, lambda: list(weights), work)[0]
+    assert measure_peak_memory(CPU, lambda: list(weights), work)[0]
