@@ -22,8 +22,8 @@ MIN_DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
 """CUDA major version: the oldest driver that runs it (minor-version compatibility, CUDA release notes)."""
 
 MIN_VERSIONS = {"diffusers": "0.42", "transformers": "5.0", "peft": "0.20", "accelerate": "1.10"}
-"""Oldest versions that work. With peft 0.18 no layer is adapted where torchao is 0.18 or newer, with 0.19 none whose
-weights torchao stores."""
+"""Oldest versions that work. With peft 0.18 no layer is adapted if torchao is 0.18 or newer, with 0.19 none whose
+weights torchao quantized."""
 
 CUDA_13 = (7, 5)
 """The oldest compute capability that it runs on."""
@@ -82,7 +82,7 @@ def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
         what = f"torch {versions.torch} is a ROCm build: AMD GPUs are not supported here, only the CPU is used"
         yield Finding(severity="blocks", name="rocm-torch", what=what, fix=get)
     elif cuda is None and facts.gpus:
-        what = f"torch {versions.torch} is built without CUDA, so {facts.gpus[0].name} lies idle"
+        what = f"torch {versions.torch} is built without CUDA, so {facts.gpus[0].name} is not used"
         yield Finding(severity="blocks", name="cpu-only-torch", what=what, fix=get)
     elif cuda is not None and versions.driver is not None:
         least = MIN_DRIVERS.get(cuda.split(".")[0])
@@ -153,7 +153,7 @@ def check_busy(facts: DoctorFacts) -> Iterator[Finding]:
             yield Finding(severity="hurts", name="gpu-busy", what=what, fix=fix)
         if gpu.drives_display:
             what = f"GPU {gpu.index} ({gpu.name}) drives a display, which takes memory as windows open"
-            fix = "move the display to another GPU or log out of the desktop; --reserve changes the 1 GiB kept for it"
+            fix = "move the display to another GPU or log out of the desktop; --reserve changes the reserve of 1 GiB for it"
             yield Finding(severity="note", name="drives-display", what=what, fix=fix)
 
 
@@ -209,7 +209,7 @@ def check_disk(facts: DoctorFacts) -> Iterator[Finding]:
     """Free disk space for a model and its caches."""
     free = facts.disk_free_bytes
     if free is not None and free < facts.disk_needed_bytes:
-        what = f"{free / GIB:.0f} GiB free where models are kept; the largest take {facts.disk_needed_bytes / GIB:.0f}"
+        what = f"{free / GIB:.0f} GiB free on the disk for models; the largest take {facts.disk_needed_bytes / GIB:.0f}"
         fix = "free space, or set HF_HOME to a larger disk; smaller models need less"
         yield Finding(severity="hurts", name="little-disk", what=what, fix=fix)
 

@@ -60,7 +60,7 @@ def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...
     if reader.raw("torch:kind") == "rocm":
         notes.append("this torch is a ROCm build: AMD GPUs are not supported, the CPU is profiled instead")
     elif reader.raw("torch:kind") == "cpu" and reader.raw("nvml:count"):
-        notes.append("there is an NVIDIA GPU, but torch does not use it: `autotune doctor` says why")
+        notes.append("there is an NVIDIA GPU, but torch does not use it: see `autotune doctor`")
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")

@@ -10,7 +10,7 @@ from autotune.schema import Provenance
 
 T = TypeVar("T")
 Facts = Mapping[str, tuple[TypeAdapter[Any], *tuple[str, ...]]]
-"""Name of each fact to its type and to where it is read, as `source:query`, the best source first."""
+"""Name of each fact: its type, and where it is read, as `source:query`, the best source first."""
 
 SOURCE_NAMES = {
     "torch": "CUDA runtime",

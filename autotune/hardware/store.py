@@ -29,7 +29,7 @@ def cached_profile(
 
     Rates are measured again if `fresh`, or if the saved file is absent, damaged or of another device, or if the match
     keys, the GPU's power limit or the number of cores that train have changed. If the cache folder cannot be written,
-    they are measured every time, and a note tells so.
+    they are measured every time, with a note.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.

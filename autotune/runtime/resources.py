@@ -60,7 +60,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reraise_oom() -> Iterator[None]:
-    """Turn running out of memory into an error with a hint, where no step can be repeated: encoding, loading, saving.
+    """Turn running out of memory into an error with a hint: for work other than steps, which are retried.
 
     Raises:
         AutotuneError: memory ran out.

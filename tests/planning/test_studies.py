@@ -26,7 +26,7 @@ from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
 from tests.planning.machines import (
-    GATES,
+    CAPABILITIES,
     HARDWARE,
     answer,
     logged,
@@ -288,7 +288,7 @@ def test_a_study_of_another_question_or_machine_says_so() -> None:
     )
     with pytest.raises(InvalidInput, match="work: sha256"):
         make_plan(other_work, HARDWARE, backend=surroundings())
-    other_card = builders.hardware(*GATES, compute_capability=(8, 9))
+    other_card = builders.hardware(*CAPABILITIES, compute_capability=(8, 9))
     with pytest.raises(InvalidInput, match=r"compute capability: 9\.0 there, 8\.9 here"):
         make_plan(request(StudyPlace("mine")), other_card, backend=surroundings())
 
@@ -310,7 +310,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     assert 6 <= len(ended) <= 10
     assert set(logged(victim.log, "begins")) == set(ended), "the victim's candidate is taken over"
 
-    stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*GATES))
+    stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*CAPABILITIES))
     stranger.process.join(timeout=240)
     assert "compute capability: 9.0 there, 8.9 here" in stranger.output.read_text()
     latecomer = start_worker(tmp_path, "latecomer", asked)

@@ -26,7 +26,7 @@ def rate(value, unit, samples=9):
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_profile_fits_and_shows_budget_gates_and_notes(name):
+def test_a_profile_fits_and_shows_budget_capabilities_and_notes(name):
     profile = read_profile(machine(name)).changed(rates=(rate(1.4e14, "FLOP/s"),), notes=("a note",), noisy=True)
     text = shown(profile_view(profile))
     assert max(len(line) for line in text.splitlines()) <= 80

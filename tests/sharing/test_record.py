@@ -49,7 +49,7 @@ def betraying_machine() -> HardwareProfile:
         torch=f"2.13.0+{SECRET}",
         torchao=f"0.18.0+{SECRET}",
         diffusers=f"0.43.dev0+{SECRET}",
-        capabilities=(Capability(name=f"gate.{SECRET}", available=True, reason=SECRET),),
+        capabilities=(Capability(name=f"precision.{SECRET}", available=True, reason=SECRET),),
         notes=(f"UUID GPU-{SECRET}",),
         provenance=(Provenance(fact="device.name", source=SECRET),),
     )
