@@ -11,8 +11,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from autotune import (
+    CandidatesPredicted,
+    Event,
+    Notice,
+    PhaseStarted,
+    Progressed,
+    RecordsMatched,
+    RunStarted,
+    SearchSpaceBuilt,
+    StatusChanged,
+    StepFinished,
+    TrialFinished,
+    TrialResult,
+    TrialStarted,
+)
 from autotune.reporting import (
     TRIAL_HEADER,
+    job_line,
     note_text,
     prediction_lines,
     printable_lines,
@@ -21,20 +37,6 @@ from autotune.reporting import (
     step_text,
     trial_row,
     workload_lines,
-)
-from autotune.schema import (
-    CandidatesPredicted,
-    Event,
-    Notice,
-    PhaseStarted,
-    Progressed,
-    RecordsMatched,
-    SearchSpaceBuilt,
-    StatusChanged,
-    StepFinished,
-    TrialFinished,
-    TrialResult,
-    TrialStarted,
 )
 
 QUIET_SECONDS = 60.0
@@ -116,6 +118,8 @@ class EventDisplay:
                 self._print("\n".join(records_lines(event)), end="")
             case CandidatesPredicted():
                 self._print("\n".join(prediction_lines(event.predictions, event.budget_bytes)))
+            case RunStarted():
+                self._print(job_line(event.plan))
             case TrialStarted():
                 self._update("trials", self.num_trials, None, event.candidate.label())
             case TrialFinished():

@@ -153,7 +153,7 @@ def check_busy(facts: DoctorFacts) -> Iterator[Finding]:
             yield Finding(severity="hurts", name="gpu-busy", what=what, fix=fix)
         if gpu.drives_display:
             what = f"GPU {gpu.index} ({gpu.name}) drives a display, which takes memory as windows open"
-            fix = "move the display to another GPU or log out of the desktop; --reserve changes the reserve of 1 GiB for it"
+            fix = "move the display to another GPU or log out of the desktop; --reserve changes its reserve of 1 GiB"
             yield Finding(severity="note", name="drives-display", what=what, fix=fix)
 
 

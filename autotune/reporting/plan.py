@@ -7,6 +7,7 @@ from autotune.reporting.text import count_text, memory_text, seconds_text, wrapp
 from autotune.schema import (
     Bucket,
     Candidate,
+    CheckResult,
     Prediction,
     RecordsMatched,
     TrainingPlan,
@@ -168,6 +169,13 @@ def _saving(plan: TrainingPlan) -> str:
     if saved < 1:
         return "; the safest settings are no slower"
     return f"; saves {seconds_text(saved)} of the run"
+
+
+def check_lines(result: CheckResult, plan_file: str) -> list[str]:
+    """Whether the plan of this file fits, or each reason why it does not."""
+    if result.fits:
+        return [f"{plan_file} is valid and fits this machine"]
+    return [line for misfit in result.misfits for line in wrapped(f"does not fit: {misfit}")]
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:

@@ -31,13 +31,13 @@ def ignore_other_launchers() -> None:
 
 
 def launch(num_processes: int, arguments: Sequence[str], checkpoints: Callable[[], set[Path]]) -> int:
-    """Run `autotune ARGUMENTS` in several processes; returns the exit status that one process would have.
+    """Run `python ARGUMENTS` in several processes; returns the exit status that one process would have.
 
     On a signal all get SIGTERM, finish their step and write a checkpoint; those that take too long are killed.
 
     Args:
         num_processes: how many to start on this machine.
-        arguments: those of the command that each process runs.
+        arguments: those that each process is called with.
         checkpoints: lists the run's checkpoints; a new one after a signal means that the run was preempted (75).
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -59,7 +59,7 @@ def launch(num_processes: int, arguments: Sequence[str], checkpoints: Callable[[
     )
     before = checkpoints()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "autotune", *arguments)
+        elastic_launch(config, sys.executable)("-u", *arguments)
     except ChildFailedError as failure:
         code = int(failure.get_first_failure()[1].exitcode)
         return code if code >= 0 else 128 - code  # as a shell reports a signal

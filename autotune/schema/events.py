@@ -4,11 +4,13 @@ Every function that takes long has a parameter `on_event` and calls it with thes
 happen. Nothing depends on what a listener does with them.
 """
 
+import json
 from collections.abc import Callable
 from typing import Literal
 
 from autotune.schema.base import Frozen
 from autotune.schema.candidate import Candidate
+from autotune.schema.plan import TrainingPlan
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
@@ -67,6 +69,13 @@ class RecordsMatched(Event):
     """Why records cannot be used at all, one sentence each."""
 
 
+class RunStarted(Event):
+    """A training run begins."""
+
+    plan: TrainingPlan
+    """The plan that is trained: measured, if a trial could measure it."""
+
+
 class TrialStarted(Event):
     """A candidate is being tried."""
 
@@ -115,3 +124,19 @@ OnEvent = Callable[[Event], None]
 
 def ignore_event(event: Event) -> None:
     """A listener that does nothing."""
+
+
+def event_line(event: Event) -> str:
+    """The event as one line of JSON, with the name of its class as `event`."""
+    return json.dumps({"event": type(event).__name__, **event.model_dump(mode="json")})
+
+
+def parse_event(line: str) -> Event:
+    """The event that `event_line` wrote.
+
+    Raises:
+        ValueError: the line is not an event.
+    """
+    data = json.loads(line)
+    kinds = {kind.__name__: kind for kind in Event.__subclasses__()}
+    return kinds[data.pop("event")].model_validate_json(json.dumps(data))

@@ -14,10 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autotune import __version__
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
-from autotune.runtime import data_path, write_text_atomic
+from autotune.runtime import __version__, data_path, write_text_atomic
 from autotune.schema import Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner

@@ -8,12 +8,12 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 
-from autotune import __version__
 from autotune.cost.predict import Predictor
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.planner import make_plan
 from autotune.planning.problem import PlanningProblem, build_problem
 from autotune.planning.request import PlanRequest
+from autotune.runtime.version import __version__
 from autotune.schema.candidate import Candidate
 from autotune.schema.events import Notice
 from autotune.schema.hardware import HardwareProfile
