@@ -13,10 +13,10 @@ def explain_error(error: Exception) -> AutotuneError:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return AutotuneError(
-            f"{where}{error.strerror}", hint="check the path, its permissions, and the room on its disk"
+            f"{where}{error.strerror}", hint="check the path, its permissions, and the free space on its disk"
         )
     if is_out_of_memory(error):
-        hint = "close what else takes memory, or raise the limit (ulimit -v)"
+        hint = "close other programs that use memory, or raise the limit (ulimit -v)"
         return AutotuneError(f"memory ran out: {error}", hint=hint)
     return AutotuneError(
         f"{type(error).__name__}: {first_line(error) or 'no message'}",
