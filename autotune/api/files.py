@@ -8,7 +8,7 @@ from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.data import DataReport, Reading, check_dataset
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, family_named, resolve_model
-from autotune.schema import OnEvent, PhaseStarted, Progressed, ignore_event
+from autotune.schema import OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.weights import (
     AdapterFormat,
     FileSummary,
@@ -77,7 +77,7 @@ def inspect_weights(path: str | Path, *, count_values: bool = True, on_event: On
         >>> autotune.inspect_weights("pytorch_lora_weights.safetensors").num_not_finite
     """
     name = "counting NaN and infinite values"
-    on_event(PhaseStarted(name=name))
+    on_event(StatusChanged(text=name))
     return inspect_file(Path(path), values=count_values, on_progress=_progress_to(on_event, name))
 
 

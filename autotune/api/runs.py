@@ -14,9 +14,9 @@ from autotune.schema import (
     JobOverrides,
     Notice,
     OnEvent,
-    PhaseStarted,
     RunReport,
     RunStarted,
+    StatusChanged,
     TrainingPlan,
     ignore_event,
     read_plan,
@@ -66,7 +66,7 @@ def train(
     require_known(job, JobOverrides.__annotations__, "argument of train")
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
     chosen = with_job(plan if isinstance(plan, TrainingPlan) else read_plan(Path(plan)), **changes)
-    on_event(PhaseStarted(name="reading the machine"))
+    on_event(StatusChanged(text="reading the machine"))
     ignore_other_launchers()
     silence_progress_bars()
     hardware = read_machine()
@@ -117,6 +117,6 @@ def sample(
         >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
     """
     silence_progress_bars()
-    on_event(PhaseStarted(name="sampling"))
+    on_event(StatusChanged(text="sampling"))
     wanted = Wanted(prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path))
     return sample_run(Path(run), read_machine(), wanted, cache_path(ENCODED), on_event)

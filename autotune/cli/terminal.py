@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from autotune import (
@@ -76,11 +76,18 @@ class _Plain(Console):
 out, err = _Plain(), _Plain(stderr=True)
 
 
+class _Count(MofNCompleteColumn):
+    """`3/10` for work with a known number of parts."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total else Text()
+
+
 def _bar() -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        _Count(),
         TextColumn("{task.fields[note]}", markup=False),
         TimeRemainingColumn(compact=True),
         console=err,

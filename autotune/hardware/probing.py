@@ -7,8 +7,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from autotune.hardware.capabilities import capabilities_of
-from autotune.hardware.catalog import matching
+from autotune.hardware.capabilities import CUDA_13, capabilities_of, without_bf16
+from autotune.hardware.catalog import find_gpu
 from autotune.hardware.facts import read_device, read_host, read_versions
 from autotune.hardware.memory import compute_budget
 from autotune.hardware.reader import Reader
@@ -42,7 +42,7 @@ def read_profile(system: System, index: int = 0) -> HardwareProfile:
     host = read_host(reader)
     versions = read_versions(reader)
     device = read_device(reader, host)
-    known = matching(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
+    known = find_gpu(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
     return HardwareProfile(
         device=device,
         host=host,
@@ -64,9 +64,9 @@ def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
-    if (versions.cuda_runtime or "").startswith("12."):
+    if (versions.cuda_runtime or "").startswith("12.") and (device.compute_capability or CUDA_13) >= CUDA_13:
         notes.append("CUDA 12 works and is deprecated: PyTorch's newest builds are for CUDA 13")
-    return tuple(notes)
+    return (*notes, *without_bf16(device))
 
 
 def measure_rates(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from autotune.errors import InvalidInput, suggest_nearest
-from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.errors import InvalidInput
+from autotune.hardware.catalog import gpu_named, is_gpu_name, profile_of_gpu
 from autotune.hardware.probing import RATE_NOTES, measure_rates, probe
 from autotune.runtime import cache_path, write_text_atomic
 from autotune.schema import HardwareProfile, digest_of, from_schema_1
@@ -93,22 +93,14 @@ def load_profile(path: Path | str) -> HardwareProfile:
 
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
-    """The profile of a catalog GPU (`nvidia-rtx-4090`), or of a saved probe's file.
+    """The profile of a catalog GPU, by any part of its name that identifies it, or in a saved probe's file.
 
     Raises:
-        InvalidInput: the catalog has no such GPU and there is no such file, or the file is damaged.
+        InvalidInput: no GPU of the catalog or several match and there is no such file, or the file is damaged.
     """
-    gpu = next((gpu for gpu in load_catalog() if gpu.id == name_or_path.lower()), None)
-    if gpu is not None:
-        return profile_of_gpu(gpu)
-    if Path(name_or_path).is_file():
+    if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)
-    raise InvalidInput(
-        f"no hardware called {name_or_path!r}: neither a catalog name nor a saved profile",
-        hint=suggest_nearest(
-            name_or_path, (gpu.id for gpu in load_catalog()), "`autotune probe --list` shows the catalog"
-        ),
-    )
+    return profile_of_gpu(gpu_named(name_or_path))
 
 
 def _load_sound(path: Path) -> HardwareProfile | None:

@@ -22,9 +22,9 @@ from autotune.schema import (
     HardwareProfile,
     Notice,
     OnEvent,
-    PhaseStarted,
     PlannedHardware,
     Reason,
+    StatusChanged,
     TrainingPlan,
     TrialResult,
     read_plan,
@@ -54,7 +54,7 @@ def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | No
     known = sealed_beside(file, plan, hardware) if file else None
     if known is not None or started_by_launcher():
         return known or plan
-    on_event(PhaseStarted(name="the plan was predicted: one trial tells whether it holds here"))
+    on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
     sealed = seal_on_arrival(plan, hardware)
     then, now = plan.frozen.expected, sealed.frozen.expected
     changed = "" if sealed.frozen.settings == plan.frozen.settings else "; its settings did not run, a fallback does"

@@ -156,6 +156,8 @@ class Datasheet(Frozen):
     reached_bf16_flops_per_second: float | None = None
     """What large products alone reach, if somebody measured it on this card or a sibling."""
     tf32_flops_per_second: float | None = None
+    fp32_flops_per_second: float | None = None
+    """Without tensor cores, of cards that have neither bf16 nor TF32."""
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
     """To the host in one direction, after encoding; of the faster link if there is one instead of PCIe (GH200)."""

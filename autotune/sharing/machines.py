@@ -1,7 +1,7 @@
 """A shared record's machine as hardware to plan for: what it measured, on the sheet of its GPU."""
 
 from autotune.errors import InvalidInput
-from autotune.hardware import matching, profile_of_gpu, with_budget
+from autotune.hardware import find_gpu, profile_of_gpu, with_budget
 from autotune.schema import HardwareProfile
 from autotune.sharing.plausibility import implausible
 from autotune.sharing.record import Record
@@ -16,7 +16,7 @@ def profile_of_record(record: Record) -> HardwareProfile:
     machine = record.machine
     if reasons := implausible(record):
         raise InvalidInput(f"the record cannot be true: {reasons[0]}", hint="`autotune profiles prune` deletes such")
-    gpu = matching(machine.device_name, machine.total_memory_bytes)
+    gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
     if gpu is None:
         raise InvalidInput(
             f"the record's device, {machine.device_name}, is not in the catalog",

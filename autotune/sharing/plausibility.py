@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import FAMILIES
-from autotune.hardware import CatalogGpu, load_catalog, matching
+from autotune.hardware import CatalogGpu, find_gpu, load_catalog
 from autotune.schema import Candidate, TrialResult, Workload
 from autotune.sharing.record import Record
 
@@ -47,7 +47,7 @@ def _promise(record: Record) -> Iterator[str]:
 
 def _trials(record: Record) -> Iterator[str]:
     machine = record.machine
-    gpu = matching(machine.device_name, machine.total_memory_bytes)
+    gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
     yield from _rates(record, gpu)
     for number, trial in enumerate(record.trials, start=1):
         yield from (f"trial {number}: {why}" for why in _impossible(record, trial, gpu))

@@ -255,7 +255,7 @@ def test_names_with_brackets_are_printed_as_they_are(capfd: pytest.CaptureFixtur
 def test_progress_can_be_read_by_programs_or_left_out() -> None:
     process = autotune("--progress", "json", "probe", "--quick", "--json")
     first, *_ = (json.loads(line) for line in process.stderr.splitlines())
-    assert first == {"event": "PhaseStarted", "name": "reading the machine"}
+    assert first == {"event": "StatusChanged", "text": "reading the machine"}
     assert json.loads(process.stdout)["device"]["kind"]
     assert autotune("--progress", "none", "probe", "--quick").stderr == ""
     assert autotune("--progress", "loud", "models").returncode == 2

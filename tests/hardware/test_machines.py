@@ -8,6 +8,7 @@ import pytest
 
 from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput
+from autotune.hardware.capabilities import NO_BF16
 from autotune.hardware.diagnosis import MIN_VERSIONS, findings
 from autotune.hardware.doctor_facts import read_doctor_facts
 from autotune.hardware.probing import read_profile, with_cap, with_reserve
@@ -23,6 +24,7 @@ TRUTH = {
     "rtx-4090": ("cuda", "discrete", {"power-limited", "narrow-pcie", "sage-installed"}),
     "rtx-5090": ("cuda", "discrete", set()),
     "a100-40gb": ("cuda", "discrete", {"cuda-12"}),
+    "v100": ("cuda", "discrete", set()),
     "h100-sxm": ("cuda", "discrete", set()),
     "h200": ("cuda", "discrete", set()),
     "gh200": ("cuda", "coherent", set()),
@@ -174,6 +176,9 @@ def test_memory_kind_can_be_overridden_and_says_so():
         ("h100-sxm", "attention._native_cudnn", True, ""),
         ("rtx-4090", "attention.sage", False, "no backward"),
         ("rtx-4090", "attention.flash", True, ""),
+        ("v100", "precision.bf16", False, "needs compute capability 8.0, this is 7.0"),
+        ("v100", "quantization.bnb-nf4", True, ""),
+        ("v100", "quantization.bnb-int8", False, "needs compute capability 7.5, this is 7.0"),
         ("gb10", "quantization.bnb-nf4", False, "not installed"),
         ("no-gpu", "quantization.torchao-int8", True, ""),
         ("no-gpu", "quantization.bnb-nf4", False, "not installed"),
@@ -191,6 +196,25 @@ def test_capabilities_are_true_and_say_why(name, capability, available, because)
     told = read_profile(machine(name)).capability(capability)
     assert told.available == available
     assert because in told.reason
+
+
+def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
+    old, new = (read_profile(machine(name)) for name in ("v100", "a100-40gb"))
+    assert any(note.startswith(NO_BF16) and "trains in fp32" in note for note in old.notes)
+    assert not any(note.startswith(NO_BF16) for note in new.notes)
+    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: old)
+    events = []
+    hardware_for(None, on_event=events.append)
+    assert "trains in fp32" in events[-1].text
+
+
+def test_a_card_of_eight_lanes_misses_none():
+    width = {"pcie_width": 8, "pcie_max_width": 8}
+    card = {**ANSWERS["rtx-4090"]["nvml"]["devices"][0], **width, "name": "NVIDIA GeForce RTX 4060 Ti"}
+    sold = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20}]})
+    slot = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20, "pcie_width": 4}]})
+    assert "narrow-pcie" not in found(sold)
+    assert "4 PCIe lanes of 8" in found(slot)["narrow-pcie"].what
 
 
 @pytest.mark.parametrize("storage", ["bnb-nf4", "bnb-int8"])
