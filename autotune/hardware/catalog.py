@@ -15,7 +15,7 @@ from pydantic import Field
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.hardware.capabilities import CUDA_13, capabilities_of, without_bf16
 from autotune.hardware.facts import PACKAGES
-from autotune.hardware.memory import compute_budget
+from autotune.hardware.memory import device_with_budget
 from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, MemoryKind, Versions
 
 ASSUMED_HOST_BYTES = 64 * 2**30
@@ -209,22 +209,18 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
 
 def _device(gpu: CatalogGpu) -> Device:
     total = gpu.memory_bytes
-    free = int(0.9 * total) if gpu.memory_kind == "integrated" else total
-    budget_bytes, why = compute_budget(gpu.memory_kind, total, free, None)
     major, minor = gpu.compute_capability.split(".")
-    return Device(
+    return device_with_budget(
+        gpu.memory_kind,
         kind="cuda",
         index=0,
         name=gpu.name,
         compute_capability=(int(major), int(minor)),
         sm_count=gpu.sm_count,
         l2_bytes=None if gpu.l2_mib is None else int(gpu.l2_mib * 2**20),
-        memory_kind=gpu.memory_kind,
         memory_kind_reason=f"from the catalog: {gpu.memory}",
         total_memory_bytes=total,
-        free_memory_bytes=free,
-        budget_bytes=budget_bytes,
-        budget_reason=why,
+        free_memory_bytes=int(0.9 * total) if gpu.memory_kind == "integrated" else total,
         pcie_generation=gpu.pcie_generation,
         power_limit_watts=gpu.power_watts,
         default_power_limit_watts=gpu.power_watts,

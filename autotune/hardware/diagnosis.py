@@ -123,7 +123,7 @@ def check_driver(facts: DoctorFacts) -> Iterator[Finding]:
 
 
 def check_visible_devices(facts: DoctorFacts) -> Iterator[Finding]:
-    """CUDA stops at the first entry that is no device; without NVML only the devices before it are counted."""
+    """CUDA stops at the first entry that is no device; without NVML, the GPUs that it hides are not counted."""
     value = facts.visible_devices
     if value is None:
         return

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.hardware.memory import classify_memory, compute_budget
+from autotune.hardware.memory import classify_memory, device_with_budget
 from autotune.hardware.reader import FLAG, FREE, SIZE, TEXT, Facts, Reader, integer, positive_number
-from autotune.schema import Device, DeviceKind, Host, Link, MemoryKind, Versions
+from autotune.schema import Device, Host, Link, Versions
 
 PACKAGES: Mapping[str, str] = {
     "torch": "torch",
@@ -122,11 +122,24 @@ def read_device(reader: Reader, host: Host) -> Device:
     if kind == "cuda":
         return _cuda_device(reader, count)
     if kind == "mps":
-        total = reader.fact("device.total_memory_bytes", SIZE, "torch:recommended_bytes")
-        name = reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU"
-        return _device_of_host("mps", name, "integrated", "Apple GPUs share the host's memory", total, host)
-    why = "the CPU trains in the host's memory"
-    return _device_of_host("cpu", host.cpu, "host", why, host.memory_bytes, host)
+        return device_with_budget(
+            "integrated",
+            kind="mps",
+            index=0,
+            total_memory_bytes=reader.fact("device.total_memory_bytes", SIZE, "torch:recommended_bytes"),
+            name=reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU",
+            memory_kind_reason="Apple GPUs share the host's memory",
+            free_memory_bytes=host.available_memory_bytes,
+        )
+    return device_with_budget(
+        "host",
+        kind="cpu",
+        index=0,
+        name=host.cpu,
+        memory_kind_reason="the CPU trains in the host's memory",
+        total_memory_bytes=host.memory_bytes,
+        free_memory_bytes=host.available_memory_bytes,
+    )
 
 
 def _cuda_device(reader: Reader, count: int) -> Device:
@@ -144,30 +157,6 @@ def _cuda_device(reader: Reader, count: int) -> Device:
     total = facts.get("total_memory_bytes")
     if total is not None and free is not None:
         free = min(free, total)
-    budget_bytes, budget_reason = compute_budget(kind, total, free, facts.get("drives_display"))
-    return Device(
-        kind="cuda",
-        index=reader.index,
-        count=count,
-        memory_kind=kind,
-        memory_kind_reason=why,
-        free_memory_bytes=free,
-        budget_bytes=budget_bytes,
-        budget_reason=budget_reason,
-        **facts,
-    )
-
-
-def _device_of_host(kind: DeviceKind, name: str, memory: MemoryKind, why: str, total: int | None, host: Host) -> Device:
-    budget_bytes, budget_reason = compute_budget(memory, total, host.available_memory_bytes, None)
-    return Device(
-        kind=kind,
-        name=name,
-        index=0,
-        memory_kind=memory,
-        memory_kind_reason=why,
-        total_memory_bytes=total,
-        free_memory_bytes=host.available_memory_bytes,
-        budget_bytes=budget_bytes,
-        budget_reason=budget_reason,
+    return device_with_budget(
+        kind, kind="cuda", index=reader.index, count=count, memory_kind_reason=why, free_memory_bytes=free, **facts
     )

@@ -5,8 +5,10 @@ Compute capability does not tell: H100 (9.0) has its own memory, Orin (8.7) has 
 0, 1 on GH200 and GB200, and 0, 0 on every other card.
 """
 
+from typing import Any
+
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.schema import HardwareProfile, MemoryKind
+from autotune.schema import Device, HardwareProfile, MemoryKind
 
 GIB = 2**30
 OVERRIDES: tuple[MemoryKind, ...] = ("discrete", "integrated", "coherent")
@@ -76,6 +78,13 @@ def compute_budget(
         for_display = " for the display" if drives_display and reserve is None else ""
         why += f", less a reserve of {_gib(reserved)}{for_display}"
     return max(0, available - margin - reserved), why
+
+
+def device_with_budget(memory_kind: MemoryKind, **facts: Any) -> Device:
+    """The device with these facts, fields of `Device`, and the budget that follows from them."""
+    sizes = (facts.get(name) for name in ("total_memory_bytes", "free_memory_bytes", "drives_display"))
+    budget_bytes, why = compute_budget(memory_kind, *sizes)
+    return Device(memory_kind=memory_kind, budget_bytes=budget_bytes, budget_reason=why, **facts)
 
 
 def default_reserve_bytes(kind: MemoryKind, total_bytes: int, drives_display: bool | None = None) -> int:

@@ -33,7 +33,7 @@ class RealSystem:
             # The doctor examines all GPUs, in NVML's order, including those hidden from CUDA.
             "nvml": NvmlSource(driver.uuid if torch else None).queries,
             "driver": driver.queries,
-            "torch": TorchSource().queries if torch else {},
+            "torch": TORCH_QUERIES if torch else {},
         }
 
     def query(self, source: str, name: str, index: int = 0) -> object:
@@ -58,46 +58,46 @@ class RealSystem:
             raise Unavailable(f"{type(error).__name__}: {error}".split("\n")[0][:200]) from error
 
 
-class TorchSource:
-    """The CUDA runtime (or MPS) as torch sees it; imports torch at the first query."""
-
-    def __init__(self) -> None:
-        self.queries: Mapping[str, Query] = {
-            "kind": lambda _: self._kind(),
-            "count": lambda _: self._cuda().device_count(),
-            "cuda": lambda _: _require(_torch().version.cuda, "this torch is built without CUDA"),
-            "cudnn": lambda _: _cudnn_text(_require(_torch().backends.cudnn.version(), "no cuDNN")),
-            "recommended_bytes": lambda _: _torch().mps.recommended_max_memory(),
-            "name": lambda index: self._properties(index).name,
-            "capability": lambda index: (self._properties(index).major, self._properties(index).minor),
-            "sm_count": lambda index: self._properties(index).multi_processor_count,
-            "l2_bytes": lambda index: self._properties(index).L2_cache_size,
-            "total_bytes": lambda index: self._properties(index).total_memory,
-            "integrated": lambda index: int(self._properties(index).is_integrated),
-            "free_bytes": lambda index: self._cuda().mem_get_info(index)[0],
-        }
-
-    def _kind(self) -> str:
-        torch = _torch()
-        if torch.version.hip is not None:
-            return "rocm"
-        if torch.cuda.is_available():
-            return "cuda"
-        return "mps" if torch.backends.mps.is_available() else "cpu"
-
-    def _cuda(self) -> Any:
-        if self._kind() != "cuda":
-            raise Unavailable("torch sees no CUDA device")
-        return _torch().cuda
-
-    def _properties(self, index: int) -> Any:
-        return self._cuda().get_device_properties(index)
-
-
 def _torch() -> Any:
-    import torch
+    import torch  # only a probe of the device needs it; the doctor must not load it
 
     return torch
+
+
+def _torch_kind() -> str:
+    torch = _torch()
+    if torch.version.hip is not None:
+        return "rocm"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _cuda() -> Any:
+    if _torch_kind() != "cuda":
+        raise Unavailable("torch sees no CUDA device")
+    return _torch().cuda
+
+
+def _property(name: str) -> Query:
+    return lambda index: getattr(_cuda().get_device_properties(index), name)
+
+
+TORCH_QUERIES: Mapping[str, Query] = {
+    "kind": lambda _: _torch_kind(),
+    "count": lambda _: _cuda().device_count(),
+    "cuda": lambda _: _require(_torch().version.cuda, "this torch is built without CUDA"),
+    "cudnn": lambda _: _cudnn_text(_require(_torch().backends.cudnn.version(), "no cuDNN")),
+    "recommended_bytes": lambda _: _torch().mps.recommended_max_memory(),
+    "name": _property("name"),
+    "capability": lambda index: _cuda().get_device_capability(index),
+    "sm_count": _property("multi_processor_count"),
+    "l2_bytes": _property("L2_cache_size"),
+    "total_bytes": _property("total_memory"),
+    "integrated": _property("is_integrated"),
+    "free_bytes": lambda index: _cuda().mem_get_info(index)[0],
+}
+"""The CUDA runtime (or MPS) as torch sees it; torch is imported at the first query."""
 
 
 def _require(value: object, otherwise: str) -> object:
