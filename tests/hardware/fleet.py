@@ -10,12 +10,12 @@ from autotune.hardware.system import Unavailable
 from autotune.schema.hardware import HardwareProfile
 
 HERE = Path(__file__).parent
-ANSWERS: dict[str, Any] = {
-    name: answers
-    for name, answers in yaml.safe_load((HERE / "machines.yaml").read_text()).items()
+SOURCES: dict[str, Any] = {
+    name: sources
+    for name, sources in yaml.safe_load((HERE / "machines.yaml").read_text()).items()
     if not name.startswith("_")
 }
-MACHINES = tuple(ANSWERS)
+MACHINES = tuple(SOURCES)
 
 
 class FakeSystem:
@@ -46,7 +46,7 @@ def _present(value: object) -> object:
 
 
 def machine(name: str) -> FakeSystem:
-    return FakeSystem(ANSWERS[name])
+    return FakeSystem(SOURCES[name])
 
 
 def as_text(profile: HardwareProfile, findings: list[str]) -> str:

@@ -16,9 +16,9 @@ from tests.hardware.fleet import machine
 @pytest.mark.parametrize(("name", "status"), [("cpu-only-torch", 1), ("gb10", 0), ("h200", 0)])
 def test_the_doctor_exits_with_one_where_something_blocks(monkeypatch, name, status):
     monkeypatch.setattr(doctor, "RealSystem", lambda torch: machine(name))
-    told = CliRunner().invoke(app, ["doctor", "--json"])
-    severities = [finding["severity"] for finding in json.loads(told.stdout)]
-    assert told.exit_code == status == int("blocks" in severities)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    severities = [finding["severity"] for finding in json.loads(result.stdout)]
+    assert result.exit_code == status == int("blocks" in severities)
 
 
 def test_the_probe_shows_the_fingerprint_to_people_and_scripts(monkeypatch):

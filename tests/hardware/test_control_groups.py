@@ -46,7 +46,7 @@ def test_a_container_sees_its_own_group_as_the_root(groups: Path) -> None:
 
 @pytest.fixture
 def v1(groups: Path) -> Path:
-    """A Docker container under cgroup v1: told the host's path, which it does not see."""
+    """A Docker container under cgroup v1, which reads its path as the host sees it."""
     sources.OWN_CGROUP.write_text("5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n")
     for controller in ("memory", "cpu"):
         (groups / controller).mkdir()

@@ -13,7 +13,7 @@ from autotune.hardware.diagnosis import MIN_VERSIONS, findings
 from autotune.hardware.doctor_facts import read_doctor_facts
 from autotune.hardware.probing import read_profile, with_cap, with_reserve
 from autotune.knobs.attention import BACKENDS
-from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
+from tests.hardware.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
 
 GIB = 2**30
 DISK = 90 * GIB
@@ -48,8 +48,8 @@ def found(system):
 
 
 def changed(name, **sources):
-    """The machine with some answers of some sources replaced."""
-    return FakeSystem({**ANSWERS[name], **{s: {**ANSWERS[name].get(s, {}), **new} for s, new in sources.items()}})
+    """The machine with some values of some sources replaced."""
+    return FakeSystem({**SOURCES[name], **{s: {**SOURCES[name].get(s, {}), **new} for s, new in sources.items()}})
 
 
 def test_every_machine_has_a_truth():
@@ -65,8 +65,8 @@ def test_kind_memory_and_findings_are_true(name):
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_whole_profile_is_as_recorded(name):
     """After a wanted change: REWRITE_EXPECTED=1 pytest tests/hardware/test_machines.py, and review the difference."""
-    told = [f"{f.severity} {f.name}: {f.what} -- {f.fix}" for f in findings(read_doctor_facts(machine(name), DISK))]
-    text, path = as_text(read_profile(machine(name)), told), HERE / "expected" / f"{name}.yaml"
+    lines = [f"{f.severity} {f.name}: {f.what} -- {f.fix}" for f in findings(read_doctor_facts(machine(name), DISK))]
+    text, path = as_text(read_profile(machine(name)), lines), HERE / "expected" / f"{name}.yaml"
     if os.environ.get("REWRITE_EXPECTED"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -193,9 +193,9 @@ def test_memory_kind_can_be_overridden_and_says_so():
     ],
 )
 def test_capabilities_are_true_and_say_why(name, capability, available, because):
-    told = read_profile(machine(name)).capability(capability)
-    assert told.available == available
-    assert because in told.reason
+    actual = read_profile(machine(name)).capability(capability)
+    assert actual.available == available
+    assert because in actual.reason
 
 
 def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
@@ -210,7 +210,7 @@ def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
 
 def test_a_card_of_eight_lanes_misses_none():
     width = {"pcie_width": 8, "pcie_max_width": 8}
-    card = {**ANSWERS["rtx-4090"]["nvml"]["devices"][0], **width, "name": "NVIDIA GeForce RTX 4060 Ti"}
+    card = {**SOURCES["rtx-4090"]["nvml"]["devices"][0], **width, "name": "NVIDIA GeForce RTX 4060 Ti"}
     sold = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20}]})
     slot = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20, "pcie_width": 4}]})
     assert "narrow-pcie" not in found(sold)
@@ -253,9 +253,9 @@ def test_the_doctor_notices(name, sources, finding):
     assert finding not in found(machine(name))
 
 
-def test_the_doctor_asks_for_the_versions_that_an_installation_asks_for():
-    asked = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {f"{name}>={version}" for name, version in MIN_VERSIONS.items()} <= set(asked)
+def test_the_doctor_requires_the_versions_that_an_installation_requires():
+    required = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {f"{name}>={version}" for name, version in MIN_VERSIONS.items()} <= set(required)
 
 
 @pytest.mark.parametrize("value", ["0", "0,1", "GPU-8f1c", "MIG-aa", "1"])
@@ -289,20 +289,20 @@ def test_the_doctor_names_the_torch_for_a_driver_before_one_is_installed(driver,
 
 def test_a_gpu_whose_driver_version_is_unknown_gets_no_build_for_cpus():
     without = {"absent": "this torch is built without CUDA"}
-    told = found(changed("no-nvml", packages={"torch_cuda": without}, torch={"cuda": without}))
-    assert "cu126" in told["cpu-only-torch"].fix
+    findings_by_name = found(changed("no-nvml", packages={"torch_cuda": without}, torch={"cuda": without}))
+    assert "cu126" in findings_by_name["cpu-only-torch"].fix
 
 
 def test_a_driver_that_runs_no_build_of_torch_is_updated_first():
     for versions in ({"torch": {"absent": "not installed"}, "torch_cuda": {"absent": "not installed"}}, {}):
-        told = found(changed("rtx-4090", packages=versions, nvml={"driver": "470.256.02"}))
-        fix = told["driver-too-old" if not versions else "no-torch"].fix
+        findings_by_name = found(changed("rtx-4090", packages=versions, nvml={"driver": "470.256.02"}))
+        fix = findings_by_name["driver-too-old" if not versions else "no-torch"].fix
         assert fix.startswith("update the driver to 580 or newer, then install the cu130 build")
 
 
 def test_findings_come_worst_first():
     built_without = {"torch_cuda": {"absent": "built without"}}
-    system = changed("wsl2-4090", packages=built_without, torch={"cuda": {"absent": "not asked"}})
+    system = changed("wsl2-4090", packages=built_without, torch={"cuda": {"absent": "not read"}})
     order = [finding.severity for finding in findings(read_doctor_facts(system, DISK))]
     assert order == sorted(order, key=("blocks", "hurts", "note").index)
     assert order[0] == "blocks"

@@ -124,11 +124,13 @@ def test_4_bit_weights_are_measured_where_they_work(small_effort):
         capability.model_copy(update={"available": True}) if capability.name == "quantization.bnb-nf4" else capability
         for capability in profile.capabilities
     )
-    told = []
+    reports = []
     measuring.measure(
-        profile.model_copy(update={"capabilities": capabilities}), machine("no-gpu"), lambda *what: told.append(what)
+        profile.model_copy(update={"capabilities": capabilities}),
+        machine("no-gpu"),
+        lambda *report: reports.append(report),
     )
-    names = {json.loads(value)["name"] for kind, value in told if kind == "rate"}
+    names = {json.loads(value)["name"] for kind, value in reports if kind == "rate"}
     assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
 
 
@@ -207,8 +209,8 @@ def test_names_of_any_script_reach_the_child_and_bytes_that_are_no_text_cost_not
     report = "print(json.dumps({'note': cpu})); print(json.dumps({'measuring': 'done'}))"
     profile = read_profile(machine("no-gpu"))
     named = profile.changed(host=profile.host.changed(cpu="\N{GREEK CAPITAL LETTER OMEGA} 3A6000"))
-    told = measure_rates(named, lambda _: None, (sys.executable, "-c", f"{code}; {report}"))
-    assert told.notes[-1] == named.host.cpu
+    measured = measure_rates(named, lambda _: None, (sys.executable, "-c", f"{code}; {report}"))
+    assert measured.notes[-1] == named.host.cpu
 
 
 def test_a_child_that_chatters_is_understood():

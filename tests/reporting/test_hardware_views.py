@@ -12,7 +12,7 @@ from autotune.hardware.probing import read_profile
 from autotune.hardware.store import hardware_named
 from autotune.reporting.hardware import catalog_view, findings_view, human_rate, profile_view
 from autotune.schema.hardware import Rate
-from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem, machine
+from tests.hardware.fleet import MACHINES, SOURCES, FakeSystem, machine
 
 
 def shown(view):
@@ -46,7 +46,7 @@ def test_findings_fit_and_name_their_fix(name):
 
 def test_brackets_in_a_name_are_shown():
     profile = read_profile(
-        FakeSystem({**ANSWERS["no-gpu"], "os": {**ANSWERS["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}})
+        FakeSystem({**SOURCES["no-gpu"], "os": {**SOURCES["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}})
     )
     assert "CPU [/rev] [b]" in shown(profile_view(profile))
 
