@@ -30,14 +30,14 @@ def test_importing_the_front_door_or_the_cli_loads_nothing_heavy(module: str) ->
     assert process.stdout.strip() == "[]"
 
 
-def test_an_interrupt_that_python_drops_comes_again() -> None:
+def test_an_interrupt_that_python_drops_comes_repeat_interrupt() -> None:
     code = """
 import signal, sys, time, weakref
-from autotune.cli.app import _again
+from autotune.cli.app import _repeat_interrupt
 
 class Tensor: ...
 
-sys.unraisablehook = _again
+sys.unraisablehook = _repeat_interrupt
 tensor = Tensor()
 watched = weakref.ref(tensor, lambda _: signal.raise_signal(signal.SIGINT))
 try:
