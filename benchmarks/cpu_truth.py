@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
 from autotune.knobs.precision import torch_dtype
-from autotune.runtime.quiet import stderr_in
+from autotune.runtime.quiet import redirect_stderr
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
 from autotune.training.model import apply_knobs
@@ -95,7 +95,7 @@ def run(
         )
 
     step(0)
-    with stderr_in(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with redirect_stderr(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(1)
     level = peak = 0
     for size in memory_events(profiler):

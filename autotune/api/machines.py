@@ -6,17 +6,17 @@ from collections.abc import Callable
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.hardware import (
     NO_BF16,
-    NOT_KEPT,
+    NOT_SAVED,
     CatalogGpu,
     Finding,
     cached_profile,
+    diagnose,
     hardware_named,
     load_catalog,
     with_budget,
     with_cap,
     with_reserve,
 )
-from autotune.hardware import doctor as diagnose
 from autotune.hardware import probe as read_machine
 from autotune.schema import HardwareProfile, Notice, OnEvent, StatusChanged, ignore_event
 from autotune.sharing import hardware_from_record, user_store
@@ -93,7 +93,7 @@ def hardware_for(
     named = hardware is not None
     profile = _named(hardware, on_event) if hardware is not None else _this_machine(on_event)
     for note in profile.notes:
-        if note.startswith((NOT_KEPT, NO_BF16)):
+        if note.startswith((NOT_SAVED, NO_BF16)):
             on_event(Notice(text=note))
 
     def limited(profile: HardwareProfile) -> HardwareProfile:

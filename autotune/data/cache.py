@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.runtime import require_free, reraise_disk_full
+from autotune.runtime import require_free_disk, reraise_disk_full
 from autotune.weights import BadWeights, MissingWeights, read_whole, save_file
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Cache:
 
     def require_space(self, needed_bytes: int) -> None:
         """Raise AutotuneError where the disk cannot take the `needed_bytes` that are still to come."""
-        require_free(self.folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
+        require_free_disk(self.folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"

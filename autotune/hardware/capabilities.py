@@ -19,7 +19,7 @@ from autotune.schema import Capability, Device, Host, Versions
 
 @dataclass(frozen=True)
 class Machine:
-    """What rules look at."""
+    """What rules examine."""
 
     device: Device
     host: Host
@@ -27,12 +27,12 @@ class Machine:
 
 
 Need = Callable[[Machine], str | None]
-"""Why the need is not met, or None when it is."""
+"""Why the machine does not meet the need; None if it does."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A feature is available when every need is met; `why` is said then."""
+    """A feature, available if every need is met; `why` is the reason that is shown then."""
 
     name: str
     why: str
@@ -82,7 +82,7 @@ def never(reason: str) -> Need:
 
 
 def compiler(m: Machine) -> str | None:
-    """Triton and inductor call a C compiler."""
+    """A C compiler, which triton and inductor call."""
     return None if m.host.compiler else "no C compiler on PATH: install gcc or clang"
 
 
@@ -92,28 +92,28 @@ def linux(m: Machine) -> str | None:
 
 
 def triton(m: Machine) -> str | None:
-    """GPU code of torch.compile goes through triton."""
+    """Triton, by which torch.compile generates GPU code."""
     return package("triton")(m) if m.device.kind == "cuda" else None
 
 
 def fast_fp16(m: Machine) -> str | None:
-    """Processors compute fp16 in emulation."""
-    return "hardware: fp16 products crawl on a processor" if m.device.kind == "cpu" else None
+    """fp16 arithmetic in hardware, which CPUs emulate."""
+    return "hardware: fp16 products are very slow on a CPU" if m.device.kind == "cpu" else None
 
 
 def casts_float8(m: Machine) -> str | None:
-    """Processors and any CUDA device convert it, in software where the hardware cannot."""
+    """Conversion of float8, which CPUs and all CUDA devices can do, in software if not in hardware."""
     kind = m.device.kind
     return None if kind in ("cuda", "cpu") else f"torch has no float8 on {kind}: nothing could be cast from it"
 
 
 def storage_device(m: Machine) -> str | None:
-    """The kernel module of GPU direct storage."""
+    """The kernel module of GPUDirect Storage."""
     return None if m.host.gpu_direct_storage else "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
 
 
 def bitsandbytes(m: Machine) -> str | None:
-    """Its kernels for processors are younger than those for CUDA; 0.50 is the first that was tried here."""
+    """bitsandbytes, whose kernels for CPUs are newer than those for CUDA; 0.50 is the first that was tested."""
     return package("bitsandbytes", "0.50" if m.device.kind == "cpu" else "0.45")(m)
 
 

@@ -73,7 +73,7 @@ def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
     except InvalidPlan:
         return None
     same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.identity
-    same_machine = sealed.frozen.hardware.fingerprint == hardware.fingerprint
+    same_machine = sealed.frozen.hardware.match_keys == hardware.match_keys
     same_device = sealed.frozen.hardware.device_name == hardware.device.name
     return seal(plan.job, sealed.frozen) if same_work and same_machine and same_device else None
 

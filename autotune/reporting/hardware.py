@@ -19,8 +19,8 @@ def profile_view(profile: HardwareProfile) -> RenderableType:
     parts: list[RenderableType] = [
         Text(profile.device.name, style="bold") + Text(f"  {profile.device.kind}:{profile.device.index}", style="dim"),
         _facts(profile),
-        _heading("Features"),
-        _gates(profile.capabilities),
+        _heading("Capabilities"),
+        _capabilities(profile.capabilities),
     ]
     if profile.rates:
         title = "Measured" + (" (noisy machine: trust these less)" if profile.noisy else "")
@@ -107,7 +107,7 @@ def _where(profile: HardwareProfile) -> str:
     return wsl + (f", in {profile.host.container}" if profile.host.container else "")
 
 
-def _gates(capabilities: Sequence[Capability]) -> Table:
+def _capabilities(capabilities: Sequence[Capability]) -> Table:
     """One row per group of what is available, and one per reason of what is not."""
     rows: dict[tuple[str, bool, str], list[str]] = {}
     for capability in capabilities:

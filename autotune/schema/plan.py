@@ -65,6 +65,7 @@ class PlannedHardware(Frozen):
     device_name: str
     device_kind: DeviceKind
     fingerprint: str
+    """Identifies the machine, as `HardwareProfile.fingerprint`; says nothing about reuse."""
     match_keys: dict[str, str | None]
     """What must be equal on another machine for the plan to hold there; a refusal names the difference."""
     total_memory_bytes: int | None

@@ -17,7 +17,7 @@ from autotune.api.amounts import memory_bytes
 from autotune.cli.app import app
 from autotune.cli.options import JobOptions, option_of
 from autotune.errors import InvalidInput
-from autotune.runtime.threads import limit_thread_spinning
+from autotune.runtime.process import limit_thread_spinning
 from tests.conftest import autotune
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")

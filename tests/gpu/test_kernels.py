@@ -19,13 +19,13 @@ NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardware, precision, name, padding):
     family_named(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
     resolved = resolve_model(str(tmp_path / "model"))
-    open_gates = {capability.name for capability in hardware.capabilities if capability.available}
+    available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision],
-        "attention": [b for b in BACKENDS if f"attention.{b}" in open_gates],
-        "quantization": [q for q in WEIGHT_FORMATS if f"quantization.{q}" in open_gates],
+        "attention": [b for b in BACKENDS if f"attention.{b}" in available],
+        "quantization": [q for q in WEIGHT_FORMATS if f"quantization.{q}" in available],
         "swapped_blocks": [0, 1],
-        "compile": ["block"] if "compile" in open_gates and hardware.device.kind == "cuda" else [],
+        "compile": ["block"] if "compile" in available and hardware.device.kind == "cuda" else [],
         "optimizer": ["adamw"],
     }
     workload = work(tmp_path / "model", padding=padding)

@@ -29,7 +29,7 @@ def test_a_forked_child_uses_the_device(runner, precision):
 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_attention_whose_gate_is_open_trains(runner, hardware, precision, name):
+def test_every_attention_that_is_available_trains(runner, hardware, precision, name):
     capability = hardware.capability(f"attention.{name}")
     if not capability.available:
         pytest.skip(capability.reason)
@@ -40,7 +40,7 @@ def test_every_attention_whose_gate_is_open_trains(runner, hardware, precision, 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name != "none"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
-def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, name, checkpointed):
+def test_every_storage_that_is_available_trains(runner, hardware, precision, name, checkpointed):
     capability = hardware.capability(f"quantization.{name}")
     if not capability.available:
         pytest.skip(capability.reason)

@@ -8,7 +8,7 @@ import pytest
 from autotune.cost.timing import Rates
 from autotune.errors import InvalidInput
 from autotune.hardware.capabilities import NO_BF16
-from autotune.hardware.catalog import PCIE_BYTES_PER_LANE, load_catalog, matching
+from autotune.hardware.catalog import PCIE_BYTES_PER_LANE, find_gpu, load_catalog
 from autotune.hardware.store import hardware_named
 
 GIB = 2**30
@@ -17,9 +17,9 @@ GIB = 2**30
 def test_every_name_finds_its_own_entry_alone():
     assert len(load_catalog()) == 43
     for gpu in load_catalog():
-        assert matching(gpu.name, gpu.memory_bytes) is gpu
+        assert find_gpu(gpu.name, gpu.memory_bytes) is gpu
         others = [other for other in load_catalog() if other is not gpu and other.name != gpu.name]
-        assert all(matching(other.name, None) is not gpu for other in others)
+        assert all(find_gpu(other.name, None) is not gpu for other in others)
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def test_every_name_finds_its_own_entry_alone():
     ],
 )
 def test_siblings_are_not_mistaken(name):
-    assert matching(name, None) is None
+    assert find_gpu(name, None) is None
 
 
 def test_a_card_of_the_same_name_and_another_size_is_another_card():
-    assert matching("NVIDIA GeForce RTX 3060", 8 * GIB) is None
-    assert matching("NVIDIA GeForce RTX 3060", 12 * GIB) is not None
+    assert find_gpu("NVIDIA GeForce RTX 3060", 8 * GIB) is None
+    assert find_gpu("NVIDIA GeForce RTX 3060", 12 * GIB) is not None
     for name in ("NVIDIA GeForce RTX 4060 Ti", "NVIDIA GeForce RTX 5060 Ti"):
-        assert matching(name, 8 * GIB) is None
-        assert matching(name, 16 * GIB) is not None
+        assert find_gpu(name, 8 * GIB) is None
+        assert find_gpu(name, 16 * GIB) is not None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_card_holds_no_more_than_torch_reports_of_it_on_linux(name, seen_gib):
     ],
 )
 def test_pcie_cards_are_not_taken_for_their_sxm_siblings(name, id_, gb_per_second):
-    gpu = matching(name, None)
+    gpu = find_gpu(name, None)
     assert gpu is not None
     assert (gpu.id, gpu.memory_gb_per_second) == (id_, gb_per_second)
 
@@ -188,6 +188,6 @@ def test_an_unknown_name_is_refused_with_the_way_to_a_known_one():
 
 def test_planning_doctor_and_catalog_import_no_torch():
     modules = "autotune.hardware.diagnosis, autotune.hardware.store, autotune.reporting.hardware, sys"
-    use = "autotune.hardware.diagnosis.doctor(); autotune.hardware.store.hardware_named('nvidia-h200-sxm')"
+    use = "autotune.hardware.diagnosis.diagnose(); autotune.hardware.store.hardware_named('nvidia-h200-sxm')"
     check = "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'transformers', 'optuna')))"
     assert subprocess.run([sys.executable, "-c", f"import {modules}\n{use}\n{check}"], check=False).returncode == 0

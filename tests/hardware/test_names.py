@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
-from autotune.hardware.catalog import load_catalog
-from autotune.hardware.store import OTHER_CARDS, SERIES, hardware_named, save_profile
+from autotune.hardware.catalog import SERIES, VARIANTS, load_catalog
+from autotune.hardware.store import hardware_named, save_profile
 
 IDS = [gpu.id for gpu in load_catalog()]
 WORDS = sorted({word for id_ in IDS for word in id_.split("-")})
@@ -51,7 +51,7 @@ def test_words_may_be_joined_and_written_in_any_way(id_, joints, random):
 @pytest.mark.parametrize("number", sorted(number for number, count in NUMBERS.items() if count == 1))
 def test_a_number_that_one_card_has_is_enough_unless_the_card_is_another_than_it_names(number):
     card = next(id_ for id_ in IDS if number in id_.split("-"))
-    if OTHER_CARDS.isdisjoint(card.split("-")):
+    if VARIANTS.isdisjoint(card.split("-")):
         assert meant(number) == card
     else:
         assert card in refusal(number).hint

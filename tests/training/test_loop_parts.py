@@ -17,7 +17,7 @@ from torch import nn
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.registry import family_named
-from autotune.runtime.memory import host_memory_bytes
+from autotune.runtime.memory import resident_bytes
 from autotune.runtime.resources import reraise_oom
 from autotune.schema.candidate import Candidate
 from autotune.schema.events import StepFinished
@@ -237,12 +237,12 @@ def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
 
 
 def test_resident_memory_is_what_the_system_says() -> None:
-    before = host_memory_bytes()
+    before = resident_bytes()
     with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, whatever was freed before
         for _ in range(64):
             block.write(b"x" * 2**20)
-        assert host_memory_bytes() - before == pytest.approx(len(block), rel=0.1)
-        assert host_memory_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
+        assert resident_bytes() - before == pytest.approx(len(block), rel=0.1)
+        assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
 
 
 def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:

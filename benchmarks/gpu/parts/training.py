@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from accuracy import ALL, INT8, closed_gate, tried
+from accuracy import ALL, INT8, tried, unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from search import plan, plan_command
 
@@ -132,7 +132,7 @@ def main() -> None:
             if name == "plain diffusers loop":
                 plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device, STEPS)
                 row = evidence.ask(runner, plain, ("plain", turn))
-            elif why := "no plan" if chosen is None else closed_gate(hardware, chosen):
+            elif why := "no plan" if chosen is None else unavailable_choice(hardware, chosen):
                 evidence.skip(name, why)
                 continue
             else:

@@ -1,0 +1,15 @@
+"""Where autotune keeps its own files: below the folders that the operating system gives each user (platformdirs)."""
+
+from pathlib import Path
+
+import platformdirs
+
+
+def cache_path(*parts: str) -> Path:
+    """A path in the user's cache folder: what lies there can be computed again."""
+    return platformdirs.user_cache_path("autotune").joinpath(*parts)
+
+
+def data_path(*parts: str) -> Path:
+    """A path in the user's data folder: what lies there would be lost work."""
+    return platformdirs.user_data_path("autotune").joinpath(*parts)
