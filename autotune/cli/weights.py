@@ -48,10 +48,10 @@ def convert(
     from autotune.cli.terminal import out
     from autotune.errors import InvalidInput
     from autotune.families import build_on_meta, resolve_model
-    from autotune.weights import AdapterFormat, is_whole_model, read_adapter, reshard, write_adapter
+    from autotune.weights import AdapterFormat, is_model_path, read_adapter, reshard, write_adapter
 
     one_of("--format", to, get_args(AdapterFormat))
-    if is_whole_model(source):
+    if is_model_path(source):
         if to != "diffusers":
             raise InvalidInput(f"only adapters are written for {to}", hint="leave --format out, or name an adapter")
         written = reshard(source, target, max_shard_bytes=parse_bytes(max_shard_size))

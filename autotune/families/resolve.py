@@ -14,13 +14,13 @@ from autotune.families.base import Family, Parts
 from autotune.families.registry import FAMILIES
 from autotune.schema import ModelSpec, digest_of
 from autotune.weights import (
+    build_empty_component,
     component_class,
-    empty_component,
     fetch,
     missing_files,
-    open_source,
+    open_weights,
     read_config,
-    read_pipeline,
+    read_model_index,
     snapshot_in_cache,
 )
 
@@ -143,7 +143,7 @@ def require_weights(model: ResolvedModel) -> None:
         BadWeights: a file is missing, cut off or damaged.
     """
     for part in ("transformer", "vae", *model.family.text_encoders):
-        open_source(model.weights / part)
+        open_weights(model.weights / part)
 
 
 def parts_of(model: ResolvedModel) -> Parts | None:
@@ -162,7 +162,7 @@ def parts_of(model: ResolvedModel) -> Parts | None:
         return family.parts if published else None
     vae_class = component_class(model.folder, "vae")[1]
     with torch.device("meta"):
-        empty_component(model.folder, "vae", dtype=torch.float32)
+        build_empty_component(model.folder, "vae", dtype=torch.float32)
     config = read_config(model.folder / "vae" / "config.json")
     return Parts(
         text_encoder_parameters=tuple(_num_parameters(model.folder / name) for name in family.text_encoders),
@@ -172,7 +172,7 @@ def parts_of(model: ResolvedModel) -> Parts | None:
 
 
 def _num_parameters(folder: Path) -> int:
-    return sum(math.prod(entry.shape) for _, entry in open_source(folder))
+    return sum(math.prod(entry.shape) for _, entry in open_weights(folder))
 
 
 def _from_folder(folder: Path, name: str, revision: str | None = None) -> ResolvedModel:
@@ -191,7 +191,7 @@ def _from_folder(folder: Path, name: str, revision: str | None = None) -> Resolv
 
 
 def _family_of(folder: Path) -> Family:
-    pipeline = read_pipeline(folder).get("_class_name")
+    pipeline = read_model_index(folder).get("_class_name")
     family = next((family for family in FAMILIES.values() if family.pipeline_class == pipeline), None)
     if family is None:
         known = ", ".join(sorted(f.pipeline_class for f in FAMILIES.values()))

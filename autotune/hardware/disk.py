@@ -9,7 +9,7 @@ import platformdirs
 
 from autotune.hardware.system import Unavailable
 from autotune.hardware.timing import Timings, timed
-from autotune.weights import LOADERS, open_source
+from autotune.weights import LOADERS, open_weights
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def disk_timings(
         Unavailable: the loader cannot be used here, or the page cache cannot be bypassed, so that nothing honest can
             be measured.
     """
-    reason = LOADERS[loader].unavailable(device)
+    reason = LOADERS[loader].unavailable_reason(device)
     if reason or not hasattr(os, "posix_fadvise"):
         raise Unavailable(reason or "the page cache cannot be bypassed on this system")
     folder = platformdirs.user_cache_path("autotune")
@@ -37,7 +37,7 @@ def disk_timings(
         file.write(_random_weights(file_bytes))
         file.flush()
         os.fsync(file.fileno())
-        source = open_source(Path(f"/proc/self/fd/{file.fileno()}"))
+        source = open_weights(Path(f"/proc/self/fd/{file.fileno()}"))
 
         def read() -> None:
             # A mapped tensor is read when it is touched, a page at a time.

@@ -16,11 +16,11 @@ from autotune.training.sharding import shard_on_arrival
 from autotune.weights import (
     Transform,
     build_empty,
-    dtype_of_from_pretrained,
     fill_random,
+    find_weights,
+    from_pretrained_dtypes,
     load_into,
-    open_source,
-    weights_in,
+    open_weights,
 )
 
 MOST_GRAPHS = 32
@@ -111,7 +111,7 @@ def load_transformer(
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32: trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
-    policy = dtype_of_from_pretrained(transformer, dtype)
+    policy = from_pretrained_dtypes(transformer, dtype)
     if shards > 1:
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
@@ -124,6 +124,6 @@ def load_transformer(
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
         return transformer.eval(), None
-    source = open_source(weights_in(model.folder / "transformer"))
+    source = open_weights(find_weights(model.folder / "transformer"))
     load_into(transformer, source, loader=settings.loader, device=str(device), dtype_policy=policy, transform=transform)
     return transformer.eval(), meter.result()

@@ -30,7 +30,7 @@ from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, Ph
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
 from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
 from autotune.training.verdict import update_norm
-from autotune.weights.layer import Layer
+from autotune.weights.lora_layer import LoraLayer
 from tests.training.conftest import CPU, Bench
 
 
@@ -199,9 +199,9 @@ def test_norm_of_an_update_is_that_of_the_product(rank: int, inputs: int, output
     generator = torch.Generator().manual_seed(rank * 100 + inputs * 10 + outputs)
     down, up = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
     expected = float((up.double() @ down.double()).norm()) * alpha / rank
-    assert update_norm(Layer(down, up, alpha)) == pytest.approx(expected, rel=1e-6)
-    assert math.isnan(update_norm(Layer(down * math.nan, up, alpha)))
-    assert update_norm(Layer(down, up * 0, alpha)) == 0
+    assert update_norm(LoraLayer(down, up, alpha)) == pytest.approx(expected, rel=1e-6)
+    assert math.isnan(update_norm(LoraLayer(down * math.nan, up, alpha)))
+    assert update_norm(LoraLayer(down, up * 0, alpha)) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

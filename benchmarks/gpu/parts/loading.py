@@ -78,7 +78,7 @@ def main() -> None:
             {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
         )
         device = torch.device(hardware.device.torch_name)
-        if why := closed_gate(hardware, chosen) or LOADERS[loader].unavailable(device):
+        if why := closed_gate(hardware, chosen) or LOADERS[loader].unavailable_reason(device):
             evidence.skip(f"{loader} {cache} {storage}", why)
             continue
         if cache == "cold":
