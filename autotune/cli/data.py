@@ -29,10 +29,10 @@ def check(
     """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
     from autotune.cli.terminal import progress_of
     from autotune.data import Reading, check_dataset
-    from autotune.families import family_named
+    from autotune.families import get_family
     from autotune.reporting import data_report_lines
 
-    family = family_named(model)
+    family = get_family(model)
     with progress_of("reading") as progress:
         report = check_dataset(
             folder,

@@ -47,7 +47,7 @@ def estimate(asked: EstimateOptions) -> None:
     from autotune.cli.terminal import err
     from autotune.cost import Predictor, parse_resolution
     from autotune.cost import estimate as predict
-    from autotune.families import parts_of, resolve_model
+    from autotune.families import read_parts, resolve_model
     from autotune.knobs import TuningContext
     from autotune.reporting import render
     from autotune.training import WorkloadOverrides, describe_workload, given
@@ -65,7 +65,7 @@ def estimate(asked: EstimateOptions) -> None:
             effective_batch_size=given(asked.batch, usual_batch),
         )
         context = TuningContext(machine, resolved.family, describe_workload(resolved, None, wishes))
-        predictor = Predictor(machine, context.workload, resolved.family, resolved.config, parts_of(resolved))
+        predictor = Predictor(machine, context.workload, resolved.family, resolved.config, read_parts(resolved))
         candidate = _candidate(asked, context)
         answer = predict(predictor, candidate, num_steps=asked.steps, price_per_hour=asked.price)
     tell(answer, asked.as_json, render)

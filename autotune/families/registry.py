@@ -25,7 +25,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def family_named(name: str) -> Family:
+def get_family(name: str) -> Family:
     """The family called `name`.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autotune.families import Family, ResolvedModel, add_adapter, without_dropout
+from autotune.families import Family, ResolvedModel, add_adapter, disable_dropout
 from autotune.knobs import KNOBS, Swapping, offload_on_arrival, torch_dtype
 from autotune.quantization import quantize_inside
 from autotune.schema import Candidate, QuantizationError, Workload
@@ -92,7 +92,7 @@ def as_written(transformer: nn.Module) -> Iterator[None]:
     try:
         for module, _ in compiled:
             module._compiled_call_impl = None
-        with without_dropout(transformer):
+        with disable_dropout(transformer):
             yield
     finally:
         for module, code in compiled:

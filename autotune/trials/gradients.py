@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune.families import add_adapter, family_named, flow_matching_loss
+from autotune.families import add_adapter, flow_matching_loss, get_family
 from autotune.knobs import torch_dtype
 from autotune.schema import Candidate
 from autotune.training import AdapterOptimizer, apply_knobs, to_device
@@ -78,7 +78,7 @@ def relative_error(gradients: Sequence[Tensor | None], reference: Sequence[Tenso
 
 
 def _plain_transformer(request: GradientRequest) -> nn.Module:
-    family = family_named(request.family)
+    family = get_family(request.family)
     transformer = build_empty(lambda: family.build_transformer(request.config), dtype=torch.float32)
     fill_random(transformer, device=request.device, seed=0)
     for parameter in transformer.parameters():
@@ -87,7 +87,7 @@ def _plain_transformer(request: GradientRequest) -> nn.Module:
 
 
 def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate) -> list[Tensor | None]:
-    family, dtype, work = family_named(request.family), torch_dtype(candidate.precision), request.workload
+    family, dtype, work = get_family(request.family), torch_dtype(candidate.precision), request.workload
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=True)

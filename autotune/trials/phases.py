@@ -85,8 +85,8 @@ def _preview(request: RehearsalRequest, model: ResolvedModel, folder: Path) -> P
     for path in paths:
         Image.new("RGB", size, "gray").save(path)
     tokens = work.max_text_tokens
-    if paths and model.texts is not None:  # most of which stand for the control images
-        tokens -= model.family.count_text_tokens(model.texts, [""], [[size] * len(paths)])[0]
+    if paths and model.config_folder is not None:  # most of which stand for the control images
+        tokens -= model.family.count_text_tokens(model.config_folder, [""], [[size] * len(paths)])[0]
     caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
     return Preview(caption, bucket, PREVIEW_STEPS, 0, tuple(paths))
 

@@ -41,10 +41,10 @@ class PlainLoop:
         from diffusers.training_utils import cast_training_params
         from peft import LoraConfig
 
-        from autotune.families.registry import family_named
+        from autotune.families.registry import get_family
         from autotune.trials.steps import longest_captions, synthetic_samples
 
-        family, rank, on_gpu = family_named(self.family), self.workload.rank, self.device.startswith("cuda")
+        family, rank, on_gpu = get_family(self.family), self.workload.rank, self.device.startswith("cuda")
         dtype = torch.bfloat16 if on_gpu else torch.float32
         torch.set_default_dtype(dtype)
         with torch.device(self.device):
