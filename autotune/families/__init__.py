@@ -1,4 +1,4 @@
-"""One file per model family; `base.py` says what a family must answer."""
+"""One file per model family; `base.py` says what a family must implement."""
 
 from typing import TYPE_CHECKING
 

@@ -21,10 +21,9 @@ def add_adapter(
 
     The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input into it and keep
     the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero). Dropout works
-    even in a transformer in evaluation mode, which is how all are trained here; `disable_dropout` turns it off.
+    even in a transformer in evaluation mode, as all are trained; `disable_dropout` turns it off.
 
-    Raises:
-        InvalidInput: the family has no target set of that name.
+    Raises InvalidInput if the family has no target set of that name.
     """
     import torch
     from peft import LoraConfig

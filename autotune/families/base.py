@@ -3,7 +3,7 @@
 A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, what the transformer is
 called with. It knows nothing of devices, memory or search. To add one: one file, and one line in the registry.
 
-Every family here is trained by flow matching: noisy = (1 - sigma) * clean + sigma * noise, and the transformer
+Every family is trained by flow matching: noisy = (1 - sigma) * clean + sigma * noise, and the transformer
 predicts the velocity noise - clean.
 
 Every command imports families, so torch and diffusers are imported inside methods.
@@ -124,7 +124,7 @@ def unwrap_model(transformer: "nn.Module") -> Any:
 
 
 def build_empty_pipeline(pipeline_class: str) -> Any:
-    """A stock pipeline without components: for what its constructor knows, such as its prompt template."""
+    """A stock pipeline without components: for what its constructor sets, such as its prompt template."""
     import diffusers
 
     stock = getattr(diffusers, pipeline_class)
@@ -276,8 +276,7 @@ class Family(ABC):
 
         If prompts differ in length, `prompt_mask` (batch, longest) is True on their own tokens.
 
-        Raises:
-            RuntimeError: other tensors differ in shape: the samples are not of one bucket.
+        Raises RuntimeError if other tensors differ in shape: the samples are not of one bucket.
         """
         import torch
         from torch.nn.utils.rnn import pad_sequence
@@ -339,9 +338,9 @@ class Family(ABC):
         """Further arguments of the pipeline's call to sample: prompt, guidance, control images, frames."""
         return {"prompt": prompt, "guidance_scale": self.defaults.sampling_guidance}
 
-    @abstractmethod
     def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        """Whether attention gets a mask at this batch size: some backends refuse any."""
+        """Whether attention gets a mask at this batch size, which some backends refuse; False unless overridden."""
+        return False
 
     @abstractmethod
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:

@@ -5,18 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import FLUX_VAE, Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, unwrap_model
-from autotune.families.packing import PATCH, pack, unpack
-from autotune.schema import Bucket, TextPadding
+from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-VAE_FACTOR = 8
 TEXT_TOKENS = 512
 """Length that the pipeline pads every prompt to. It masks nothing: the model was trained to attend to the padding."""
 
 BLOCK = r"(single_)?transformer_blocks\.\d+"
-ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
 
 
@@ -106,9 +104,6 @@ class Flux1Dev(Family):
             return_dict=False,
         )[0]
         return unpack(velocity, noisy.shape)
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return False
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
         from autotune.families.small.flux1_dev import write_pipeline

@@ -23,7 +23,7 @@ from autotune.families.base import (
     count_tokens,
     unwrap_model,
 )
-from autotune.schema import Bucket, TextPadding
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -140,9 +140,6 @@ class Kandinsky5(Family):
             return_dict=False,
         )
         return velocity.permute(0, 4, 1, 2, 3)
-
-    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return False
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
         from autotune.families.small.kandinsky5 import write_pipeline

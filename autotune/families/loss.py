@@ -1,4 +1,4 @@
-"""The loss of every family here: predict the velocity of a flow. Shared by training, trials and tracing."""
+"""The loss of every family: predict the velocity of a flow. Shared by training, trials and tracing."""
 
 from torch import Tensor, nn
 

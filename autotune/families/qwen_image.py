@@ -16,16 +16,14 @@ from autotune.families.base import (
     build_empty_pipeline,
     count_tokens,
 )
-from autotune.families.packing import PATCH, pack, unpack
+from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-VAE_FACTOR = 8
 BLOCK = r"transformer_blocks\.\d+"
-ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 CONTROL = "control_latents_"
 """Prefix of control images in a sample, before a number from 1; nine at most, so that names sort in order."""
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"

@@ -65,8 +65,7 @@ def resolve_model(model: str) -> ResolvedModel:
     It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with `@REVISION` for a
     certain commit, whose files are then taken from the hub's cache.
 
-    Raises:
-        InvalidInput: it is none of these, or the folder lacks something or belongs to no known family.
+    Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known family.
     """
     if not is_on_hub(model):
         folder = _expand(model)
@@ -113,13 +112,9 @@ def _expand(model: str) -> Path:
 
 
 def _parse_name(model: str) -> tuple[Family | None, str, str]:
-    """Family, repository and revision; None if no family has that name, an empty string without a revision.
-
-    Raises:
-        InvalidInput: git has no such revision; joined to the cache's folder it might lead out of it.
-    """
+    """Family, repository and revision; None if no family has that name, an empty string without a revision."""
     name, at, revision = model.partition("@")
-    if at and (not REVISION.fullmatch(revision) or ".." in revision):
+    if at and (not REVISION.fullmatch(revision) or ".." in revision):  # joined to the cache's folder it might leave it
         raise InvalidInput(f"{revision!r} is no revision of {name}", hint="name a commit, branch or tag after the @")
     family = _find_family(name)
     return family, family.hub_id if family else name, revision
@@ -150,8 +145,7 @@ def read_parts(model: ResolvedModel) -> Parts | None:
 
     Without a folder those of the published model, if it is that one; else None.
 
-    Raises:
-        InvalidInput: the folder's VAE cannot be built.
+    Raises InvalidInput if the folder's VAE cannot be built.
     """
     family, folder = model.family, model.folder
     if folder is None:
@@ -214,10 +208,9 @@ def _build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSp
 
 
 def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
-    """Build the transformer with every parameter and buffer on the meta device.
+    """Build the transformer with all parameters and buffers on the meta device.
 
-    Raises:
-        InvalidInput: the class refuses the configuration.
+    Raises InvalidInput if the class refuses the configuration.
     """
     getattr(diffusers, family.transformer_class)  # an error of this import would not be the configuration's
     try:

@@ -1,4 +1,4 @@
-"""Loads and saves safetensors files."""
+"""Weights in safetensors files: fetch, inspect, stream into a model, save, convert between formats of adapters."""
 
 from typing import TYPE_CHECKING
 

@@ -29,8 +29,7 @@ DOWNLOAD_AGAIN = "download the whole pipeline again, in the diffusers layout"
 def read_config(path: Path) -> dict[str, Any]:
     """Read a JSON object from an untrusted model folder.
 
-    Raises:
-        InvalidInput: it cannot be read, is no JSON object, or asks for more blocks than any model has.
+    Raises InvalidInput if it cannot be read, is no JSON object, or asks for more blocks than any model has.
     """
     hint = "point --model at a folder in the diffusers layout: model_index.json, transformer/, vae/ and so on"
     try:
@@ -59,8 +58,7 @@ def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def read_model_index(folder: Path) -> dict[str, Any]:
     """Read a pipeline's `model_index.json`: its class as `_class_name`, (library, class) of each component.
 
-    Raises:
-        InvalidInput: it cannot be read, or a component comes from a library other than diffusers and transformers.
+    Raises InvalidInput if it cannot be read, or a component comes from a library that is not in LIBRARIES.
     """
     index = read_config(folder / PIPELINE_INDEX)
     for name, entry in index.items():
@@ -73,12 +71,7 @@ def read_model_index(folder: Path) -> dict[str, Any]:
 
 
 def component_class(folder: Path, name: str) -> tuple[str, str]:
-    """(library, class) of a component in `read_model_index`.
-
-    Raises:
-        InvalidInput: as `read_model_index`.
-        MissingWeights: the pipeline has no such component.
-    """
+    """(library, class) of a component in `read_model_index`. Raises MissingWeights if the pipeline does not have it."""
     match read_model_index(folder).get(name):
         case [str(library), str(class_name)]:
             return library, class_name
@@ -126,8 +119,8 @@ def load_component(
 
     `transform` gets the empty model and returns what to do with each module as it arrives.
 
-    Raises:
-        InvalidInput, BadWeights: as `build_empty_component`; no weights, or damaged ones, or of another model.
+    Raises InvalidInput or BadWeights as `build_empty_component`, and for weights that are absent, damaged or of another
+    model.
     """
     library, _ = component_class(folder, name)
     model = build_empty_component(folder, name, dtype=dtype)

@@ -223,7 +223,9 @@ def get_loader(name: str, device: "torch.device") -> Loader:
         raise InvalidInput(f"no loader is called {name!r}", hint=f"choose one of {', '.join(LOADERS)}")
     reason = LOADERS[name].unavailable_reason(device)
     if reason:
-        raise InvalidInput(f"the loader {name} cannot be used here: {reason}", hint="choose the loader safetensors")
+        raise InvalidInput(
+            f"the loader {name} cannot be used on this machine: {reason}", hint="choose the loader safetensors"
+        )
     return LOADERS[name]
 
 

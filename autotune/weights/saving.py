@@ -23,8 +23,7 @@ METADATA = {"format": "pt"}
 def save_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Save tensors of any layout and device into one file, atomically. Tied tensors are stored under each name.
 
-    Raises:
-        OSError: it cannot be written.
+    Raises OSError if it cannot be written.
     """
     with atomic_write(path) as part:
         mode = part.stat().st_mode

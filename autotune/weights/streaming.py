@@ -9,7 +9,8 @@ of the model.
 
 import ctypes
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -128,10 +129,7 @@ class _Slot:
     """A place for one tensor in a model: one parameter or persistent buffer, under all the names that it has."""
 
     names: tuple[str, ...]
-    holders: tuple[tuple[nn.Module, str], ...]
-    """Modules that have the tensor, and its attribute name in each."""
     tensor: Tensor
-    is_buffer: bool
 
     @property
     def name(self) -> str:
@@ -141,40 +139,35 @@ class _Slot:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
+    @property
+    def is_buffer(self) -> bool:
+        return not isinstance(self.tensor, nn.Parameter)
+
 
 def _find_slots(model: nn.Module) -> tuple[_Slot, ...]:
     slots: dict[int, _Slot] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for leaf, tensor, is_buffer in _own_tensors(module):
-            known = slots.get(id(tensor), _Slot((), (), tensor, is_buffer))
-            names = (*known.names, f"{prefix}.{leaf}" if prefix else leaf)
-            holders = known.holders if (module, leaf) in known.holders else (*known.holders, (module, leaf))
-            slots[id(tensor)] = _Slot(names, holders, tensor, is_buffer)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        known = slots.get(id(tensor))
+        slots[id(tensor)] = _Slot((*known.names, name) if known else (name,), tensor)
     return tuple(slots.values())
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Names and tensors of a module's own parameters and persistent buffers, and whether each is a buffer."""
-    for leaf, parameter in module._parameters.items():
-        if parameter is not None:
-            yield leaf, parameter, False
-    for leaf, buffer in module._buffers.items():
-        if buffer is not None and leaf not in module._non_persistent_buffers_set:
-            yield leaf, buffer, True
+def _find_holders(model: nn.Module, slot: _Slot) -> list[tuple[nn.Module, str]]:
+    """Modules that have the slot's tensor, and its attribute name in each."""
+    places = [name.rpartition(".") for name in slot.names]
+    return list(dict.fromkeys((model.get_submodule(parent), leaf) for parent, _, leaf in places))
 
 
 class _Filler:
     """Puts tensors into their slots and transforms each module once it is complete."""
 
-    def __init__(self, model: nn.Module, slots: Iterable[_Slot], transform: Transform | None) -> None:
+    def __init__(self, model: nn.Module, slots: Sequence[_Slot], transform: Transform | None) -> None:
         self.model = model
         self.transform = transform
         self.by_name = {name: slot for slot in slots for name in slot.names}
         self.filled: set[str] = set()
-        self.num_missing: dict[nn.Module, int] = {}
-        for slot in slots:
-            for module, _ in slot.holders:
-                self.num_missing[module] = self.num_missing.get(module, 0) + 1
+        self.holders = {slot.name: _find_holders(model, slot) for slot in slots}
+        self.num_missing = Counter(module for holders in self.holders.values() for module, _ in holders)
         self.module_names = {module: name for name, module in model.named_modules()}
 
     def fill(self, slot: _Slot, tensor: Tensor) -> None:
@@ -184,10 +177,10 @@ class _Filler:
         self.filled.add(slot.name)
         needs_grad = slot.tensor.requires_grad and tensor.is_floating_point()
         new = tensor if slot.is_buffer else nn.Parameter(tensor, requires_grad=needs_grad)
-        for module, leaf in slot.holders:
+        for module, leaf in self.holders[slot.name]:
             own: dict[str, Any] = module._buffers if slot.is_buffer else module._parameters
             own[leaf] = new
-        for module, _ in slot.holders:
+        for module, _ in self.holders[slot.name]:
             self.num_missing[module] -= 1
             if not self.num_missing[module]:
                 self._complete(module)

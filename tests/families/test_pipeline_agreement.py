@@ -47,7 +47,7 @@ def controls(small, monkeypatch):
     stock_size = edit.calculate_dimensions
     monkeypatch.setattr(edit, "calculate_dimensions", lambda _, ratio: stock_size(AREA, ratio))
     monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", AREA)
-    monkeypatch.setattr(qwen_image_edit, "CONDITION_AREA", AREA)
+    monkeypatch.setattr(qwen_image_edit.QwenImageEdit, "condition_area_px", AREA)
     sizes = [(64, 64), (96, 32), (32, 96)][: small.family.max_controls]
     return [
         small.pixels(Bucket(width_px=width, height_px=height, num_frames=1, num_items=1), seed=number)

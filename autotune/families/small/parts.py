@@ -89,7 +89,7 @@ def qwen_processor(tokenizer: Any) -> Any:
 
 
 def clip_tokenizer(captions: Sequence[str]) -> Any:
-    """A `CLIPTokenizer` that knows the words and characters of `captions`."""
+    """A `CLIPTokenizer` with the words and characters of `captions` as its vocabulary."""
     words = sorted({word for caption in captions for word in caption.lower().split()})
     characters = sorted({character for word in words for character in word})
     pieces = [*characters, *(f"{character}</w>" for character in characters)]
@@ -114,7 +114,7 @@ def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
 
 
 def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
-    """A unigram `T5Tokenizer` that knows the words and characters of `captions`."""
+    """A unigram `T5Tokenizer` with the words and characters of `captions` as its vocabulary."""
     words = sorted({word for caption in captions for word in caption.split()})
     characters = sorted({character for word in words for character in word})
     scored = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
@@ -138,7 +138,7 @@ def t5_encoder(tokenizer: Any, hidden_size: int) -> Any:
 
 
 def flux_vae() -> Any:
-    """FLUX's `AutoencoderKL` (Kandinsky5 for images uses it, too): 16 channels, factor 8, no quant convolutions."""
+    """FLUX's `AutoencoderKL` (also used by Kandinsky5 for images): 16 channels, factor 8, no quant convolutions."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
