@@ -7,20 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import read_parts, resolve_model
 from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
-from autotune.planning.planner import make_plan
+from autotune.planning.planner import PlanningResult
 from autotune.planning.problem import list_choices
 from autotune.planning.request import PlanRequest
+from autotune.schema.events import Event, Notice
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan
 from autotune.schema.prediction import Estimate
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.processes import device_misfits
 from tests.conftest import autotune, autotune_here
+from tests.planning.machines import make_plan
 
 SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 
@@ -49,8 +52,8 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
     def full(path: Path, plan: TrainingPlan) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("autotune.planning.planner.make_plan", lambda *asked: predicted)
-    monkeypatch.setattr("autotune.schema.plan_file.write_plan", full)
+    monkeypatch.setattr("autotune.api.plans.make_plan", lambda *asked: PlanningResult(predicted, asked[1]))
+    monkeypatch.setattr("autotune.api.plans.write_plan", full)
     asked = ("--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "-o", tmp_path / "plan.yaml")
     process = autotune_here(capfd, "plan", *asked)
     assert process.returncode == 1
@@ -71,6 +74,17 @@ def test_an_estimate_of_what_does_not_fit_says_so() -> None:
     assert json.loads(process.stdout)["step_seconds"] > 0
     bucket = estimate.workload.buckets[0]
     assert (bucket.width_px, bucket.height_px) == (512, 768)
+
+
+def test_a_card_without_bf16_is_planned_for_in_fp32() -> None:
+    events: list[Event] = []
+    card = hardware_for("T4", on_event=events.append)
+    told = [event.text for event in events if isinstance(event, Notice)]
+    assert told[0] == "planning for nvidia-t4"
+    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, it takes 8.0): it trains in fp32")
+    space = list_choices(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL), card)
+    assert space.choices["precision"] == ("fp32",)
+    assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]
 
 
 def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(

@@ -12,23 +12,24 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+import autotune
+from autotune import reporting
 from autotune.cli import data, profiles, weights
 from autotune.cli.about import doctor, models
 from autotune.cli.demo import demo
 from autotune.cli.estimate import estimate
+from autotune.cli.options import one_of
+from autotune.cli.output import Progress
 from autotune.cli.plan import plan
 from autotune.cli.plans import check, diff, explain
 from autotune.cli.probe import probe
 from autotune.cli.train import sample, train
-from autotune.errors import AutotuneError, Preempted, first_line
-from autotune.reporting import printable
-from autotune.runtime import OUT_OF_MEMORY, is_first_process, limit_thread_spinning, silence_libraries
 
 INTERRUPTED = 130
-"""What typer ends with on Ctrl-C."""
+"""Exit status of typer on Ctrl-C."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""Typer exports only this subclass of click's, and since 0.26 has a click of its own."""
+"""Click's error for wrong usage. Typer exports only a subclass of it, and since 0.26 has a click of its own."""
 
 app = typer.Typer(
     help="Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.",
@@ -41,12 +42,15 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def top(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    progress: Annotated[str, typer.Option(help="On stderr: bar, json (a line for each event) or none.")] = "bar",
+) -> None:
     """Options that stand before a command."""
+    one_of("--progress", progress, ("bar", "json", "none"))
+    Progress.form = progress
     if version:
-        from autotune import __version__
-
-        typer.echo(f"autotune {__version__}")
+        typer.echo(f"autotune {autotune.__version__}")
         raise typer.Exit
 
 
@@ -62,64 +66,51 @@ for listing in (app, data.app, profiles.app, weights.app):
 def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
     _open_streams()
-    sys.unraisablehook = _again
-    silence_libraries()
-    limit_thread_spinning(os.environ)
+    sys.unraisablehook = _repeat_interrupt
+    autotune.prepare_process()
     try:
         status = app(standalone_mode=False, prog_name="autotune")
     except UsageError as error:
         error.show()
         _exit(error.format_message(), f"{error.ctx.command_path if error.ctx else 'autotune'} --help", error.exit_code)
-    except AutotuneError as error:
-        if isinstance(error, Preempted) and not is_first_process():
-            sys.exit(error.exit_status)  # the first of several processes says it
-        _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
         _forget_stdout()
         sys.exit(1)
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK"):
             raise
-        if isinstance(error, OSError) and error.strerror:
-            where = f"{error.filename}: " if error.filename else ""
-            _fail(f"{where}{error.strerror}", "check the path, its permissions, and the room on its disk", 1)
-        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY):
-            _fail(f"memory ran out: {error}", "close what else takes memory, or raise the limit (ulimit -v)", 1)
-        _fail(
-            f"{type(error).__name__}: {first_line(error) or 'no message'}",
-            "this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
-            1,
-        )
+        explained = autotune.explain_error(error)
+        _fail(explained.message, explained.hint, explained.exit_status)
     if status == INTERRUPTED:
         _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
     sys.exit(status)
 
 
 def _open_streams() -> None:
-    """Where a stream was closed, the next file to be opened would take its number, and what libraries print."""
+    """Open streams that were closed: the next file would take their number, and what libraries print."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
-def _again(lost: Any) -> None:
-    """Python drops what is raised in a weak reference's callback, of which tracing makes many: Ctrl-C comes again."""
+def _repeat_interrupt(lost: Any) -> None:
+    """Send Ctrl-C again if it was raised in a weak reference's callback (tracing makes many): Python drops it."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        # Sent to the thread itself, as the keyboard does: what it waits for ends at once.
+        # Sent to the main thread, as the keyboard does, so that whatever it waits for ends at once.
         threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(lost)
 
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:
-    message, hint = (printable(" ".join(text.split())) for text in (message, hint))
+    message, hint = (reporting.printable(" ".join(text.split())) for text in (message, hint))
     sys.stderr.write(f"error: {message}\nhint: {hint}\n")
     _exit(message, hint, status)
 
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:
-    """End with `status`; a script that reads JSON finds there what people read on stderr."""
-    if "--json" in sys.argv and is_first_process():
+    """Exit with `status`; a script that reads JSON gets the error on stdout as well."""
+    if "--json" in sys.argv:
         try:
             typer.echo(json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1))
         except OSError:  # nobody reads, or its disk is full
@@ -128,5 +119,5 @@ def _exit(message: str, hint: str, status: int) -> NoReturn:
 
 
 def _forget_stdout() -> None:
-    """What could not be written is not tried again at the end."""
+    """Make Python not try again at its end what could not be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

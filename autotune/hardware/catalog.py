@@ -13,7 +13,7 @@ from importlib.resources import files
 import yaml
 from pydantic import Field
 
-from autotune.hardware.capabilities import capabilities_of
+from autotune.hardware.capabilities import CUDA_13, capabilities_of, without_bf16
 from autotune.hardware.facts import PACKAGES
 from autotune.hardware.memory import budget
 from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, MemoryKind, Versions
@@ -27,6 +27,8 @@ ASSUMED_VERSIONS = {
     "driver": "580",
     "triton": "3.5",
 }
+OLD_CARDS_CUDA = "12.6"
+"""The CUDA of torch's last builds for cards that CUDA 13 left out (pytorch#172352)."""
 PCIE_BYTES_PER_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Per second, one direction, after line encoding (PCI-SIG)."""
 SAME_MEMORY = 0.15
@@ -53,9 +55,11 @@ class CatalogGpu(Frozen):
     l2_mib: float | None = None
     power_watts: float
     pcie_generation: int | None = None
+    pcie_lanes: int = 16
     host_gb_per_second: float | None = None
     """One direction to the host's memory, where something faster than PCIe leads there (NVLink-C2C)."""
     dense_tflops: dict[str, float]
+    """By dtype of the inputs; `fp32` is that of the plain units, given where there is no bf16 to train in."""
     measured_tflops: dict[str, float] = Field(default_factory=dict)
     """Products measured by others with cuBLASLt."""
     confidence: str
@@ -68,6 +72,16 @@ class CatalogGpu(Frozen):
         if self.memory_cuda_mib is not None:
             return self.memory_cuda_mib * 2**20
         return int(self.memory_nominal_gb * 2**30 * 0.97)
+
+    @property
+    def training_dtype(self) -> str:
+        """What training computes in: bf16 wherever the card has units for it."""
+        return "bf16" if "bf16" in self.dense_tflops else "fp32"
+
+    @property
+    def training_tflops(self) -> float:
+        """The peak in that dtype."""
+        return self.dense_tflops.get(self.training_dtype, 0.0)
 
     @property
     def _reached_bf16(self) -> float | None:
@@ -89,8 +103,9 @@ class CatalogGpu(Frozen):
             bf16_flops_per_second=peaks.get("bf16"),
             reached_bf16_flops_per_second=self._reached_bf16,
             tf32_flops_per_second=peaks.get("tf32"),
+            fp32_flops_per_second=peaks.get("fp32"),
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,
-            pcie_bytes_per_second=link or (None if lane is None else 16 * lane),
+            pcie_bytes_per_second=link or (None if lane is None else self.pcie_lanes * lane),
             power_watts=self.power_watts,
             confidence=self.confidence,
             source=self.source,
@@ -106,7 +121,7 @@ def load_catalog() -> tuple[CatalogGpu, ...]:
         for entry in folder.iterdir()
         if entry.name.endswith(".yaml")
     ]
-    return tuple(sorted(gpus, key=lambda gpu: (float(gpu.compute_capability), gpu.dense_tflops.get("bf16", 0))))
+    return tuple(sorted(gpus, key=lambda gpu: (float(gpu.compute_capability), gpu.training_tflops, gpu.id)))
 
 
 def matching(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
@@ -122,7 +137,7 @@ def matching(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
 
 
 def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
-    """A profile to plan with, for a Linux host of 64 GiB with this environment's packages and CUDA 13."""
+    """A profile to plan with, for a Linux host of 64 GiB with this environment's packages and the card's last CUDA."""
     device = _device(gpu)
     shared = gpu.memory_kind == "integrated"
     memory = gpu.memory_bytes if shared else ASSUMED_HOST_BYTES
@@ -136,7 +151,7 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
         compiler="assumed",
         gpu_direct_storage=False,
     )
-    versions = _assumed_versions()
+    versions = _assumed_versions(device)
     return HardwareProfile(
         origin="catalog",
         device=device,
@@ -146,8 +161,9 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
         datasheet=gpu.datasheet,
         notes=(
             f"from the catalog, not measured; figures: {gpu.confidence} confidence",
-            f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA 13.0, driver 580, a C compiler, no display,"
-            " and this environment's packages",
+            f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA {versions.cuda_runtime}, driver 580, a C compiler,"
+            " no display, and this environment's packages",
+            *without_bf16(device),
             *((gpu.notes,) if gpu.notes else ()),
         ),
     )
@@ -177,9 +193,10 @@ def _device(gpu: CatalogGpu) -> Device:
     )
 
 
-def _assumed_versions() -> Versions:
+def _assumed_versions(device: Device) -> Versions:
     """This environment's packages; what only a GPU machine has is assumed."""
-    found: dict[str, str] = {}
+    old = device.compute_capability is not None and device.compute_capability < CUDA_13
+    found = {"cuda_runtime": OLD_CARDS_CUDA} if old else {}
     for field, package in PACKAGES.items():
         try:
             found[field] = importlib.metadata.version(package).split("+")[0]  # not how this one was built

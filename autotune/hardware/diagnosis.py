@@ -7,7 +7,7 @@ this driver needs before one is installed. A check is pure: a patient in, findin
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from autotune.hardware.capabilities import older
+from autotune.hardware.capabilities import CUDA_13, older
 from autotune.hardware.catalog import matching
 from autotune.hardware.doctor_facts import DoctorFacts, Gpu, examine
 from autotune.hardware.sources import RealSystem
@@ -24,9 +24,6 @@ DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
 LEAST = {"diffusers": "0.42", "transformers": "5.0", "peft": "0.20", "accelerate": "1.10"}
 """Oldest versions that work. With peft 0.18 no layer is adapted where torchao is 0.18 or newer, with 0.19 none whose
 weights torchao stores."""
-
-CUDA_13 = (7, 5)
-"""The oldest compute capability that it runs on."""
 DEFAULT_DISK_BYTES = 90 * GIB
 """Qwen-Image in bf16 (58 GB on the hub), its caches, checkpoints and room to write a shard twice."""
 
@@ -67,7 +64,7 @@ def torch_for(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
     build = "cu129" if any(own >= (10, 0) for own in capabilities) else "cu126"
     if driver is None and not gpus:
         build = "cpu"
-    elif (outdated or not older(driver, DRIVERS["13"])) and not any(own < CUDA_13 for own in capabilities):
+    elif (outdated or not older(driver, DRIVERS["13"])) and not any(map(_needs_cuda_12, gpus)):
         build = "cu130"
     return f"{first}install the {build} build of torch 2.11 or newer (pytorch.org, 'Get started', 'Compute platform')"
 
@@ -92,7 +89,7 @@ def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
             )
             fix = get if get.startswith("update") else f"update the driver; or {get}"
             yield Finding(severity="blocks", name="driver-too-old", what=what, fix=fix)
-        elif cuda.startswith("12."):
+        elif cuda.startswith("12.") and not any(map(_needs_cuda_12, facts.gpus)):
             what = f"torch {versions.torch} is built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
             yield Finding(severity="note", name="cuda-12", what=what, fix="driver 580 or newer runs CUDA 13 builds")
     if versions.torch is not None and older(versions.torch, "2.11"):
@@ -100,13 +97,16 @@ def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
         yield Finding(severity="hurts", name="old-torch", what=what, fix=get)
 
 
+def _needs_cuda_12(gpu: Gpu) -> bool:
+    return gpu.compute_capability is not None and gpu.compute_capability < CUDA_13
+
+
 def check_old_card(facts: DoctorFacts) -> Iterator[Finding]:
     """CUDA 13 dropped everything before 7.5."""
     cuda13 = not older(facts.versions.cuda_runtime, "13.0")
     for gpu in facts.gpus:
-        own = gpu.compute_capability
-        if cuda13 and own is not None and own < CUDA_13:
-            what = f"{gpu.name} has compute capability {own[0]}.{own[1]}; CUDA 13 needs 7.5"
+        if cuda13 and _needs_cuda_12(gpu):
+            what = "{} has compute capability {}.{}; CUDA 13 needs 7.5".format(gpu.name, *gpu.compute_capability or ())
             fix = "install the cu126 build of torch"
             yield Finding(severity="blocks", name="card-too-old", what=what, fix=fix)
 
@@ -167,8 +167,9 @@ def check_link_and_power(facts: DoctorFacts) -> Iterator[Finding]:
             what = f"GPU {gpu.index} ({gpu.name}) is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
             fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"
             yield Finding(severity="hurts", name="power-limited", what=what, fix=fix)
-        # NVML's greatest width is what card and slot can do together; every card of the catalog has 16 lanes.
-        width, full = gpu.pcie_width, 16 if sheet and sheet.pcie_generation else gpu.pcie_max_width or 16
+        # NVML's greatest width is what card and slot can do together; the catalog knows what the card can.
+        lanes = sheet.pcie_lanes if sheet and sheet.pcie_generation else None
+        width, full = gpu.pcie_width, lanes or gpu.pcie_max_width or 16
         if width is not None and width < full:
             what = f"GPU {gpu.index} ({gpu.name}) has {width} PCIe lanes of {full}: copies from the host are slow"
             fix = "move the card to a full slot; avoid plans that offload"

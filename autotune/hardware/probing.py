@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from autotune.hardware.capabilities import capabilities_of
+from autotune.hardware.capabilities import CUDA_13, capabilities_of, without_bf16
 from autotune.hardware.catalog import matching
 from autotune.hardware.facts import read_device, read_host, read_versions
 from autotune.hardware.memory import budget
@@ -69,9 +69,9 @@ def notes_of(reader: Reader, device: Device, versions: Versions) -> tuple[str, .
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
-    if (versions.cuda_runtime or "").startswith("12."):
+    if (versions.cuda_runtime or "").startswith("12.") and (device.compute_capability or CUDA_13) >= CUDA_13:
         notes.append("CUDA 12 works and is deprecated: PyTorch's newest builds are for CUDA 13")
-    return tuple(notes)
+    return (*notes, *without_bf16(device))
 
 
 def measure_rates(

@@ -5,6 +5,7 @@ A file carries the digest of its profile, so a damaged one is noticed and measur
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,17 @@ import platformdirs
 from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.hardware.catalog import load_catalog, profile_of_gpu
+from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
 from autotune.hardware.probing import ABOUT_RATES, measure_rates, probe, with_rates
 from autotune.runtime import write_text_atomic
 from autotune.schema import HardwareProfile, digest_of
 
 POWER_TOLERANCE = 0.1
 """Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""
+SERIES = ("nvidia", "geforce", "rtx", "tesla")
+"""Words that a GPU's name may go without."""
+OTHER_CARDS = frozenset({"ti", "super"})
+"""Words that make another card of one."""
 NOT_KEPT = "rates are not kept for the next command"
 """How the note begins that says so."""
 
@@ -96,22 +101,41 @@ def load_profile(path: Path | str) -> HardwareProfile:
 
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
-    """The profile of a catalog GPU (`nvidia-rtx-4090`), or of a saved probe's file.
+    """The profile of a catalog GPU, by as much of its name as means it alone, or of a saved probe's file.
 
     Raises:
-        InvalidInput: the catalog has no such GPU and there is no such file, or the file is damaged.
+        InvalidInput: the catalog has no such GPU, or several, and there is no such file, or the file is damaged.
     """
-    gpu = next((gpu for gpu in load_catalog() if gpu.id == name_or_path.lower()), None)
-    if gpu is not None:
-        return profile_of_gpu(gpu)
-    if Path(name_or_path).is_file():
+    gpu = next((gpu for gpu in load_catalog() if name_or_path.lower() in (gpu.id, gpu.name.lower())), None)
+    if gpu is None and Path(name_or_path).is_file():
         return load_profile(name_or_path)
-    raise InvalidInput(
-        f"no hardware called {name_or_path!r}: neither a catalog name nor a saved profile",
-        hint=suggest_nearest(
-            name_or_path, (gpu.id for gpu in load_catalog()), "`autotune probe --list` shows the catalog"
-        ),
-    )
+    return profile_of_gpu(gpu or _meant(name_or_path))
+
+
+def _meant(name: str) -> CatalogGpu:
+    """The one GPU that a part of its name means: `4080`, `RTX 4080`, `4080_super`, `h200`.
+
+    A card whose whole name it is, but for maker and series, goes before those that go on (`4080 super`). A Ti or a
+    Super is meant only where it is said: who has a 4060 has another card than the 4060 Ti.
+    """
+    words = _words(name)
+    whole = [gpu for gpu in load_catalog() if _words(gpu.id) == words]
+    holding = [gpu for gpu in load_catalog() if words and set(words) <= set(_words(gpu.id))]
+    found = whole or [gpu for gpu in holding if OTHER_CARDS.isdisjoint({*_words(gpu.id)} - {*words})]
+    if len(found) == 1:
+        return found[0]
+    listing = "`autotune probe --list` shows the catalog"
+    if found:
+        names = ", ".join(gpu.id for gpu in found)
+        raise InvalidInput(f"{name!r} may be any of {names}", hint=f"say which one; {listing}")
+    others = ", ".join(gpu.id for gpu in holding)
+    nearest = suggest_nearest(name, (gpu.id for gpu in load_catalog()), listing)
+    near = f"another card is {others}; {listing}" if others else nearest
+    raise InvalidInput(f"no hardware called {name!r}: neither a catalog name nor a saved profile", hint=near)
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[\s_-]+", name.lower()) if word and word not in SERIES]
 
 
 def _readable(path: Path) -> HardwareProfile | None:

@@ -10,6 +10,7 @@ from autotune.hardware import CatalogGpu, Finding
 from autotune.reporting.text import memory_text
 from autotune.schema import Capability, HardwareProfile, Rate
 
+ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 
 
@@ -41,11 +42,11 @@ def findings_view(findings: Sequence[Finding]) -> RenderableType:
 
 def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
     """The catalog's GPUs, one a line."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table = Table(box=None, pad_edge=False, padding=(0, 1), caption=ABOUT_LISTING, caption_justify="left")
     table.add_column("name for --hardware", no_wrap=True)
     for column in ("sm", "memory", "bf16", "bandwidth", "power"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("memory kind", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
     for gpu in gpus:
         bf16 = gpu.dense_tflops.get("bf16")
         table.add_row(

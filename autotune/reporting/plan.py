@@ -4,9 +4,18 @@ from collections.abc import Sequence
 
 from autotune.knobs import KNOBS, shown
 from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
-from autotune.schema import Bucket, Candidate, Prediction, TrainingPlan, TrialResult, Workload, mean_text_tokens
+from autotune.schema import (
+    Bucket,
+    Candidate,
+    CheckResult,
+    Prediction,
+    RecordsMatched,
+    TrainingPlan,
+    TrialResult,
+    Workload,
+    mean_text_tokens,
+)
 from autotune.search import SearchSpace
-from autotune.sharing import StoreMatches
 
 TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step    memory outcome"
 
@@ -28,7 +37,7 @@ def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes:
 
 
 def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
-    """What is planned for, before the first trial."""
+    """The workload that is planned for, shown before the first trial."""
     model, largest = workload.model, workload.largest_bucket
     count = sum(b.num_items for b in workload.buckets)
     sizes = ", ".join(f"{_size(b)} ({b.num_items})" for b in workload.buckets)
@@ -71,28 +80,28 @@ def _neediest(prediction: Prediction) -> str:
     return f"no: {phase.name}"
 
 
-MOST_TOLD = 5
+MAX_REASONS = 5
 """Records of a kind that are named one by one."""
 
 
-def survey_lines(find_matches: StoreMatches) -> list[str]:
-    """What earlier measurements contribute, and which no longer count; nothing where there are none."""
-    told = {
+def records_lines(event: RecordsMatched) -> list[str]:
+    """What earlier measurements contribute, and which no longer count; nothing if there are none."""
+    found = {
         "exact": "measured before on such a machine: one trial will verify it",
         "upgraded": "measured here before an upgrade: a trial or two will tell whether it still holds",
-        "near": f"{len(find_matches.known)} of similar machines or work start the search",
+        "near": f"{event.num_records} of similar machines or work start the search",
     }
-    known = [told[find_matches.known[0].match.kind]] if find_matches.known else []
-    for told_of, command in ((find_matches.stale, "list --why"), (find_matches.refused, "verify")):
-        known += told_of[:MOST_TOLD]
-        if len(told_of) > MOST_TOLD:
-            known.append(f"... and {len(told_of) - MOST_TOLD} more: `autotune profiles {command}`")
-    lines = [note_text(line, "profiles") for line in known]
+    texts = [found[event.kind]] if event.kind in found else []
+    for reasons, command in ((event.stale, "list --why"), (event.refused, "verify")):
+        texts += reasons[:MAX_REASONS]
+        if len(reasons) > MAX_REASONS:
+            texts.append(f"... and {len(reasons) - MAX_REASONS} more: `autotune profiles {command}`")
+    lines = [note_text(text, "profiles") for text in texts]
     return [*lines, ""] if lines else []
 
 
 def note_text(text: str, title: str = "note") -> str:
-    """Something that a reader should know, aligned with what is told before the first trial."""
+    """A remark, aligned with the lines before the first trial."""
     return "\n".join(wrapped(f"{title:<10}{text}", 10))
 
 
@@ -130,7 +139,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
 
 
 def job_line(plan: TrainingPlan) -> str:
-    """How long the job will take, from loading to the last checkpoint, and what it costs where the plan knows."""
+    """How long the job will take, from loading to the last checkpoint, and its cost if the plan has a price."""
     cost = plan.job_cost
     price = f", {cost:.2f} at {plan.frozen.expected.price_per_hour:.2f} an hour" if cost is not None else ""
     if plan.job.num_train_epochs is not None:  # how many steps they take, the data will tell
@@ -153,13 +162,20 @@ def _search_line(plan: TrainingPlan) -> str:
 
 
 def _saving(plan: TrainingPlan) -> str:
-    """Against the first trial that ran: the settings that one can run without measuring."""
+    """Time saved compared with the first trial that ran, whose settings need no measurement."""
     ran = (t.median_step_seconds for t in plan.frozen.trials if t.outcome == "ok" and t.median_step_seconds)
     per_step = next(ran, 0.0) - plan.frozen.expected.step_seconds
     saved = per_step * plan.job.num_steps
     if saved < 1:
         return "; the safest settings are no slower"
     return f"; saves {seconds_text(saved)} of the run"
+
+
+def check_lines(result: CheckResult, plan_file: str) -> list[str]:
+    """Whether the plan of this file fits, or each reason why it does not."""
+    if result.fits:
+        return [f"{plan_file} is valid and fits this machine"]
+    return [line for misfit in result.misfits for line in wrapped(f"does not fit: {misfit}")]
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:
@@ -177,6 +193,6 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
             lines += wrapped(f"      {trial.message}")
     if plan.frozen.fallbacks:
         lines.append("")
-        lines.append("where memory is shorter than planned, in this order")
+        lines.append("if memory is shorter than planned, in this order")
         lines += [f"    {candidate.label()}" for candidate in plan.frozen.fallbacks]
     return lines

@@ -156,6 +156,8 @@ class Datasheet(Frozen):
     reached_bf16_flops_per_second: float | None = None
     """By large products alone, where somebody measured it or a sibling."""
     tf32_flops_per_second: float | None = None
+    fp32_flops_per_second: float | None = None
+    """Without tensor cores, of cards that have neither bf16 nor TF32."""
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
     """One direction to the host: 16 lanes after encoding, or the faster link that is there in their place (GH200)."""

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from autotune import __version__
 from autotune.errors import InvalidInput
+from autotune.runtime import __version__
 from autotune.schema import (
     Bucket,
     Candidate,

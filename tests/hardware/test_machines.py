@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.cli.machine import machine_for
+from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput
+from autotune.hardware.capabilities import NO_BF16
 from autotune.hardware.diagnosis import LEAST, findings
 from autotune.hardware.doctor_facts import examine
 from autotune.hardware.probing import profile_of, with_cap, with_reserve
@@ -23,6 +24,7 @@ TRUTH = {
     "rtx-4090": ("cuda", "discrete", {"power-limited", "narrow-pcie", "sage-installed"}),
     "rtx-5090": ("cuda", "discrete", set()),
     "a100-40gb": ("cuda", "discrete", {"cuda-12"}),
+    "v100": ("cuda", "discrete", set()),
     "h100-sxm": ("cuda", "discrete", set()),
     "h200": ("cuda", "discrete", set()),
     "gh200": ("cuda", "coherent", set()),
@@ -80,13 +82,13 @@ def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(
 def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
-    monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: free)
-    monkeypatch.setattr("autotune.hardware.probing.probe", lambda index: (free, busy)[index])
+    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: free)
+    monkeypatch.setattr("autotune.api.machines.read_machine", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
-    assert machine_for(None).device.budget_bytes == free.device.budget_bytes
-    both = machine_for(None, num_devices=2).device
+    assert hardware_for(None).device.budget_bytes == free.device.budget_bytes
+    both = hardware_for(None, num_devices=2).device
     assert (both.budget_bytes, both.budget_set_by_user) == (busy.device.budget_bytes, False)
-    left = machine_for(None, num_devices=2, reserve="2GiB").device.budget_bytes
+    left = hardware_for(None, num_devices=2, reserve_memory="2GiB").device.budget_bytes
     assert left == with_reserve(busy, 2 * GIB).device.budget_bytes
 
 
@@ -139,7 +141,7 @@ def test_memory_kind_can_be_overridden_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("name", "gate", "available", "because"),
+    ("name", "capability", "available", "because"),
     [
         ("rtx-3060", "precision.fp8", False, "8.9"),
         ("rtx-4090", "precision.fp8", True, ""),
@@ -147,6 +149,9 @@ def test_memory_kind_can_be_overridden_and_says_so():
         ("h100-sxm", "attention._native_cudnn", True, ""),
         ("rtx-4090", "attention.sage", False, "no backward"),
         ("rtx-4090", "attention.flash", True, ""),
+        ("v100", "precision.bf16", False, "needs compute capability 8.0, this is 7.0"),
+        ("v100", "quantization.bnb-nf4", True, ""),
+        ("v100", "quantization.bnb-int8", False, "needs compute capability 7.5, this is 7.0"),
         ("gb10", "quantization.bnb-nf4", False, "not installed"),
         ("no-gpu", "quantization.torchao-int8", True, ""),
         ("no-gpu", "quantization.bnb-nf4", False, "not installed"),
@@ -164,6 +169,25 @@ def test_gates_are_true_and_say_why(name, capability, available, because):
     told = profile_of(machine(name)).capability(capability)
     assert told.available == available
     assert because in told.reason
+
+
+def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
+    old, new = (profile_of(machine(name)) for name in ("v100", "a100-40gb"))
+    assert any(note.startswith(NO_BF16) and "trains in fp32" in note for note in old.notes)
+    assert not any(note.startswith(NO_BF16) for note in new.notes)
+    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: old)
+    events = []
+    hardware_for(None, on_event=events.append)
+    assert "trains in fp32" in events[-1].text
+
+
+def test_a_card_of_eight_lanes_misses_none():
+    width = {"pcie_width": 8, "pcie_max_width": 8}
+    card = {**ANSWERS["rtx-4090"]["nvml"]["devices"][0], **width, "name": "NVIDIA GeForce RTX 4060 Ti"}
+    sold = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20}]})
+    slot = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20, "pcie_width": 4}]})
+    assert "narrow-pcie" not in found(sold)
+    assert "4 PCIe lanes of 8" in found(slot)["narrow-pcie"].what
 
 
 @pytest.mark.parametrize("storage", ["bnb-nf4", "bnb-int8"])
