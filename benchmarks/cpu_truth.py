@@ -56,11 +56,11 @@ def batches(family: Family, config: Mapping[str, Any], workload: Workload, candi
 
 def storage_bytes(tensors: Any) -> int:
     """Bytes behind `tensors`, each storage counted once; quantized tensors by what they are made of."""
-    plain = [part for tensor in tensors for part in parts_of(tensor)]
+    plain = [part for tensor in tensors for part in read_parts(tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 
 
-def parts_of(tensor: Any) -> list[torch.Tensor]:
+def read_parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that a tensor is made of: torchao's are wrappers, bitsandbytes' have more as attributes."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     if names:

@@ -29,7 +29,7 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from peft import LoraConfig
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.hardware.store import cached_profile
 from autotune.planning.planner import make_plan as plan_job
 from autotune.planning.request import PlanRequest
@@ -268,7 +268,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     silence_progress_bars()
-    assert family_named("qwen-image").defaults.timestep_shift == SHIFT
+    assert get_family("qwen-image").defaults.timestep_shift == SHIFT
     if options.which == "step":
         result = compare_steps(options.size, options.steps or 40, options.rounds, options.resolution)
     elif options.which == "planned":

@@ -10,7 +10,7 @@ import pytest
 from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
-from autotune.families.resolve import parts_of, resolve_model
+from autotune.families.resolve import read_parts, resolve_model
 from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.planning.planner import PlanningResult
@@ -93,7 +93,7 @@ def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(
     FAMILIES["qwen-image"].write_small_pipeline(tmp_path, ["a red circle"], seed=0)
     asked = ("--model", tmp_path, "--hardware", "nvidia-rtx-4090", "--resolution", 64, "--json")
     estimate = Estimate.model_validate_json(autotune_here(capfd, "estimate", *asked).stdout)
-    parts = parts_of(resolve_model(str(tmp_path)))
+    parts = read_parts(resolve_model(str(tmp_path)))
     assert parts is not None
     caching = next(phase for phase in estimate.prediction.phases if phase.name == "cache")
     assert caching.breakdown.weight_bytes >= 2 * sum(parts.text_encoder_parameters) > 0

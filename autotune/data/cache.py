@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.runtime import require_free_disk, reraise_disk_full
-from autotune.weights import BadWeights, MissingWeights, read_whole, save_file
+from autotune.weights import BadWeights, MissingWeights, load_file, save_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class Cache:
         """The tensors of an entry, or None where it is missing; a damaged one is removed and counts as missing."""
         path = self._path(key)
         try:
-            tensors, metadata = read_whole(path)
+            tensors, metadata = load_file(path)
         except (MissingWeights, OSError):
             return None
         except BadWeights:

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from autotune.hardware.system import Unavailable
 from autotune.hardware.timing import Timings, time_calls
 from autotune.runtime import cache_path
-from autotune.weights import LOADERS, open_source
+from autotune.weights import LOADERS, open_weights
 
 NUM_TENSORS = 8
 MAX_SAMPLES = 5
@@ -26,7 +26,7 @@ def time_reads(
         Unavailable: the loader cannot be used here, or the page cache cannot be bypassed, so that nothing honest can
             be measured.
     """
-    reason = LOADERS[loader].unavailable(device)
+    reason = LOADERS[loader].unavailable_reason(device)
     if reason or not hasattr(os, "posix_fadvise"):
         raise Unavailable(reason or "the page cache cannot be bypassed on this system")
     folder = cache_path()
@@ -35,7 +35,7 @@ def time_reads(
         file.write(_random_weights(file_bytes))
         file.flush()
         os.fsync(file.fileno())
-        source = open_source(Path(f"/proc/self/fd/{file.fileno()}"))
+        source = open_weights(Path(f"/proc/self/fd/{file.fileno()}"))
 
         def read() -> None:
             # A memory-mapped tensor is read when it is touched, a page at a time.

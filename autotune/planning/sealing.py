@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autotune.cost import Parallel, Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
-from autotune.families import parts_of, resolve_model
+from autotune.families import read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext, parity_capability, shown, unavailable_reason
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.expectation import build_expectation, planned_hardware
@@ -99,7 +99,7 @@ def seal_on_arrival(
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)
-    cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
+    cost = Predictor(hardware, work, model.family, model.config, read_parts(model), parallel=parallel)
     caching = plan.frozen.caching
     cost.caching = (caching, Reason(knob="caching", chosen=shown(caching), why="as planned"))
     cost = beside_kept(cost)

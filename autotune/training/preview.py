@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autotune.data import Cache, Encoders, Identity, entry_key, moved, open_image, prompt_of, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.families import ADAPTER, build_on_meta
+from autotune.families import ADAPTER_NAME, build_on_meta
 from autotune.runtime import atomic_write, is_out_of_memory, release_memory
 from autotune.schema import Bucket
 from autotune.weights import read_adapter
@@ -162,7 +162,7 @@ class PreviewSampler:
         Raises:
             AutotuneError: the pipeline did not take the file.
         """
-        self.pipeline.transformer.delete_adapters(ADAPTER)
+        self.pipeline.transformer.delete_adapters(ADAPTER_NAME)
         without = [self.sample(preview)[0] for preview in previews]
         self.load_adapter(adapter)
         return list(zip(without, (self.sample(preview)[0] for preview in previews), strict=True))

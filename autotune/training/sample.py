@@ -52,7 +52,7 @@ def sample_run(
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
     model = fetch_model(plan.job.pinned_model)
-    model.family.require_controls(len(wanted.control_paths), "the prompt")
+    model.family.check_num_controls(len(wanted.control_paths), "the prompt")
     file = wanted.output or folder / f"sample-{wanted.seed}.png"
     require_writable(file)
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)

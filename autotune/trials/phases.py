@@ -86,8 +86,8 @@ def _largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Pa
     for path in paths:
         Image.new("RGB", size, "gray").save(path)
     tokens = work.max_text_tokens
-    if paths and model.texts is not None:  # most of the tokens stand for the control images
-        tokens -= model.family.count_text_tokens(model.texts, [""], [[size] * len(paths)])[0]
+    if paths and model.config_folder is not None:  # most of the tokens stand for the control images
+        tokens -= model.family.count_text_tokens(model.config_folder, [""], [[size] * len(paths)])[0]
     caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
     return Preview(caption, bucket, NUM_PREVIEW_STEPS, 0, tuple(paths))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import FAMILIES, family_named
+from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import resolve_model
 from autotune.knobs.attention import BACKENDS
 from autotune.knobs.base import TuningContext
@@ -17,7 +17,7 @@ NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 @pytest.mark.parametrize("padding", ["exact", "masked"])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardware, precision, name, padding):
-    family_named(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
+    get_family(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
     resolved = resolve_model(str(tmp_path / "model"))
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {

@@ -10,7 +10,7 @@ from threading import Timer
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.knobs.attention import BACKENDS
@@ -48,7 +48,7 @@ def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evid
     }
     model = evidence.model(name)
     workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
-    context = TuningContext(hardware, family_named(name), workload)
+    context = TuningContext(hardware, get_family(name), workload)
     for capability in check_parity(context, choices, resolve_model(model)).capabilities[len(hardware.capabilities) :]:
         evidence.row("gradients", model=name, padding=padding, **capability.model_dump())
 

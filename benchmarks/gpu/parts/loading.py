@@ -83,7 +83,7 @@ def main() -> None:
             {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
         )
         device = torch.device(hardware.device.torch_name)
-        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].unavailable(device):
+        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].unavailable_reason(device):
             evidence.skip(f"{loader} {cache} {storage}", why)
             continue
         if cache == "cold":

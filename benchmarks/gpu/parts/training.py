@@ -43,10 +43,10 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    from autotune.families.registry import family_named
+    from autotune.families.registry import get_family
     from autotune.trials.steps import longest_captions, synthetic_samples
 
-    family, rank, on_gpu = family_named(request.family), request.workload.rank, request.device.startswith("cuda")
+    family, rank, on_gpu = get_family(request.family), request.workload.rank, request.device.startswith("cuda")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     torch.set_default_dtype(dtype)
     with torch.device(request.device):
