@@ -7,7 +7,6 @@ import importlib.metadata
 import platform
 import re
 from functools import cache
-from importlib.resources import files
 
 import yaml
 from pydantic import Field
@@ -16,6 +15,7 @@ from autotune.errors import InvalidInput, suggest_nearest
 from autotune.hardware.capabilities import CUDA_13, capabilities_of, without_bf16
 from autotune.hardware.facts import PACKAGES
 from autotune.hardware.memory import device_with_budget
+from autotune.runtime import shipped_path
 from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, MemoryKind, Versions
 
 ASSUMED_HOST_BYTES = 64 * 2**30
@@ -119,7 +119,7 @@ class CatalogGpu(Frozen):
 @cache
 def load_catalog() -> tuple[CatalogGpu, ...]:
     """Every GPU of the catalog, by compute capability and then peak."""
-    folder = files("autotune") / "profiles" / "hardware"
+    folder = shipped_path("hardware")
     gpus = [
         CatalogGpu.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
         for entry in folder.iterdir()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         release_memory,
         reset_host_peak,
     )
-    from autotune.runtime.paths import cache_path, data_path
+    from autotune.runtime.paths import cache_path, data_path, shipped_path
     from autotune.runtime.process import prepare_process
     from autotune.runtime.quiet import redirect_stderr, silence_libraries, silence_progress_bars
     from autotune.runtime.resources import is_out_of_memory, require_free_disk, reraise_disk_full, reraise_oom

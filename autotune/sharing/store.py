@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.runtime import data_path
+from autotune.runtime import data_path, shipped_path
 from autotune.schema import HardwareProfile, Residual, TrainingPlan
 from autotune.sharing.files import Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import find_impossibilities
@@ -202,6 +202,11 @@ def open_store(url: str, **options: Any) -> Store:
     if not separator or protocol in {"file", "local"}:
         return Store(LocalFiles(Path(os.path.expanduser(rest if separator else url))))  # noqa: PTH111  Path's may raise
     return Store(RemoteFiles(url, options))
+
+
+def shipped_store() -> Store:
+    """The records that ship with autotune: every search may start from them."""
+    return Store(LocalFiles(shipped_path()))
 
 
 def user_store() -> Store:
