@@ -23,19 +23,21 @@ from autotune.families.base import (
     count_tokens,
     unwrap_model,
 )
+from autotune.families.packing import PATCH, VAE_FACTOR
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-VAE_FACTOR = 8
-PATCH = 2
 FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512
 """Length to which the pipelines cut prompts."""
 POSITIONS = 128
 """Maximum rows, columns and latent frames of the transformer's rotary embedding."""
+
+LITE_CONFIG: Config = {"in_visual_dim": 16, "out_visual_dim": 16, "time_dim": 512, "num_text_blocks": 2}
+"""Constructor arguments that both Lite models share."""
 
 BLOCK = r"(text|visual)_transformer_blocks\.\d+"
 ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
@@ -158,12 +160,9 @@ class Kandinsky5Image(Kandinsky5):
     hub_id = "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers"
     pipeline_class = "Kandinsky5T2IPipeline"
     transformer_config: ClassVar[Config] = {
-        "in_visual_dim": 16,
-        "out_visual_dim": 16,
-        "time_dim": 512,
+        **LITE_CONFIG,
         "model_dim": 2560,
         "ff_dim": 10240,
-        "num_text_blocks": 2,
         "num_visual_blocks": 50,
         "axes_dims": (32, 48, 48),
     }
@@ -204,12 +203,9 @@ class Kandinsky5Video(Kandinsky5):
     hub_id = "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers"
     pipeline_class = "Kandinsky5T2VPipeline"
     transformer_config: ClassVar[Config] = {
-        "in_visual_dim": 16,
-        "out_visual_dim": 16,
-        "time_dim": 512,
+        **LITE_CONFIG,
         "model_dim": 1792,
         "ff_dim": 7168,
-        "num_text_blocks": 2,
         "num_visual_blocks": 32,
         "axes_dims": (16, 24, 24),
         "visual_cond": True,

@@ -1,4 +1,4 @@
-"""What FLUX and Qwen-Image have in common: latents as sequences of 2x2 patches, and joint attention."""
+"""What families have in common: sizes of latents and tokens, FLUX's and Qwen-Image's packing and joint attention."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ VAE_FACTOR = 8
 PATCH = 2
 """Latents per token, along each side."""
 ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
-"""The attention layers of a block: of the image's stream, then of the text's."""
+"""Attention layers of a double-stream block: the image's, then the text's."""
 
 
 def pack(latents: "Tensor") -> "Tensor":

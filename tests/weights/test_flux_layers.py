@@ -48,6 +48,25 @@ def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices(to):
         assert back[name].alpha == made.alpha
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to", ["comfyui", "kohya"])
+def test_double_blocks_are_read_exactly_where_diffusers_rounds_alpha_into_the_matrices(to, dtype):
+    from diffusers import FluxPipeline
+
+    inner = {f"transformer_blocks.2.attn.{part}": layer(4, WIDTH, WIDTH, 6.5) for part in ("to_q", "to_k", "to_v")}
+    made = {**inner, SINGLE + "proj_out": layer(4, 5 * WIDTH, WIDTH, 6.5)}
+    made = {name: LoraLayer(found.down.to(dtype), found.up.to(dtype), found.alpha) for name, found in made.items()}
+    tensors, metadata = serialize_adapter(Adapter(made, {}), to)
+    ours, theirs = parse_adapter(tensors, metadata).layers, FluxPipeline.lora_state_dict(dict(tensors))
+    assert len(theirs) == 2 * len(made)
+    for name, expected in made.items():
+        down, up = (theirs[f"transformer.{name}.lora_{side}.weight"] for side in "AB")
+        assert bits(ours[name].down) + bits(ours[name].up) == bits(expected.down) + bits(expected.up)
+        assert ours[name].alpha == 6.5
+        error = update(LoraLayer(down.float(), up.float(), 4.0)) - update(expected).float()
+        assert error.norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-6) * update(expected).float().norm()
+
+
 def test_parts_that_were_not_trained_do_not_come_back():
     layers = {SINGLE + "attn.to_k": layer(2, 8, 8, alpha=3), SINGLE + "attn.to_v": layer(2, 8, 8, alpha=3)}
     joined = join_layers(layers)
