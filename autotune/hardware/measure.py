@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import psutil
 
-from autotune.hardware.rates import KERNELS, NOISY_ABOVE, Meter, is_noisy
+from autotune.hardware.rates import NOISY_ABOVE, PACKED, Meter, is_noisy, stored_dtypes
 from autotune.hardware.reader import Facts, Reader, number, whole
 from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import System
@@ -47,11 +47,7 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
         report("rate", overhead.model_dump_json())
     import diffusers.models.attention_dispatch  # noqa: F401  # a second or two each, that are no measurement's
 
-    if any(
-        capability.available
-        for capability in profile.capabilities
-        if capability.name == KERNELS["dequantization.uint8"]
-    ):
+    if PACKED in stored_dtypes(profile):
         with contextlib.suppress(Exception):  # then its measurement says so
             import bitsandbytes  # noqa: F401
 

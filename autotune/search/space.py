@@ -87,7 +87,8 @@ def _that_learn_the_same(knob: Knob, context: TuningContext) -> Choices:
     wrong = {
         choice: capabilities[name]
         for choice in usable
-        if (parity := knob.parity(choice)) and (name := parity_capability(knob.name, parity.runs)) in capabilities
+        if (parity := knob.parity(choice))
+        and (name := parity_capability(knob.name, parity.checked_choice)) in capabilities
     }
     return Choices(
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),

@@ -5,14 +5,13 @@ Weights are judgments of how much each shifts step time and memory; a local tria
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autotune.knobs import prefers_cudnn
-from autotune.schema import HardwareProfile, TrialResult, Workload, mean_text_tokens
-from autotune.sharing.record import LIBRARIES, Machine, Record, class_of, machine_of
+from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, prefers_cudnn
+from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload, mean_text_tokens
+from autotune.sharing.record import Machine, Record, class_of, machine_of
 from autotune.training import KEY_NAMES
 
 Value = str | float | None
@@ -156,13 +155,21 @@ def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]
     native_is_cudnn = any(prefers_cudnn(hardware.model_copy(update={"versions": known})) for known in (here, there))
     found = {}
     for index, trial in enumerate(record.trials):
-        for name, (knob, choices) in LIBRARIES.items():
-            theirs, ours, choice = getattr(there, name), getattr(here, name), getattr(trial.candidate, knob)
-            if choice == "native" and not native_is_cudnn:
-                continue
-            if theirs != ours and re.match(choices, choice):
+        for name in _libraries(trial.candidate, native_is_cudnn):
+            theirs, ours = getattr(there, name), getattr(here, name)
+            if theirs != ours:
                 found[index] = f"trials on {name}: {theirs or 'none'} there, {ours or 'none'} here"
     return found
+
+
+def _libraries(candidate: Candidate, native_is_cudnn: bool) -> Iterator[str]:
+    """Fields of `Versions` that decide how the candidate runs, beside those that decide for every trial."""
+    attention = ATTENTION_BACKENDS.get(candidate.attention)
+    for entry in (attention, WEIGHT_FORMATS.get(candidate.quantization)):
+        if entry is not None and entry.needs.library is not None:
+            yield entry.needs.library
+    if attention and (attention.kernel == "cudnn" or (attention.kernel == "fused" and native_is_cudnn)):
+        yield "cudnn"
 
 
 def usable_trials(record: Record, hardware: HardwareProfile) -> tuple[TrialResult, ...]:

@@ -7,7 +7,6 @@ listed field by field here: free text (messages, notes, reasons), paths, names o
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from autotune import __version__
+from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
 from autotune.schema import (
     Bucket,
@@ -41,17 +41,6 @@ MAX_TRIALS = 512
 MAX_TEXT = 160
 LEAST_TRIALS = 3
 """Of a search whose winner answers the question for others: fewer have compared next to nothing."""
-LIBRARIES: Mapping[str, tuple[str, str]] = {
-    "torchao": ("quantization", r"torchao"),
-    "bitsandbytes": ("quantization", r"bnb|bitsandbytes"),
-    "flash_attn": ("attention", r"_?flash(?!.*hub)"),
-    "kernels": ("attention", r".*hub"),
-    "xformers": ("attention", r"xformers"),
-    "cudnn": ("attention", r"_native_cudnn|native$"),
-    "sageattention": ("attention", r"_?sage"),
-}
-"""Field of `Versions`: the knob, and what its choices that use the library begin with. Their versions decide
-for the trials that ran on them, and no others. `native` runs on cuDNN where torch prefers that (`knobs.attention`)."""
 OF_PROMISE = "evidence step_seconds peak_memory_bytes process_memory_bytes"
 """What the rest of a job takes, and what its machine costs, is nobody else's business."""
 OF_TRIAL = (
@@ -79,7 +68,7 @@ class Machine(Frozen):
     """A machine as far as its measurements depend on it. Never its name, its user, its paths or its serial numbers."""
 
     match_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
-    """Those that decide for every trial; libraries decide only for the trials that used them (`LIBRARIES`)."""
+    """Those that decide for every trial; libraries decide only for the trials that used them."""
     device_name: str
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
@@ -263,9 +252,9 @@ def shared_part(trial: TrialResult) -> TrialResult:
 
 def machine_of(hardware: HardwareProfile) -> Machine:
     """The part of a profile that is shared and compared."""
-    device = hardware.device
+    device, libraries = hardware.device, {each.needs.library for each in WEIGHT_FORMATS.values()}
     return Machine(
-        match_keys={key: _public(value) for key, value in hardware.match_keys.items() if key not in LIBRARIES},
+        match_keys={key: _public(value) for key, value in hardware.match_keys.items() if key not in libraries},
         device_name=device.name,
         total_memory_bytes=device.total_memory_bytes,
         budget_bytes=device.budget_bytes,

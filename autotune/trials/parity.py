@@ -3,8 +3,9 @@
 An optimizer's gradients are given: its updates have to agree.
 
 Reference: the same weights and inputs in fp32, native attention, nothing quantized, nothing recomputed, on a tiny
-instance of the family's real class, on this device. Verdicts become capabilities of the machine's profile, `parity.<knob>.
-<choice>`, and are kept for each machine, set of library versions and kind of work: a plan seldom waits for them.
+instance of the family's real class, on this device. Verdicts become capabilities of the machine's profile,
+`parity.<knob>.<choice>`, and are kept for each machine, set of library versions and kind of work: a plan seldom waits
+for them.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from pathlib import Path
 import platformdirs
 
 from autotune import __version__
+from autotune.backends import Registry
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
 from autotune.runtime import write_text_atomic
@@ -40,7 +42,7 @@ def check_parity(
     choices: Mapping[str, Sequence[Choice]],
     model: ResolvedModel,
 ) -> HardwareProfile:
-    """The machine with a capability for each of `choices` that changes what is computed, from now or from an earlier plan.
+    """The machine with a capability for each of `choices` that changes what is computed, found now or before.
 
     Raises:
         AutotuneError: another search has the device and does not end.
@@ -65,7 +67,7 @@ def check_parity(
 
 def verdict(knob: str, parity: Parity, request: ParityRequest, answer: float | Failure) -> tuple[Capability, bool]:
     """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
-    name = parity_capability(knob, parity.runs)
+    name = parity_capability(knob, parity.checked_choice)
     if isinstance(answer, Failure):
         why = f"what it computes could not be checked on this machine ({answer.outcome}: {answer.message})"
         return Capability(name=name, available=False, reason=why), answer.outcome not in PASSING
@@ -74,7 +76,7 @@ def verdict(knob: str, parity: Parity, request: ParityRequest, answer: float | F
         what = "adapter gradients"
         if knob != "precision" and (dtype := Precision().parity(request.candidate.precision)):
             allowed += dtype.tolerance
-    error = f"{what} differ by {answer:.2g} from the reference's, {allowed:.2g} may be ({parity.because})"
+    error = f"{what} differ by {answer:.2g} from the reference's, {allowed:.2g} may be ({parity.reason})"
     if not math.isfinite(answer):
         error = f"{what} are not finite, or there are none"
     return Capability(name=name, available=answer <= allowed, reason=error), True
@@ -86,15 +88,15 @@ def _to_prove(choices: Mapping[str, Sequence[Choice]]) -> dict[str, tuple[str, P
     for knob in sorted(KNOBS, key=lambda knob: knob.name != "precision"):
         for choice in choices.get(knob.name, ()):
             if parity := knob.parity(choice):
-                found.setdefault(parity_capability(knob.name, parity.runs), (knob.name, parity))
+                found.setdefault(parity_capability(knob.name, parity.checked_choice), (knob.name, parity))
     return found
 
 
 def _request(
     context: TuningContext, tiny: Mapping[str, object], device: str, precision: str, knob: str, parity: Parity
 ) -> ParityRequest:
-    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.runs}
-    candidate = Candidate.model_validate({**fields, **dict(parity.needs)})
+    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.checked_choice}
+    candidate = Candidate.model_validate({**fields, **parity.other_choices})
     if knob == "optimizer":
         return UpdateRequest(candidate, device)
     work = small_work(context.family, context.workload)
@@ -127,6 +129,7 @@ def _path(context: TuningContext, tiny: Mapping[str, object], precision: str) ->
         "machine": context.hardware.fingerprint,
         "device": context.hardware.device.name,
         "libraries": context.hardware.versions.model_dump(mode="json"),
+        "extensions": dict(Registry.load_extensions()),
         "family": context.family.name,
         "config": json.loads(json.dumps(tiny, default=list)),
         "work": work,

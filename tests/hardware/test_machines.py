@@ -11,7 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.hardware.diagnosis import LEAST, findings
 from autotune.hardware.doctor_facts import examine
 from autotune.hardware.probing import profile_of, with_cap, with_reserve
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import Attention
 from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
 
 GIB = 2**30
@@ -139,7 +139,7 @@ def test_memory_kind_can_be_overridden_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("name", "gate", "available", "because"),
+    ("name", "capability", "available", "because"),
     [
         ("rtx-3060", "precision.fp8", False, "8.9"),
         ("rtx-4090", "precision.fp8", True, ""),
@@ -263,6 +263,6 @@ def test_a_backend_that_the_machine_is_said_to_have_is_one_that_a_plan_can_choos
         capability for capability in profile_of(machine(name)).capabilities if capability.name.startswith("attention.")
     ]
     assert {capability.name.removeprefix("attention.") for capability in capabilities if capability.available} <= set(
-        BACKENDS
+        Attention().names
     )
-    assert {f"attention.{backend}" for backend in BACKENDS} <= {capability.name for capability in capabilities}
+    assert {f"attention.{backend}" for backend in Attention().names} <= {capability.name for capability in capabilities}

@@ -57,7 +57,9 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
         for choice in choices:
             if rule := knob.parity(choice):
                 precision = str(choice) if name == "precision" else "fp32"
-                request = request_of(family, **{"precision": precision, name: rule.runs, **dict(rule.needs)})
+                request = request_of(
+                    family, **{"precision": precision, name: rule.checked_choice, **rule.other_choices}
+                )
                 error = request.perform(kept, lambda _: None)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
 
@@ -68,7 +70,7 @@ def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.M
     monkeypatch.setattr(BlockSwap, "_copied", lambda swap, part: copied.append(part) or copy(swap, part))
     rule = next(knob for knob in KNOBS if knob.name == "swapped_blocks").parity(1)
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.runs, **dict(rule.needs))
+    request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.checked_choice, **rule.other_choices)
     assert request.perform({}, lambda _: None) <= rule.tolerance
     assert copied
 
@@ -114,7 +116,7 @@ def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compiled, backend="aot_eager"))
     rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", compile=rule.runs)
+    request = request_of("qwen-image", precision="fp32", compile=rule.checked_choice)
     assert request.perform({}, lambda _: None) <= rule.tolerance
 
 
