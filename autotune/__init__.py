@@ -1,3 +1,87 @@
-"""Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan."""
+"""Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.
 
-__version__ = "0.1.0"
+    import autotune
+
+    plan = autotune.plan("/models/Qwen-Image", "photos", path="plan.yaml")
+    report = autotune.train(plan, output="result")
+    autotune.sample("result", "a photo of sks dog in the snow")
+
+These functions are what the command line calls. Each loads what it needs when it is first used: importing this package
+loads no library.
+"""
+
+from typing import TYPE_CHECKING
+
+from autotune.runtime import __version__ as __version__
+from autotune.runtime import lazy_exports
+
+if TYPE_CHECKING:
+    from autotune.api import (
+        PlanNotWritten,
+        PlanOptions,
+        RecordList,
+        RecordVerdict,
+        Transfer,
+        WorkloadOptions,
+        check,
+        check_data,
+        convert_weights,
+        doctor,
+        estimate,
+        export_records,
+        find_record,
+        import_records,
+        inspect_weights,
+        list_choices,
+        list_gpus,
+        list_models,
+        list_records,
+        load_plan,
+        plan,
+        probe,
+        prune_records,
+        pull_records,
+        push_records,
+        sample,
+        save_plan,
+        train,
+        verify_records,
+    )
+    from autotune.data import DataReport
+    from autotune.demo import Demo, make_demo
+    from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
+    from autotune.hardware import CatalogGpu, Finding
+    from autotune.runtime import explain_error, prepare_process
+    from autotune.schema import (
+        Candidate,
+        CandidatesPredicted,
+        CheckResult,
+        Estimate,
+        Event,
+        HardwareProfile,
+        Job,
+        JobOverrides,
+        ModelSpec,
+        Notice,
+        PhaseStarted,
+        Prediction,
+        Progressed,
+        RecordsMatched,
+        RunReport,
+        RunStarted,
+        SearchSpaceBuilt,
+        StatusChanged,
+        StepFinished,
+        TrainingPlan,
+        TrialFinished,
+        TrialResult,
+        TrialStarted,
+        Workload,
+        event_line,
+        plan_text,
+    )
+    from autotune.search import SearchSpace
+    from autotune.sharing import Record, Summary
+    from autotune.weights import FileSummary
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

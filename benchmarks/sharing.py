@@ -26,8 +26,8 @@ silence_libraries()
 import optuna
 from search_tasks import Task, table_tasks
 
-from autotune import __version__
 from autotune.cost.predict import Predictor
+from autotune.runtime.version import __version__
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import Expected

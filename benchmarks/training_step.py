@@ -35,9 +35,10 @@ from autotune.planning.planner import make_plan as plan_job
 from autotune.planning.request import PlanRequest
 from autotune.runtime.memory import host_memory_bytes
 from autotune.schema.candidate import Candidate
+from autotune.schema.events import StepFinished
 from autotune.training.describe import WorkloadOverrides
-from autotune.training.events import RunEvents, StepEvent
 from autotune.training.run import train
+from tests.events import steps_to
 from tests.training.small import machine, make_plan, write_model_and_images
 
 BATCH, MICRO_BATCH, RANK, SHIFT = 4, 2, 2, 2.2
@@ -145,7 +146,7 @@ class Interleaved:
         self.started = self.ended = time.perf_counter()
         self.start_seconds = 0.0
 
-    def __call__(self, event: StepEvent) -> None:
+    def __call__(self, event: StepFinished) -> None:
         # From the end of the last pause to now: all that our loop does between two steps is inside.
         now = time.perf_counter()
         self.start_seconds = self.start_seconds or now - self.started
@@ -185,7 +186,7 @@ def compare_steps(size: str, steps: int, rounds: int, resolution_px: int) -> dic
             )
             both = Interleaved(plain)
             # An empty cache, as the plain loop has.
-            train(plan, hardware, folder / f"cache{number}", RunEvents(on_step=both))
+            train(plan, hardware, folder / f"cache{number}", steps_to(both))
             ours += both.ours[3:]
             theirs += both.theirs[3:]
             waits += both.waits[3:]
@@ -220,11 +221,11 @@ def compare_planned(size: str, steps: int, resolution_px: int) -> dict[str, Any]
             pins=(("precision", "fp32"),),
             use_profiles=False,
         )
-        plan = plan_job(request, hardware)
+        plan = plan_job(request, hardware).plan
         plain = PlainLoop(model, images, resolution_px, micro_batch=1, checkpointing=True)
         plain.step(0)
         both = Interleaved(plain)
-        report = train(plan, hardware, folder / "cache", RunEvents(on_step=both))
+        report = train(plan, hardware, folder / "cache", steps_to(both))
     ours, theirs = both.ours[3:], both.theirs[3:]
     return {
         "what": f"planned settings against the README's, {size}, {resolution_px} px, effective batch {BATCH}, fp32",
@@ -245,7 +246,7 @@ def long_run(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         model, images = make_model(Path(name), "demo")
         plan = make_plan(model, images, hardware, num_steps=steps, output=f"{name}/out", checkpointing_steps=100)
-        train(plan, hardware, Path(name) / "cache", RunEvents(on_step=lambda event: held.append(host_memory_bytes())))
+        train(plan, hardware, Path(name) / "cache", steps_to(lambda event: held.append(host_memory_bytes())))
     early, late = statistics.median(held[200:250]), statistics.median(held[-50:])
     return {
         "what": f"memory over {steps} steps, demo, checkpoint every 100",

@@ -12,7 +12,7 @@ from autotune.families.registry import FAMILIES
 from autotune.families.resolve import parts_of, resolve_model
 from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
-from autotune.planning.planner import make_plan
+from autotune.planning.planner import PlanningResult
 from autotune.planning.problem import list_choices
 from autotune.planning.request import PlanRequest
 from autotune.schema.plan import TrainingPlan
@@ -21,6 +21,7 @@ from autotune.schema.prediction import Estimate
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.processes import device_misfits
 from tests.conftest import autotune, autotune_here
+from tests.planning.machines import make_plan
 
 SMALL = WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
 
@@ -49,8 +50,8 @@ def test_a_plan_that_the_disk_no_longer_takes_is_printed(
     def full(path: Path, plan: TrainingPlan) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("autotune.planning.planner.make_plan", lambda *asked: predicted)
-    monkeypatch.setattr("autotune.schema.plan_file.write_plan", full)
+    monkeypatch.setattr("autotune.api.plans.make_plan", lambda *asked: PlanningResult(predicted, asked[1]))
+    monkeypatch.setattr("autotune.api.plans.write_plan", full)
     asked = ("--model", "kandinsky5-image-lite", "--hardware", "nvidia-rtx-4090", "-o", tmp_path / "plan.yaml")
     process = autotune_here(capfd, "plan", *asked)
     assert process.returncode == 1

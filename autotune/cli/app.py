@@ -12,17 +12,18 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+import autotune
+from autotune import reporting
 from autotune.cli import data, profiles, weights
 from autotune.cli.about import doctor, models
 from autotune.cli.demo import demo
 from autotune.cli.estimate import estimate
+from autotune.cli.options import one_of
+from autotune.cli.output import Progress
 from autotune.cli.plan import plan
 from autotune.cli.plans import check, diff, explain
 from autotune.cli.probe import probe
 from autotune.cli.train import sample, train
-from autotune.errors import AutotuneError, Preempted, first_line
-from autotune.reporting import printable
-from autotune.runtime import OUT_OF_MEMORY, is_first_process, limit_thread_spinning, silence_libraries
 
 INTERRUPTED = 130
 """What typer ends with on Ctrl-C."""
@@ -41,12 +42,15 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def top(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    progress: Annotated[str, typer.Option(help="On stderr: bar, json (a line for each event) or none.")] = "bar",
+) -> None:
     """Options that stand before a command."""
+    one_of("--progress", progress, ("bar", "json", "none"))
+    Progress.form = progress
     if version:
-        from autotune import __version__
-
-        typer.echo(f"autotune {__version__}")
+        typer.echo(f"autotune {autotune.__version__}")
         raise typer.Exit
 
 
@@ -63,33 +67,20 @@ def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
     _open_streams()
     sys.unraisablehook = _again
-    silence_libraries()
-    limit_thread_spinning(os.environ)
+    autotune.prepare_process()
     try:
         status = app(standalone_mode=False, prog_name="autotune")
     except UsageError as error:
         error.show()
         _exit(error.format_message(), f"{error.ctx.command_path if error.ctx else 'autotune'} --help", error.exit_code)
-    except AutotuneError as error:
-        if isinstance(error, Preempted) and not is_first_process():
-            sys.exit(error.exit_status)  # the first of several processes says it
-        _fail(error.message, error.hint, error.exit_status)
     except BrokenPipeError:
         _forget_stdout()
         sys.exit(1)
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK"):
             raise
-        if isinstance(error, OSError) and error.strerror:
-            where = f"{error.filename}: " if error.filename else ""
-            _fail(f"{where}{error.strerror}", "check the path, its permissions, and the room on its disk", 1)
-        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY):
-            _fail(f"memory ran out: {error}", "close what else takes memory, or raise the limit (ulimit -v)", 1)
-        _fail(
-            f"{type(error).__name__}: {first_line(error) or 'no message'}",
-            "this is a bug in autotune; AUTOTUNE_TRACEBACK=1 shows where. Please report it",
-            1,
-        )
+        explained = autotune.explain_error(error)
+        _fail(explained.message, explained.hint, explained.exit_status)
     if status == INTERRUPTED:
         _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
     sys.exit(status)
@@ -112,14 +103,14 @@ def _again(lost: Any) -> None:
 
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:
-    message, hint = (printable(" ".join(text.split())) for text in (message, hint))
+    message, hint = (reporting.printable(" ".join(text.split())) for text in (message, hint))
     sys.stderr.write(f"error: {message}\nhint: {hint}\n")
     _exit(message, hint, status)
 
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:
     """End with `status`; a script that reads JSON finds there what people read on stderr."""
-    if "--json" in sys.argv and is_first_process():
+    if "--json" in sys.argv:
         try:
             typer.echo(json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1))
         except OSError:  # nobody reads, or its disk is full

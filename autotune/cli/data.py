@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Caption, Control, Frames, Json, Trigger, tell
+import autotune
+from autotune import reporting
+from autotune.cli.options import Caption, Control, Frames, Json, Trigger
+from autotune.cli.output import print_result, show_events
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -20,28 +23,24 @@ def check(
     folder: Annotated[Path, typer.Argument(help="Folder of images with same-stem .txt captions.", metavar="DIR")],
     model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image",
     resolution: Annotated[int | None, typer.Option(min=1, help="Side of a square image, in pixels.")] = None,
-    frames: Frames = None,
+    num_frames: Frames = None,
     caption: Caption = None,
     trigger: Trigger = None,
     control: Control = None,
     as_json: Json = False,
 ) -> None:
     """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
-    from autotune.cli.terminal import progress_of
-    from autotune.data import Reading, check_dataset
-    from autotune.families import family_named
-    from autotune.reporting import data_report_lines
-
-    family = family_named(model)
-    with progress_of("reading") as progress:
-        report = check_dataset(
+    with show_events() as show:
+        report = autotune.check_data(
             folder,
-            Reading(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
-            resolution_px=resolution or family.defaults.resolution_px,
-            multiple_px=family.size_multiple_px,
-            max_side_px=family.max_side_px,
-            on_progress=progress,
+            model=model,
+            resolution_px=resolution,
+            num_frames=num_frames,
+            caption=caption,
+            trigger=trigger,
+            control=control,
+            on_event=show,
         )
-    tell(report, as_json, data_report_lines)
+    print_result(report, as_json, reporting.data_report_lines)
     if not report.can_train:
         raise typer.Exit(2)

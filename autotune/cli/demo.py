@@ -9,21 +9,21 @@ from typing import Annotated
 
 import typer
 
+import autotune
+from autotune.cli.output import print_out, show_events
+
 
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for everything the demo makes.")] = Path("demo"),
     model: Annotated[str, typer.Option(help="Model family to show.")] = "qwen-image",
 ) -> None:
     """Walk the whole journey on a small real pipeline: probe, plan, train, sample."""
-    from autotune.cli.terminal import err, out
-    from autotune.demo import make_demo
-    from autotune.runtime import silence_progress_bars
 
-    with err.status("writing a small pipeline and drawing images"):
-        silence_progress_bars()
-        made = make_demo(output, model)
+    with show_events() as show:
+        show(autotune.StatusChanged(text="writing a small pipeline and drawing images"))
+        made = autotune.make_demo(output, model)
     size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
-    out.print(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
+    print_out(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
     plan_file, result = output / "plan.yaml", output / "result"
     asked: list[object] = ["--model", made.model, "--data", made.images, "--resolution", 64, "--steps", 60]
     asked += ["--control", made.control] if made.control else []
@@ -33,8 +33,8 @@ def demo(
     _run("probe")
     _run("plan", *asked)
     _run("train", plan_file)
-    out.print(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
-    out.print("the model's weights are random: its pictures are noise, which the adapter changes")
+    print_out(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
+    print_out("the model's weights are random: its pictures are noise, which the adapter changes")
 
 
 def _run(*words: object) -> None:
@@ -43,10 +43,8 @@ def _run(*words: object) -> None:
     Raises:
         SystemExit: it failed, with its status; it has said why.
     """
-    from autotune.cli.terminal import out
-
     command = [str(word) for word in words]
-    out.print(f"\n$ autotune {shlex.join(command)}", style="bold")
+    print_out(f"\n$ autotune {shlex.join(command)}", style="bold")
     process = subprocess.Popen([sys.executable, "-m", "autotune", *command])
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):  # the command got it, too, and says so

@@ -17,6 +17,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+import autotune
+
 T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
@@ -26,17 +28,21 @@ Control = Annotated[Path | None, typer.Option(help="Folder of control images, fo
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
 Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
 Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")]
-Frames = Annotated[int | None, typer.Option(min=1, help="Frames of a clip, for video models.")]
+Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Frames of a clip, for video models.")]
 Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
 Targets = Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")]
-Batch = Annotated[int | None, typer.Option(min=1, max=65536, help="Images per optimizer step (effective batch).")]
+Batch = Annotated[
+    int | None, typer.Option("--batch", min=1, max=65536, help="Images per optimizer step (effective batch).")
+]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of the job.")]
-Price = Annotated[float | None, typer.Option(min=0, max=1e6, help="Price of an hour, for the cost of the job.")]
+Price = Annotated[
+    float | None, typer.Option("--price", min=0, max=1e6, help="Price of an hour, for the cost of the job.")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """How a job trains: what a plan starts with and a run may change, by the names of `Job`. None, empty: not said."""
+    """How a job trains, by the names of `Job`: what a plan starts with and a run may change. None, empty: not given."""
 
     control: Control = None
     caption: Caption = None
@@ -70,19 +76,19 @@ class JobOptions:
         int | None, typer.Option(min=0, max=2**63 - 1, help="Of initial weights, order and noise; default 0.")
     ] = None
 
-    def values(self) -> dict[str, object]:
-        """What was said, as a job has it.
+    def values(self) -> dict[str, Any]:
+        """The fields of a job that the user gave.
 
         Raises:
             BadParameter: both steps and epochs were given, or a job cannot have a value.
         """
         if self.num_steps and self.num_train_epochs:
             raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("num_train_epochs"))
-        said = {name: value for name, value in vars(self).items() if value not in (None, [])}
-        paths = {name: str(value) for name, value in said.items() if isinstance(value, Path)}
-        lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
-        shift = {"timestep_shift": _shift(self.timestep_shift)} if self.timestep_shift else {}
-        values = {**said, **paths, **lists, **shift}
+        values = given(self)
+        values |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        if self.timestep_shift:
+            values["timestep_shift"] = _shift(self.timestep_shift)
         for name, value in values.items():
             _require_valid(name, value)
         return values
@@ -95,20 +101,10 @@ def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
     return value
 
 
-def tell(found: T, as_json: bool, shown: Callable[[T], Any]) -> None:
-    """Print what a command found, of frozen objects, dataclasses and containers of them, as JSON or for people.
-
-    `shown` makes a text of it, or its lines, or what rich renders.
-    """
-    if as_json:
-        from pydantic_core import to_json
-
-        typer.echo(to_json(found, indent=1).decode())
-        return
-    from autotune.cli.terminal import out
-
-    view = shown(found)
-    out.print("\n".join(view) if isinstance(view, list) else view)
+def given(options: Any, *, but: Sequence[str] = ()) -> dict[str, Any]:
+    """The options that the user gave, by name, without those in `but`."""
+    values = options if isinstance(options, dict) else vars(options)
+    return {name: value for name, value in values.items() if name not in but and value not in (None, [])}
 
 
 def option_of(name: str) -> str:
@@ -122,12 +118,10 @@ def option_of(name: str) -> str:
 def _require_valid(name: str, value: object) -> None:
     from pydantic import TypeAdapter, ValidationError
 
-    from autotune.schema import Job
-
-    field = Job.model_fields[name]
+    field = autotune.Job.model_fields[name]
     kind: Any = Annotated[field.annotation, field]
     try:
-        TypeAdapter(kind, config=Job.model_config).validate_python(value)
+        TypeAdapter(kind, config=autotune.Job.model_config).validate_python(value)
     except ValidationError as error:
         wrong = " or ".join(one["msg"].lower() for one in error.errors())
         raise typer.BadParameter(wrong, param_hint=option_of(name)) from error
@@ -151,9 +145,9 @@ def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]
     def command_of(run: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(run)
         def command(**values: Any) -> None:
-            given = signature.bind(**values).arguments
+            bound = signature.bind(**values).arguments
             run(
-                *(one(**{f.name: given[f.name] for f in dataclasses.fields(one) if f.name in given}) for one in options)
+                *(one(**{f.name: bound[f.name] for f in dataclasses.fields(one) if f.name in bound}) for one in options)
             )
 
         command.__signature__ = signature  # type: ignore[attr-defined]

@@ -1,12 +1,14 @@
-"""`autotune plan`: options to a question, progress to the terminal, the answer to a file."""
+"""`autotune plan`: options to arguments, events to the terminal, the plan to a file."""
 
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+import autotune
+from autotune import reporting
 from autotune.cli.options import (
     Batch,
     Data,
@@ -17,59 +19,68 @@ from autotune.cli.options import (
     Rank,
     Resolution,
     Targets,
+    given,
     one_of,
     takes,
-    tell,
 )
-from autotune.errors import AutotuneError
-
-if TYPE_CHECKING:
-    from autotune.cli.terminal import TrialDisplay
-    from autotune.planning import PlanEvents, PlanRequest
-    from autotune.schema import HardwareProfile, Residual, TrainingPlan
-    from autotune.sharing import MatchedRecord, StoreMatches
+from autotune.cli.output import print_out, print_result, show_events
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `autotune plan` can be asked beside the job. None and empty: not said."""
+    """What `autotune plan` can be asked beside the job; the names are those of `autotune.plan`. None: not given."""
 
     model: Annotated[str | None, typer.Option(help="A folder in the diffusers layout, a known name, or a hub id.")] = (
         None
     )
     data: Data = None
     earlier: Annotated[
-        Path | None, typer.Option("--from", help="Ask again what this plan answered; other options go before it.")
+        Path | None, typer.Option("--from", help="Make this plan again; other options replace what it was made for.")
     ] = None
     hardware: Annotated[str | None, typer.Option(help="Plan for this GPU instead (see probe --list).")] = None
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
+    path: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
     resolution: Resolution = None
-    frames: Frames = None
+    num_frames: Frames = None
     rank: Rank = None
-    alpha: Annotated[float | None, typer.Option(min=1e-3, max=1e6, help="By default in proportion to the rank.")] = None
-    dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="Of the adapter's inputs; default 0.")] = None
+    lora_alpha: Annotated[
+        float | None, typer.Option("--alpha", min=1e-3, max=1e6, help="By default in proportion to the rank.")
+    ] = None
+    lora_dropout: Annotated[
+        float | None, typer.Option("--dropout", min=0, max=0.9, help="Share of the adapter's inputs; default 0.")
+    ] = None
     targets: Targets = None
-    batch: Batch = None
+    effective_batch_size: Batch = None
     quality: Annotated[
         str | None, typer.Option(help="exact: 16-bit weights; high (default): 8-bit too; compact: 4-bit too.")
     ] = None
     objective: Annotated[str | None, typer.Option(help="throughput (default) or memory.")] = None
-    pin: Annotated[list[str] | None, typer.Option(help="Choose only this value.", metavar="KNOB=VALUE")] = None
-    exclude: Annotated[list[str] | None, typer.Option(help="Never choose this value.", metavar="KNOB=VALUE")] = None
+    pins: Annotated[list[str] | None, typer.Option("--pin", help="Choose only this value.", metavar="KNOB=VALUE")] = (
+        None
+    )
+    exclusions: Annotated[
+        list[str] | None, typer.Option("--exclude", help="Never choose this value.", metavar="KNOB=VALUE")
+    ] = None
     list_knobs: Annotated[bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")] = False
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs that train together, one process each.")] = None
-    max_memory: Annotated[str | None, typer.Option(help="Most a run may take, e.g. 20GiB.")] = None
-    reserve: Annotated[str | None, typer.Option(help="Memory to leave to others, e.g. 2GiB.")] = None
+    num_gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="GPUs that train together, one process each.")
+    ] = None
+    max_memory: Annotated[str | None, typer.Option(help="The most that a run may take, e.g. 20GiB.")] = None
+    reserve_memory: Annotated[
+        str | None, typer.Option("--reserve", help="Memory to leave to other programs, e.g. 2GiB.")
+    ] = None
     cap_memory: Annotated[str | None, typer.Option(help="Rehearse a device with only so much memory, e.g. 12GiB.")] = (
         None
     )
-    profiles: Annotated[bool, typer.Option(help="Use what machines measured before.")] = True
-    max_trials: Annotated[int, typer.Option(min=1, help="Most trials to run.")] = 8
-    search_time: Annotated[
-        float | None, typer.Option(min=1, help="Most seconds of trials; by default 5% of the run, at least 60.")
+    use_records: Annotated[
+        bool, typer.Option("--profiles/--no-profiles", help="Use what machines measured before.")
+    ] = True
+    max_trials: Annotated[int, typer.Option(min=1, help="The most trials to run.")] = 8
+    search_seconds: Annotated[
+        float | None,
+        typer.Option("--search-time", min=1, help="The most seconds of trials; by default 5% of the run, at least 60."),
     ] = None
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an interrupted search has measured.")] = False
-    study: Annotated[str | None, typer.Option(help="Keep trials under this name, its plan too.")] = None
+    study: Annotated[str | None, typer.Option(help="Keep trials under this name, and their plan too.")] = None
     join: Annotated[
         str | None,
         typer.Option(
@@ -78,169 +89,39 @@ class PlanOptions:
     ] = None
     record: Annotated[Path | None, typer.Option(help="Write what the search met to this file.")] = None
     replay: Annotated[Path | None, typer.Option(help="Plan from such a file instead of trials.")] = None
-    price: Price = None
-    run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None
+    price_per_hour: Price = None
+    output: Annotated[str | None, typer.Option("--run-output", help="Output folder that the job will write.")] = None
     as_json: Json = False
 
 
 @takes(PlanOptions, JobOptions)
-def plan(asked: PlanOptions, job: JobOptions) -> None:
+def plan(options: PlanOptions, job: JobOptions) -> None:
     """Search the fastest settings with short real trials, and freeze them into a plan."""
-    from autotune.cli.machine import machine_for
-    from autotune.cli.terminal import err, out, trial_display
-    from autotune.planning import (
-        PlannerBackend,
-        list_choices,
-        make_plan,
-        read_recording,
-        recording_of,
-        replayed,
-        write_recording,
-    )
-    from autotune.reporting import knob_lines, note_text, origin_lines, plan_lines
-    from autotune.runtime import require_writable
-    from autotune.sharing import remember, why_no_evidence
-
-    request = request_from_options(asked, job)
-    recording = read_recording(asked.replay) if asked.replay else None
-    backend = replayed(recording) if recording else PlannerBackend()
-    limits = {"max_memory": asked.max_memory, "reserve": asked.reserve, "cap_memory": asked.cap_memory}
-    machine = (
-        recording.hardware if recording else machine_for(asked.hardware, num_devices=request.num_processes, **limits)
-    )
-    if asked.list_knobs:
-        out.print("\n".join(knob_lines(list_choices(request, machine))))
-        return
-    for target in (asked.output, asked.record):
-        if target is not None:
-            require_writable(target)
-    heard = _Heard(machine)
-    with trial_display(asked.max_trials) as display:
-        made = make_plan(request, machine, heard.events(display), backend)
-    _write(asked.output, made)
-    if asked.record is not None:
-        shared = request.study is not None
-        write_recording(asked.record, recording_of(made, heard.check_parity, heard.known, shared=shared))
-    if recording is None and why_no_evidence(made, machine) is None:
-        try:
-            remember(made, machine, tuple(heard.calibration))
-        except AutotuneError as error:  # the plan is made all the same
-            err.print(note_text(f"not kept for the next search: {error.message}", "profiles"), style="yellow")
-    written = f"written to {asked.output}; train it with: autotune train {shlex.quote(str(asked.output))}"
-    tell(made, asked.as_json, lambda _: [*plan_lines(made), *origin_lines(made), written])
-
-
-def _write(path: Path, made: "TrainingPlan") -> None:
-    """Write the plan, or print it where the disk has become full meanwhile: it took a search to find.
-
-    Raises:
-        AutotuneError: it could not be written.
-    """
-    from autotune.schema import plan_text, write_plan
-
-    try:
-        write_plan(path, made)
-    except OSError as error:
-        typer.echo(plan_text(made))
-        raise AutotuneError(
-            f"cannot write {path}: {error.strerror}; the plan is printed instead",
-            hint="keep what is printed above as a file: it is the whole plan",
-        ) from error
-
-
-def request_from_options(asked: PlanOptions, job: JobOptions) -> "PlanRequest":
-    """The options as a question, over that of an earlier plan where one is named.
-
-    Raises:
-        BadParameter: an option's value cannot be, or two options do not go together.
-    """
-    from autotune.cost import parse_resolution
-    from autotune.planning import PlanRequest, request_from
-    from autotune.schema import read_plan
-    from autotune.search import StudyPlace
-
-    if asked.earlier is None and asked.model is None:
+    if options.earlier is None and options.model is None:
         raise typer.BadParameter("name a model, or an earlier plan with --from", param_hint="--model")
-    live = (asked.hardware, asked.join, asked.study, asked.max_memory, asked.reserve, asked.cap_memory)
-    if asked.replay is not None and any(live):
-        raise typer.BadParameter("a recording brings its machine and its trials", param_hint="--replay")
-    base = request_from(read_plan(asked.earlier)) if asked.earlier else PlanRequest(model=str(asked.model))
-    workload_overrides = _changed(
-        dataclasses.replace(base.workload_overrides, lora_alpha=None) if asked.rank else base.workload_overrides,
-        size_px=parse_resolution(asked.resolution) if asked.resolution else None,
-        num_frames=asked.frames,
-        rank=asked.rank,
-        lora_alpha=asked.alpha,
-        lora_dropout=asked.dropout,
-        targets=asked.targets,
-        effective_batch_size=asked.batch,
-        quality=one_of("--quality", asked.quality, ("exact", "high", "compact")),
-        objective=one_of("--objective", asked.objective, ("throughput", "memory")),
-    )
-    folders = {"data": asked.data, "output": asked.run_output}
-    return _changed(  # type: ignore[no-any-return]
-        base,
-        model=asked.model,
-        max_trials=asked.max_trials,
-        workload_overrides=workload_overrides,
-        job_overrides={**job.values(), **{name: folder for name, folder in folders.items() if folder}},
-        pins=_pairs("--pin", asked.pin),
-        exclusions=_pairs("--exclude", asked.exclude),
-        is_local=asked.hardware is None,
-        num_processes=asked.gpus,
-        use_profiles=asked.profiles,
-        price_per_hour=asked.price,
-        search_seconds=asked.search_time,
-        study=StudyPlace(asked.study or "search", asked.join) if asked.study or asked.join else None,
-        interrupted="ignored" if asked.replay else ("forgotten" if asked.fresh else "resumed"),
-    )
+    one_of("--quality", options.quality, ("exact", "high", "compact"))
+    one_of("--objective", options.objective, ("throughput", "memory"))
+    pairs = {"pins": _pairs("--pin", options.pins), "exclusions": _pairs("--exclude", options.exclusions)}
+    arguments: dict[str, Any] = {**given(options, but=("as_json", "list_knobs")), **job.values(), **given(pairs)}
+    if options.list_knobs:
+        with show_events() as show:
+            space = autotune.list_choices(on_event=show, **arguments)
+        print_out(reporting.knob_lines(space))
+        return
+    try:
+        with show_events() as show:
+            made = autotune.plan(on_event=show, **arguments)
+    except autotune.PlanNotWritten as error:
+        typer.echo(autotune.plan_text(error.plan))
+        hint = "keep what is printed above as a file: it is the whole plan"
+        raise autotune.AutotuneError(f"{error.message}; the plan is printed instead", hint=hint) from error
+    written = f"written to {options.path}; train it with: autotune train {shlex.quote(str(options.path))}"
+    print_result(made, options.as_json, lambda _: [*reporting.plan_lines(made), *reporting.origin_lines(made), written])
 
 
-class _Heard:
-    """What planning tells on the way: printed, and kept for the recording and the record."""
-
-    def __init__(self, machine: "HardwareProfile") -> None:
-        self.check_parity = machine
-        """The machine, with what parity has shown."""
-        self.known: list[MatchedRecord] = []
-        self.calibration: list[Residual | None] = []
-
-    def events(self, display: "TrialDisplay") -> "PlanEvents":
-        """Progress to stderr, trials to `display`."""
-        from autotune.cli.terminal import err
-        from autotune.planning import PlanEvents
-        from autotune.reporting import note_text, prediction_lines, workload_lines
-
-        budget = self.check_parity.device.budget_bytes
-        return PlanEvents(
-            on_left_out=lambda lines: err.print("".join(f"{x}\n" for x in lines), end="", style="yellow"),
-            on_space=lambda space, workload: err.print("\n".join(workload_lines(workload, len(space.candidates)))),
-            on_machine=lambda machine: setattr(self, "proven", machine),
-            on_note=lambda note: err.print(note_text(note)),
-            on_matches=self._survey,
-            on_start=display.start,
-            on_trial=display.show,
-            on_doubt=lambda line: err.print(note_text(line, "profiles")),
-            on_calibration=self.calibration.extend,
-            on_predictions=lambda predictions: err.print("\n".join(prediction_lines(predictions, budget))),
-        )
-
-    def _survey(self, find_matches: "StoreMatches") -> None:
-        from autotune.cli.terminal import err
-        from autotune.reporting import survey_lines
-
-        self.known.extend(find_matches.known)
-        err.print("\n".join(survey_lines(find_matches)), end="")
-
-
-def _changed(thing: Any, **values: object) -> Any:
-    """`thing` with all values that were given."""
-    return dataclasses.replace(thing, **{name: value for name, value in values.items() if value not in (None, (), {})})
-
-
-def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...]:
+def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] | None:
     pairs = [text.partition("=") for text in texts or ()]
     wrong = next((name for name, sign, value in pairs if not (name and sign and value)), None)
     if wrong is not None:
         raise typer.BadParameter(f"{wrong!r} is not KNOB=VALUE", param_hint=option)
-    return tuple((name, value) for name, _, value in pairs)
+    return tuple((name, value) for name, _, value in pairs) or None

@@ -6,34 +6,26 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, PlanFile, tell
+import autotune
+from autotune import reporting
+from autotune.cli.options import Json, PlanFile
+from autotune.cli.output import print_remark, print_result
 
 
 def check(plan_file: PlanFile, as_json: Json = False) -> None:
     """Tell whether a plan fits this machine, without training."""
-    from autotune.cli.terminal import err
-    from autotune.hardware import probe as read_machine
-    from autotune.reporting import wrapped
-    from autotune.schema import read_plan
-    from autotune.training import card_misfits, hardware_misfits
-
-    chosen, machine = read_plan(plan_file), read_machine()
-    misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
-    told = [line for misfit in misfits for line in wrapped(f"does not fit: {misfit}")]
-    fine = f"{plan_file} is valid and fits this machine"
-    tell({"fits": not misfits, "misfits": misfits}, as_json, lambda _: told or fine)
-    if misfits:
-        err.print(f"hint: make one for this machine: autotune plan --from {shlex.quote(str(plan_file))}")
+    result = autotune.check(plan_file)
+    print_result(result, as_json, lambda _: reporting.check_lines(result, f"{plan_file}"))
+    if not result.fits:
+        print_remark(f"hint: make one for this machine: autotune plan --from {shlex.quote(str(plan_file))}")
         raise typer.Exit(4)
 
 
 def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     """Say why each setting was chosen, and what was rejected and why."""
-    from autotune.reporting import explain_lines, origin_lines
-    from autotune.schema import read_plan
-
-    chosen = read_plan(plan_file)
-    tell(chosen.frozen.reasons, as_json, lambda _: [*explain_lines(chosen), "", *origin_lines(chosen)])
+    plan = autotune.load_plan(plan_file)
+    lines = reporting.explain_lines, reporting.origin_lines
+    print_result(plan.frozen.reasons, as_json, lambda _: [*lines[0](plan), "", *lines[1](plan)])
 
 
 def diff(
@@ -43,8 +35,5 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two plans: settings, memory, time and cost."""
-    from autotune.reporting import difference_lines, differences
-    from autotune.schema import read_plan
-
-    found = differences(read_plan(first), read_plan(second), price_per_hour=price)
-    tell(found, as_json, difference_lines)
+    plans = autotune.load_plan(first), autotune.load_plan(second)
+    print_result(reporting.differences(*plans, price_per_hour=price), as_json, reporting.difference_lines)

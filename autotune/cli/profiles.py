@@ -1,14 +1,14 @@
-"""`autotune profiles`: what machines measured, kept here and exchanged with teams."""
+"""`autotune profiles`: records of what machines measured, kept here and exchanged with teams."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, tell
-
-if TYPE_CHECKING:
-    from autotune.sharing import Merged, Store
+import autotune
+from autotune import reporting
+from autotune.cli.options import Json
+from autotune.cli.output import print_out, print_remark, print_result
 
 app = typer.Typer(
     help="Share what machines measured: one measurement, everyone's gain.", no_args_is_help=True, rich_markup_mode=None
@@ -16,89 +16,66 @@ app = typer.Typer(
 
 Url = Annotated[str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")]
 Id = Annotated[str, typer.Argument(help="A record's name, or how it begins.", metavar="ID")]
-Where = Annotated[str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")]
+StoreUrl = Annotated[str | None, typer.Option("--store", help="Another store than your own.", metavar="URL")]
 
 
 @app.command()
 def push(url: Url) -> None:
     """Add your records to a team's store; `show --raw` prints exactly what leaves."""
-    from autotune.sharing import merge, open_store
-
-    _tell(merge(_store(None), team := open_store(url)), team.where)
+    _print_transfer(autotune.push_records(url))
 
 
 @app.command()
 def pull(url: Url) -> None:
     """Add a team's records to your own; only new ones travel."""
-    from autotune.errors import InvalidInput
-    from autotune.sharing import Merged, merge, open_store
-
-    merged = merge(team := open_store(url), mine := _store(None))
-    if merged == Merged(0, 0, ()):
-        raise InvalidInput(f"there are no records at {team.where}", hint="check the address; `push` fills a new store")
-    _tell(merged, mine.where)
+    _print_transfer(autotune.pull_records(url))
 
 
 @app.command("list")
 def list_records(
     why: Annotated[bool, typer.Option("--why", help="Say which count on this machine, and what differs.")] = False,
-    store: Where = None,
+    store: StoreUrl = None,
     as_json: Json = False,
 ) -> None:
     """List records; with --why, whether each counts here."""
-    from autotune.cli.terminal import err
-    from autotune.reporting import list_lines
-    from autotune.sharing import summaries
-
-    chosen = _store(store)
-    found = summaries(chosen)
-    if bad := len(chosen.sizes()) - len(found):
-        err.print(f"left out, no sound records: {bad}; `autotune profiles verify` names them")
-    verdicts = _verdicts(chosen) if why else {}
-    rows = [row.model_dump(mode="json") | verdicts.get(row.name, {}) for row in found]
-    tell(rows, as_json, lambda _: list_lines(found, verdicts))
+    found = autotune.list_records(store, compare_here=why)
+    if found.num_damaged:
+        print_remark(f"left out, no sound records: {found.num_damaged}; `autotune profiles verify` names them")
+    verdicts = {name: verdict.model_dump(mode="json") for name, verdict in found.verdicts.items()}
+    rows = [record.model_dump(mode="json") | verdicts.get(record.name, {}) for record in found.records]
+    print_result(rows, as_json, lambda _: reporting.list_lines(found.records, verdicts))
 
 
 @app.command()
 def show(
     name: Id,
     raw: Annotated[bool, typer.Option("--raw", help="Exactly what leaves this machine.")] = False,
-    store: Where = None,
+    store: StoreUrl = None,
 ) -> None:
     """Show one record: its machine, its work, every trial."""
-    from autotune.reporting import record_lines
-
-    found, record = _store(store).find(name)
-    tell(record, raw, lambda _: record_lines(found, record))
+    found, record = autotune.find_record(name, store)
+    print_result(record, raw, lambda _: reporting.record_lines(found, record))
 
 
 @app.command()
-def diff(first: Id, second: Id, store: Where = None) -> None:
+def diff(first: Id, second: Id, store: StoreUrl = None) -> None:
     """Show what differs between two records."""
-    from autotune.cli.terminal import out
-    from autotune.reporting import record_difference_lines
-
-    chosen = _store(store)
-    out.print("\n".join(record_difference_lines(chosen.find(first)[1], chosen.find(second)[1])))
+    records = (autotune.find_record(name, store)[1] for name in (first, second))
+    print_out(reporting.record_difference_lines(*records))
 
 
 @app.command("export")
 def export_records(
-    file: Annotated[Path, typer.Argument(help="File to write.", metavar="FILE")], store: Where = None
+    file: Annotated[Path, typer.Argument(help="File to write.", metavar="FILE")], store: StoreUrl = None
 ) -> None:
-    """Write all records into one file, to send where there is no store."""
-    from autotune.cli.terminal import out
-    from autotune.sharing import export_to
-
-    out.print(f"records: {export_to(_store(store), file)}; written to {file}")
+    """Write all records into one file, to send if there is no store."""
+    print_out(f"records: {autotune.export_records(file, store)}; written to {file}")
 
 
 @app.command("import")
 def import_records(file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE")]) -> None:
     """Add the records of an exported file to your own; what is wrong is refused and named."""
-    from autotune.sharing import import_from
-
-    _tell(import_from(file, mine := _store(None)), mine.where)
+    _print_transfer(autotune.import_records(file))
 
 
 @app.command()
@@ -106,53 +83,26 @@ def prune(
     names: Annotated[list[str] | None, typer.Argument(help="Only these.", metavar="ID", show_default=False)] = None,
     older_than: Annotated[int | None, typer.Option(min=0, help="Days; older records go too.", metavar="DAYS")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    store: Where = None,
+    store: StoreUrl = None,
 ) -> None:
     """Delete the named records, or those that are superseded, damaged, impossible, or of an older trial protocol."""
-    from autotune.cli.terminal import out
-    from autotune.sharing import prune as delete_useless
-
-    reasons = delete_useless(_store(store), names or (), older_than_days=older_than, dry_run=dry_run)
-    out.print("\n".join((*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}")))
+    reasons = autotune.prune_records(names or (), store, older_than_days=older_than, dry_run=dry_run)
+    print_out([*reasons, f"{'would delete' if dry_run else 'deleted'}: {len(reasons)}"])
 
 
 @app.command()
-def verify(store: Where = None) -> None:
+def verify(store: StoreUrl = None) -> None:
     """Check that every record is whole, unaltered and possible; exits 1 when one is not."""
-    from autotune.cli.terminal import out
-    from autotune.sharing import verify as check
-
-    count, bad = check(_store(store))
-    out.print("\n".join((*bad, f"records: {count}, bad: {len(bad)}")))
+    count, bad = autotune.verify_records(store)
+    print_out([*bad, f"records: {count}, bad: {len(bad)}"])
     if bad:
         raise typer.Exit(1)
 
 
-def _store(url: str | None) -> "Store":
-    from autotune.sharing import open_store, own_store
-
-    return own_store() if url is None else open_store(url)
-
-
-def _tell(merged: "Merged", where: str) -> None:
-    from autotune.cli.terminal import err, out
-
-    for refused in merged.refused:
-        err.print(f"refused: {refused}")
-    out.print(f"new: {merged.new}, already there: {merged.present}, refused: {len(merged.refused)}; in {where}")
-    if merged.refused and not merged.new + merged.present:
+def _print_transfer(transfer: "autotune.Transfer") -> None:
+    for refused in transfer.refused:
+        print_remark(f"refused: {refused}")
+    counts = f"new: {transfer.num_new}, already there: {transfer.num_present}, refused: {len(transfer.refused)}"
+    print_out(f"{counts}; in {transfer.target}")
+    if transfer.refused and not transfer.num_new + transfer.num_present:
         raise typer.Exit(1)
-
-
-def _verdicts(store: "Store") -> dict[str, dict[str, object]]:
-    """For each record whether it counts on this machine, whatever the work."""
-    from autotune.hardware import probe
-    from autotune.sharing import compare_machine, implausible
-
-    hardware = probe()
-    verdicts: dict[str, dict[str, object]] = {}
-    for name, record in store.records():
-        matched, impossible = compare_machine(record, hardware), implausible(record)
-        kind = "impossible" if impossible else matched.kind
-        verdicts[name] = {"match": kind, "reasons": list(impossible or matched.reasons)}
-    return verdicts

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,33 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from autotune.reporting import TRIAL_HEADER, memory_text, printable_lines, seconds_text, trial_row
-from autotune.schema import Candidate, TrialResult
-from autotune.training import StepEvent
+from autotune import (
+    CandidatesPredicted,
+    Event,
+    Notice,
+    PhaseStarted,
+    Progressed,
+    RecordsMatched,
+    RunStarted,
+    SearchSpaceBuilt,
+    StatusChanged,
+    StepFinished,
+    TrialFinished,
+    TrialResult,
+    TrialStarted,
+)
+from autotune.reporting import (
+    TRIAL_HEADER,
+    job_line,
+    note_text,
+    prediction_lines,
+    printable_lines,
+    records_lines,
+    seconds_text,
+    step_text,
+    trial_row,
+    workload_lines,
+)
 
 QUIET_SECONDS = 60.0
 """Longest silence of a training run whose output goes to a file."""
@@ -65,93 +89,79 @@ def _bar() -> Progress:
     )
 
 
-@contextmanager
-def progress_of(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many of how many are done."""
-    with _bar() as progress:
-        task = progress.add_task(name, total=None, note="")
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-class TrialDisplay:
-    """A table that grows by a row per finished trial, above a bar."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self.progress, self.task, self.count = progress, task, 0
-
-    def start(self, candidate: Candidate) -> None:
-        """Say what is being tried."""
-        self.progress.update(self.task, note=candidate.label())
-
-    def show(self, result: TrialResult) -> None:
-        """Add the row of a finished trial."""
-        if not self.count:
-            self.progress.console.print(TRIAL_HEADER, style="bold")
-        self.count += 1
-        style = None if result.outcome == "ok" else "yellow"
-        self.progress.console.print(trial_row(self.count, result), style=style)
-        if result.message:
-            self.progress.console.print(f"    {result.message}", style="dim")
-        self.progress.update(self.task, completed=self.count)
-
-
-@contextmanager
-def trial_display(max_trials: int) -> Iterator[TrialDisplay]:
-    """Show trials as they finish."""
-    with _bar() as progress:
-        yield TrialDisplay(progress, progress.add_task("trials", total=max_trials, note=""))
-
-
-class TrainingDisplay:
-    """One bar per phase: encoding, then steps with loss, time and memory."""
+class EventDisplay:
+    """Shows the stream of events: a bar and lines on stderr; off a terminal, lines alone."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.task: TaskID | None = None
-        self.told = time.monotonic()
+        self.num_trials = 0
+        self.last_line_at = time.monotonic()
 
-    def phase(self, name: str) -> None:
-        """Announce what is done next."""
-        self._end()
-        self.progress.console.print(name, style="dim")
+    def __call__(self, event: Event) -> None:
+        """Show one event; what is not known here is not shown."""
+        match event:
+            case PhaseStarted():
+                self._end_task()
+                self._print(event.name, style="dim")
+            case StatusChanged():
+                self._update(event.text, None, None, "")
+            case Progressed():
+                self._update(event.name, event.done, event.total, "")
+            case Notice():
+                warns = event.level == "warning"
+                text = f"warning: {event.text}" if warns else note_text(event.text, event.topic)
+                self._print(text, style="yellow" if warns else None)
+            case SearchSpaceBuilt():
+                self._print("\n".join(workload_lines(event.workload, event.num_candidates)))
+            case RecordsMatched():
+                self._print("\n".join(records_lines(event)), end="")
+            case CandidatesPredicted():
+                self._print("\n".join(prediction_lines(event.predictions, event.budget_bytes)))
+            case RunStarted():
+                self._print(job_line(event.plan))
+            case TrialStarted():
+                self._update("trials", self.num_trials, None, event.candidate.label())
+            case TrialFinished():
+                self._trial(event.result)
+            case StepFinished():
+                self._step(event)
 
-    def encoded(self, done: int, total: int) -> None:
-        """Move the bar of the encoding phase."""
-        self._update("encoding", done, total, "")
+    def _trial(self, result: TrialResult) -> None:
+        if not self.num_trials:
+            self._print(TRIAL_HEADER, style="bold")
+        self.num_trials += 1
+        self._print(trial_row(self.num_trials, result), style=None if result.outcome == "ok" else "yellow")
+        if result.message:
+            self._print(f"    {result.message}", style="dim")
+        self._update("trials", self.num_trials, None, "")
 
-    def step(self, event: StepEvent) -> None:
-        """Move the bar of the training phase; off a terminal, print a line for each tenth and each minute."""
-        note = (
-            f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
-            f"{memory_text(event.memory_bytes)}"
-        )
-        if event.gpu_utilization is not None:
-            note += f"  GPU {event.gpu_utilization:.0%}"
+    def _step(self, event: StepFinished) -> None:
+        note = step_text(event)
         self._update("training", event.step, event.num_steps, note)
         every = max(1, event.num_steps // 10)
-        due = event.step % every == 0 or event.step == event.num_steps or time.monotonic() > self.told + QUIET_SECONDS
-        if self.progress.disable and due:
-            self.told = time.monotonic()
+        is_silent = time.monotonic() > self.last_line_at + QUIET_SECONDS
+        if self.progress.disable and (event.step % every == 0 or event.step == event.num_steps or is_silent):
+            self.last_line_at = time.monotonic()
             left = seconds_text(event.remaining_seconds) + " left" if event.remaining_seconds else ""
-            self.progress.console.print(f"step {event.step}/{event.num_steps}  {note}  {left}".rstrip())
+            self._print(f"step {event.step}/{event.num_steps}  {note}  {left}".rstrip())
 
-    def warn(self, message: str) -> None:
-        """Say what needs attention, above the bar."""
-        self.progress.console.print(f"warning: {message}", style="yellow")
+    def _print(self, text: str, **style: Any) -> None:
+        self.progress.console.print(text, **style)
 
-    def _update(self, name: str, done: int, total: int, note: str) -> None:
+    def _update(self, name: str, done: int | None, total: int | None, note: str) -> None:
         if self.task is None:
             self.task = self.progress.add_task(name, total=total, note=note)
-        self.progress.update(self.task, completed=done, note=note)
+        self.progress.update(self.task, description=name, completed=done, total=total, note=note)
 
-    def _end(self) -> None:
+    def _end_task(self) -> None:
         if self.task is not None:
             self.progress.remove_task(self.task)
         self.task = None
 
 
 @contextmanager
-def training_display() -> Iterator[TrainingDisplay]:
-    """Show a training run."""
+def show_events() -> Iterator[EventDisplay]:
+    """A listener for `on_event` that shows what long work tells."""
     with _bar() as progress:
-        yield TrainingDisplay(progress)
+        yield EventDisplay(progress)

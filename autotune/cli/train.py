@@ -1,21 +1,20 @@
 """`autotune train` runs a plan; `autotune sample` shows what came of it."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Data, JobOptions, Json, PlanFile, takes, tell
-
-if TYPE_CHECKING:
-    from autotune.schema import HardwareProfile, TrainingPlan
+import autotune
+from autotune import reporting
+from autotune.cli.options import Data, JobOptions, Json, PlanFile, given, takes
+from autotune.cli.output import print_out, print_result, show_events
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What `autotune train` can be told beside the job."""
+    """What `autotune train` can be asked beside the job; the names are those of `autotune.train`."""
 
     plan_file: PlanFile
     model: Annotated[str | None, typer.Option(help="The same architecture from another folder.")] = None
@@ -27,74 +26,14 @@ class TrainOptions:
 
 
 @takes(TrainOptions, JobOptions)
-def train(asked: TrainOptions, job: JobOptions) -> None:
+def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
-    from autotune.schema import read_plan, with_job
-
-    chosen = with_job(
-        read_plan(asked.plan_file), model=asked.model, data=asked.data, output=asked.output, **job.values()
-    )
-    from autotune.cli.terminal import err
-
-    with err.status("reading the machine"):
-        from autotune.hardware import held_for_run
-        from autotune.hardware import probe as read_machine
-        from autotune.runtime import forget_other_launchers, launch, silence_progress_bars, started_by_launcher
-        from autotune.training import checkpoints_of, fetch_weights, prepare
-
-        forget_other_launchers()
-        silence_progress_bars()
-        hardware = read_machine()
-    chosen = _measured_here(asked.plan_file, fetch_weights(chosen, hardware), hardware)
-    number = chosen.frozen.hardware.num_processes
-    with held_for_run(hardware.device, number, err.print):
-        if number > 1 and not started_by_launcher():
-            prepare(chosen, hardware, resume=asked.resume).claim.release()  # so that what is wrong is said once
-            raise typer.Exit(launch(number, sys.argv[1:], lambda: checkpoints_of(Path(chosen.job.output))))
-        _run(chosen, hardware, resume=asked.resume, trace=asked.trace, as_json=asked.as_json)
-
-
-def _run(plan: "TrainingPlan", hardware: "HardwareProfile", *, resume: bool, trace: bool, as_json: bool) -> None:
-    """Train in this process; the first of several tells about it."""
-    from autotune.cli.terminal import err, training_display
-    from autotune.reporting import job_line, report_lines
-    from autotune.runtime import is_first_process
-    from autotune.training import RunEvents
-    from autotune.training import train as run
-
-    if is_first_process():
-        err.print(job_line(plan))
-    with training_display() as display:
-        events = RunEvents(
-            on_phase=display.phase, on_encoded=display.encoded, on_step=display.step, on_warning=display.warn
-        )
-        report = run(plan, hardware, _cache_folder(), events, resume=resume, trace=trace)
-    if not is_first_process():
-        return
-    adapter = f"adapter: {Path(plan.job.output) / report.adapter}"
-    tell(report, as_json, lambda _: [*report_lines(report), adapter])
-
-
-def _measured_here(path: Path, plan: "TrainingPlan", hardware: "HardwareProfile") -> "TrainingPlan":
-    """The plan, or where it was predicted the measured one that a trial on this machine makes of it."""
-    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
-        return plan  # a trial has one device, and cannot hold what is shared out
-    from autotune.cli.terminal import err
-    from autotune.planning import seal_on_arrival, sealed_beside, sealed_path
-    from autotune.runtime import started_by_launcher
-
-    known = sealed_beside(path, plan, hardware)
-    if known is not None or started_by_launcher():
-        return known or plan
-    with err.status("the plan was predicted: one trial tells whether it holds here"):
-        sealed = seal_on_arrival(path, plan, hardware)
-    then, now = plan.frozen.expected, sealed.frozen.expected
-    changed = "" if sealed.frozen.settings == plan.frozen.settings else "; its settings did not run, a fallback does"
-    err.print(
-        f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} predicted{changed}; "
-        f"written to {sealed_path(path)}",
-    )
-    return sealed
+    arguments = {**given(options, but=("plan_file", "as_json")), **job.values()}
+    with show_events() as show:
+        report = autotune.train(options.plan_file, on_event=show, **arguments)
+    output = options.output or autotune.load_plan(options.plan_file).job.output
+    adapter = f"adapter: {Path(output) / report.adapter}"
+    print_result(report, options.as_json, lambda _: [*reporting.report_lines(report), adapter])
 
 
 def sample(
@@ -109,24 +48,9 @@ def sample(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="PNG file; in RUN by default.")] = None,
 ) -> None:
     """Sample from a trained adapter, through the model's stock pipeline."""
-    from autotune.cli.terminal import err, out
-    from autotune.hardware import probe as read_machine
-    from autotune.runtime import silence_progress_bars
-    from autotune.training import RunEvents, Wanted, sample_run
-
-    silence_progress_bars()
-    wanted = Wanted(prompt, count, seed, steps, tuple(control or ()), output)
-    with err.status("sampling") as status:
-        events = RunEvents(
-            on_phase=status.update, on_warning=lambda message: err.print(f"warning: {message}", style="yellow")
-        )
-        written = sample_run(run_folder, read_machine(), wanted, _cache_folder(), events)
-    for path in written:
-        out.print(str(path))
-
-
-def _cache_folder() -> Path:
-    """Of what text encoders and VAEs gave."""
-    import platformdirs
-
-    return platformdirs.user_cache_path("autotune") / "encoded"
+    with show_events() as show:
+        written = autotune.sample(
+            run_folder, prompt, count=count, seed=seed, num_steps=steps, control=control or (), path=output,
+            on_event=show,
+        )  # fmt: skip
+    print_out([str(path) for path in written])

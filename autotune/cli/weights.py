@@ -1,13 +1,17 @@
 """`autotune weights`: look into safetensors files, convert adapters between programs, write models in shards."""
 
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, one_of, tell
+import autotune
+from autotune import reporting
+from autotune.cli.options import Json, one_of
+from autotune.cli.output import print_out, print_result, show_events
 
 app = typer.Typer(help="Inspect and convert weight files.", no_args_is_help=True, rich_markup_mode=None)
+FORMATS = ("diffusers", "comfyui", "kohya")
 
 
 @app.command()
@@ -17,17 +21,9 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
-    from autotune.cli.terminal import err
-    from autotune.reporting import memory_text, render_file
-    from autotune.weights import inspect_file
-
-    with err.status("counting NaN and infinite values") as status:
-
-        def progress(done: int, total: int) -> None:
-            status.update(f"counting NaN and infinite values: {memory_text(done)} of {memory_text(total)}")
-
-        summary = inspect_file(file, values=not no_values, on_progress=progress)
-    tell(summary, as_json, render_file)
+    with show_events() as show:
+        summary = autotune.inspect_weights(file, count_values=not no_values, on_event=show)
+    print_result(summary, as_json, reporting.render_file)
 
 
 @app.command()
@@ -38,27 +34,15 @@ def convert(
     target: Annotated[Path, typer.Argument(help="File to write; for a model, a folder.", metavar="OUT")],
     to: Annotated[str, typer.Option("--format", help="diffusers, comfyui or kohya; a model: diffusers.")] = "diffusers",
     model: Annotated[str | None, typer.Option(help="Family of an adapter whose names do not tell it.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a model's files.", metavar="SIZE")] = "10GB",
+    max_shard_size: Annotated[str, typer.Option(help="Size of a model's files at most.", metavar="SIZE")] = "10GB",
 ) -> None:
     """Write an adapter under the names that another program loads, or a model in shards.
 
     Weights and alphas stay the same.
     """
-    from autotune.cli.machine import parse_bytes
-    from autotune.cli.terminal import out
-    from autotune.errors import InvalidInput
-    from autotune.families import build_on_meta, resolve_model
-    from autotune.weights import AdapterFormat, is_whole_model, read_adapter, reshard, write_adapter
-
-    one_of("--format", to, get_args(AdapterFormat))
-    if is_whole_model(source):
-        if to != "diffusers":
-            raise InvalidInput(f"only adapters are written for {to}", hint="leave --format out, or name an adapter")
-        written = reshard(source, target, max_shard_bytes=parse_bytes(max_shard_size))
-        out.print(f"{len(written)} file{'s' if len(written) > 1 else ''} written to {target}")
-        return
-    named = resolve_model(model) if model else None
-    modules = build_on_meta(named.family, named.config).named_modules() if named else ()
-    adapter = read_adapter(source, [name for name, _ in modules])
-    write_adapter(target, adapter, to, named.family.transformer_class if named else None)  # type: ignore[arg-type]
-    out.print(f"written to {target}")
+    one_of("--format", to, FORMATS)
+    written = autotune.convert_weights(source, target, to=to, model=model, max_shard_size=max_shard_size)
+    single = written == (target,)
+    print_out(
+        f"written to {target}" if single else f"{len(written)} file{'s' * (len(written) > 1)} written to {target}"
+    )

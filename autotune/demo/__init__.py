@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.runtime.lazy import lazy_exports
+from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.demo.folders import make_demo
+    from autotune.demo.folders import Demo, make_demo
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.runtime.lazy import lazy_exports
+from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.hardware.capabilities import older
     from autotune.hardware.catalog import CatalogGpu, load_catalog, matching, profile_of_gpu
     from autotune.hardware.device_lock import DeviceLock, held_for_run, lock_path, locked
     from autotune.hardware.diagnosis import Finding, doctor

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.runtime.lazy import lazy_exports
+from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.knobs.allocator import Allocator, configure_allocator
+    from autotune.knobs.allocator import configure_allocator
     from autotune.knobs.base import Choices, Knob, Parity, TuningContext, parity_capability, unavailable_reason
     from autotune.knobs.block_swap import offload_on_arrival
     from autotune.knobs.caching import PIN, EncoderSize, choose_caching, describe_caching, size_of

@@ -2,14 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.runtime.lazy import lazy_exports
+from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.planning.backend import PlannerBackend
-    from autotune.planning.planner import PlanEvents, make_plan
+    from autotune.planning.planner import PlanningResult, make_plan
     from autotune.planning.problem import list_choices
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
     from autotune.planning.request import PlanRequest, request_from
-    from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
+    from autotune.planning.sealing import measured_here
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

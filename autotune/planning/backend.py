@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from autotune import __version__
 from autotune.cost import Predictor
 from autotune.families import ResolvedModel
 from autotune.knobs import TuningContext
+from autotune.runtime import __version__
 from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
 from autotune.search import Run
 from autotune.sharing import StoreMatches, find_matches

@@ -5,7 +5,7 @@
 Where the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the plan says so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import optuna
@@ -27,18 +27,24 @@ from autotune.planning.resuming import kept_study
 from autotune.runtime import interrupt_on_signal
 from autotune.schema import (
     Candidate,
+    CandidatesPredicted,
     FrozenPart,
     HardwareProfile,
+    Notice,
+    OnEvent,
     Prediction,
+    RecordsMatched,
     Residual,
+    SearchSpaceBuilt,
     TrainingPlan,
+    TrialFinished,
     TrialResult,
-    Workload,
+    TrialStarted,
+    ignore_event,
     seal,
 )
 from autotune.search import (
     ResidualSearch,
-    SearchSpace,
     best_seconds,
     fallbacks_of,
     frozen_plan,
@@ -54,31 +60,28 @@ from autotune.search import (
 )
 from autotune.sharing import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
 
+NO_MATCHES = StoreMatches(known=(), stale=(), refused=())
+
 
 @dataclass(frozen=True)
-class PlanEvents:
-    """Where progress is told."""
+class PlanningResult:
+    """A plan, with what the search learned that the plan does not hold: material for recordings and shared records."""
 
-    on_machine: Callable[[HardwareProfile], None] = lambda hardware: None
-    on_left_out: Callable[[tuple[str, ...]], None] = lambda lines: None
-    on_space: Callable[[SearchSpace, Workload], None] = lambda space, workload: None
-    on_note: Callable[[str], None] = lambda note: None
-    on_matches: Callable[[StoreMatches], None] = lambda find_matches: None
-    on_start: Callable[[Candidate], None] = lambda candidate: None
-    on_trial: Callable[[TrialResult], None] = lambda result: None
-    on_predictions: Callable[[list[Prediction]], None] = lambda predictions: None
-    on_doubt: Callable[[str], None] = lambda line: None
-    """A shared record that trials here contradict."""
-    on_calibration: Callable[[tuple[Residual | None, ...]], None] = lambda residuals: None
-    """How far each trial of the plan was from its prediction."""
+    plan: TrainingPlan
+    hardware: HardwareProfile
+    """The machine, with the capabilities that parity checks have shown."""
+    matches: StoreMatches = NO_MATCHES
+    """Records of other searches that were found for this one."""
+    residuals: tuple[Residual | None, ...] = ()
+    """For each trial of the plan, how far it was from its prediction."""
 
 
 def make_plan(
     request: PlanRequest,
     hardware: HardwareProfile,
-    events: PlanEvents | None = None,
+    on_event: OnEvent = ignore_event,
     backend: PlannerBackend | None = None,
-) -> TrainingPlan:
+) -> PlanningResult:
     """Find the best settings for the question on this machine and freeze them.
 
     Several processes that name the same study share its trials, and all return the plan that the first of them froze.
@@ -88,98 +91,110 @@ def make_plan(
         NothingFits: no settings run here.
         AutotuneError: the study's storage failed.
     """
-    events, backend = events or PlanEvents(), backend or PlannerBackend()
+    backend = backend or PlannerBackend()
     problem = build_problem(request, hardware, backend)
-    events.on_machine(problem.hardware)
-    events.on_left_out(problem.left_out)
+    for line in problem.left_out:
+        on_event(Notice(text=line, level="warning"))
     for note in problem.notes:
-        events.on_note(note)
-    events.on_space(problem.space, problem.global_workload)
+        on_event(Notice(text=note))
+    on_event(SearchSpaceBuilt(workload=problem.global_workload, num_candidates=len(problem.space.candidates)))
     if not problem.can_try:
-        predictions = [problem.cost.predict(candidate) for candidate in problem.space.candidates]
-        events.on_predictions(predictions)
-        return _plan(problem, backend.autotune_version, predictions)
+        predictions = tuple(problem.cost.predict(candidate) for candidate in problem.space.candidates)
+        on_event(CandidatesPredicted(predictions=predictions, budget_bytes=problem.budget_bytes))
+        return PlanningResult(_plan(problem, backend.autotune_version, predictions), problem.hardware)
+
+    def on_note(note: str) -> None:
+        on_event(Notice(text=note))
+
+    matches = NO_MATCHES
     # Killed by a signal, it would seem to have been taken down by what it tried.
-    with interrupt_on_signal(), kept_study(problem, backend.autotune_version, events.on_note) as study:
-        settled = frozen_plan(study) if request.study else None
-        if settled is None:
-            advice = _advice(problem, backend, events)
-            trials = _search(problem, backend, advice, study, events)
-            if not advice.kept(trials):  # else a record has confirmed them
-                trials = _confirmed(problem, backend, trials, study, events)
-            own = _plan(problem, backend.autotune_version, (), trials, advice).model_dump_json()
+    with interrupt_on_signal(), kept_study(problem, backend.autotune_version, on_note) as study:
+        published = frozen_plan(study) if request.study else None
+        if published is None:
+            matches, warm_start = _find_warm_start(problem, backend, on_event)
+            trials = _search(problem, backend, warm_start, study, on_event)
+            if not warm_start.kept(trials):  # else a record has confirmed them
+                trials = _confirm(problem, backend, trials, study, on_event)
+            own = _plan(problem, backend.autotune_version, (), trials, warm_start).model_dump_json()
             first = publish_plan(study, own)
-            settled = first if request.study else own
-    made = TrainingPlan.model_validate_json(settled)
-    events.on_calibration(tuple(problem.cost.residual(trial) for trial in made.frozen.trials))
-    return made
+            published = first if request.study else own
+    plan = TrainingPlan.model_validate_json(published)
+    residuals = tuple(problem.cost.residual(trial) for trial in plan.frozen.trials)
+    return PlanningResult(plan, problem.hardware, matches, residuals)
 
 
-def _advice(problem: PlanningProblem, backend: PlannerBackend, events: PlanEvents) -> WarmStart:
+def _find_warm_start(
+    problem: PlanningProblem, backend: PlannerBackend, on_event: OnEvent
+) -> tuple[StoreMatches, WarmStart]:
     if not problem.request.use_profiles:
-        return NO_WARM_START
+        return NO_MATCHES, NO_WARM_START
     found = backend.find_matches(problem.device_profile, problem.workload)
-    found, advice = build_warm_start(
+    found, warm_start = build_warm_start(
         found, problem.space.candidates, problem.budget_bytes, problem.workload, problem.cost
     )
-    events.on_matches(found)
-    return advice
+    kind = found.known[0].match.kind if found.known else "none"
+    on_event(RecordsMatched(kind=kind, num_records=len(found.known), stale=found.stale, refused=found.refused))
+    return found, warm_start
 
 
 def _search(
-    problem: PlanningProblem, backend: PlannerBackend, advice: WarmStart, study: optuna.Study, events: PlanEvents
+    problem: PlanningProblem, backend: PlannerBackend, warm_start: WarmStart, study: optuna.Study, on_event: OnEvent
 ) -> tuple[TrialResult, ...]:
     request = problem.request
     search = ResidualSearch(
         problem.space,
         problem.cost,
         problem.budget_bytes,
-        priors=advice.priors,
-        first=advice.first,
+        priors=warm_start.priors,
+        first=warm_start.first,
         objective=problem.workload.objective,
         ascending=shares_host_memory(problem.hardware.device.memory_kind),
     )
+
+    def on_trial(result: TrialResult) -> None:
+        on_event(TrialFinished(result=result))
+
     with backend.trials(request.model, problem.cost) as run:
 
-        def tell_and_run(candidate: Candidate) -> TrialResult:
-            events.on_start(candidate)
+        def run_trial(candidate: Candidate) -> TrialResult:
+            on_event(TrialStarted(candidate=candidate))
             return run(candidate)
 
         if backend.tried is None:
-            trials = run_search(search, tell_and_run, problem.limits, events.on_trial, enough=advice.kept, study=study)
+            trials = run_search(search, run_trial, problem.limits, on_trial, enough=warm_start.kept, study=study)
         else:
             trials = backend.tried
             for trial in trials:
-                events.on_trial(trial)
-        over = backend.tried is not None or advice.kept(trials)
-        rung = None if over else unverified_rung(trials, problem)
-        result = memoize(study, "rung", rung, tell_and_run) if rung is not None else None
+                on_trial(trial)
+        is_over = backend.tried is not None or warm_start.kept(trials)
+        fallback = None if is_over else unverified_rung(trials, problem)
+        result = memoize(study, "rung", fallback, run_trial) if fallback is not None else None
         if result is not None:
             trials = (*trials, result)
-            events.on_trial(result)
-    for doubt in advice.doubts(trials):
-        events.on_doubt(doubt)
+            on_trial(result)
+    for doubt in warm_start.doubts(trials):
+        on_event(Notice(text=doubt, topic="profiles"))
     return trials
 
 
-def _confirmed(
+def _confirm(
     problem: PlanningProblem,
     backend: PlannerBackend,
     trials: tuple[TrialResult, ...],
     study: optuna.Study,
-    events: PlanEvents,
+    on_event: OnEvent,
 ) -> tuple[TrialResult, ...]:
     request = problem.request
     seconds = max(LEAST_SECONDS, SHARE_OF_SEARCH * problem.limits.allowed_seconds(best_seconds(trials)))
 
     def longer_trial(candidate: Candidate) -> TrialResult | None:
-        events.on_start(candidate)
+        on_event(TrialStarted(candidate=candidate))
         return backend.rehearse(request.model, problem.cost, candidate, seconds)
 
     def rehearse(candidate: Candidate) -> TrialResult | None:
         longer = memoize(study, "rehearsal", candidate, longer_trial)
         if longer:
-            events.on_trial(longer)
+            on_event(TrialFinished(result=longer))
         return longer
 
     return confirmed_winner(trials, problem, rehearse)
@@ -190,13 +205,13 @@ def _plan(
     autotune_version: str,
     predictions: Sequence[Prediction],
     trials: tuple[TrialResult, ...] = (),
-    advice: WarmStart = NO_WARM_START,
+    warm_start: WarmStart = NO_WARM_START,
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = problem.workload.objective
     scores = measured_scores(trials) if problem.can_try else predicted_scores(predictions, problem.budget_bytes)
     best = require_winner(promised_scores(trials) if trials else scores, objective, problem.relaxation)
-    scores += measured_scores(advice.evidence(trials))  # only what ran here may win
+    scores += measured_scores(warm_start.evidence(trials))  # only what ran here may win
     caching, why_caching = problem.cost.caching
     frozen = FrozenPart(
         schema_version=1,
@@ -210,7 +225,7 @@ def _plan(
         ),
         reasons=(*reasons_for(problem.space, scores, best, objective), why_caching),
         fallbacks=fallbacks_of(scores, best),
-        records=advice.records,
+        records=warm_start.records,
         search_seconds=search_cost_seconds(trials),
         trials=trials,
         pins=problem.request.pins,

@@ -15,10 +15,14 @@ from autotune.knobs import KNOBS, TuningContext, describe_caching, parity_capabi
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.expectation import build_expectation, planned_hardware
 from autotune.planning.problem import beside_kept
+from autotune.runtime import started_by_launcher
 from autotune.schema import (
     Candidate,
     FrozenPart,
     HardwareProfile,
+    Notice,
+    OnEvent,
+    PhaseStarted,
     PlannedHardware,
     Reason,
     TrainingPlan,
@@ -31,6 +35,35 @@ from autotune.search import Run, measured_scores, search_cost_seconds, winner_of
 from autotune.training import key_misfits, model_misfits, require_fit
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
+
+
+def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | None, on_event: OnEvent) -> TrainingPlan:
+    """The plan, or the measured plan that a trial on this machine makes of a predicted one.
+
+    Args:
+        plan: measured or predicted. A plan for `fsdp2` stays predicted: a trial has one device, and cannot hold it.
+        hardware: this machine.
+        file: file of the plan; beside it the measured plan is written, and found by the next start.
+        on_event: listener to progress.
+
+    Raises:
+        DoesNotFit: neither the plan's settings nor its fallbacks run here.
+    """
+    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
+        return plan
+    known = sealed_beside(file, plan, hardware) if file else None
+    if known is not None or started_by_launcher():
+        return known or plan
+    on_event(PhaseStarted(name="the plan was predicted: one trial tells whether it holds here"))
+    sealed = seal_on_arrival(plan, hardware)
+    then, now = plan.frozen.expected, sealed.frozen.expected
+    changed = "" if sealed.frozen.settings == plan.frozen.settings else "; its settings did not run, a fallback does"
+    text = f"measured here: {now.step_seconds:.3g} s per step, {then.step_seconds:.3g} predicted{changed}"
+    if file:
+        write_plan(sealed_path(file), sealed)
+        text += f"; written to {sealed_path(file)}"
+    on_event(Notice(text=text))
+    return sealed
 
 
 def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan | None:
@@ -51,12 +84,11 @@ def sealed_path(path: Path) -> Path:
 
 
 def seal_on_arrival(
-    path: Path,
     plan: TrainingPlan,
     hardware: HardwareProfile,
     backend: PlannerBackend | None = None,
 ) -> TrainingPlan:
-    """Try the settings of a predicted plan on this machine, turn to its fallbacks where they don't run, and write it.
+    """Try the settings of a predicted plan on this machine, and its fallbacks if they don't run: a measured plan.
 
     Raises:
         DoesNotFit: neither its settings nor its fallbacks run here.
@@ -84,10 +116,7 @@ def seal_on_arrival(
         )
     with backend.trials(plan.job.pinned_model, cost) as run:
         trials = _until_one_runs(usable, run)
-    is_local = planned_hardware(hardware, parallel)
-    sealed = seal(plan.job, _measured(plan, is_local, cost, trials, against))
-    write_plan(sealed_path(path), sealed)
-    return sealed
+    return seal(plan.job, _measured(plan, planned_hardware(hardware, parallel), cost, trials, against))
 
 
 def _too_large(candidates: Sequence[Candidate], cost: Predictor) -> dict[Candidate, str]:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.runtime.lazy import lazy_exports
+from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.quantization.layers import quantize_inside

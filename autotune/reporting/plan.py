@@ -4,9 +4,18 @@ from collections.abc import Sequence
 
 from autotune.knobs import KNOBS, describe_caching
 from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
-from autotune.schema import Bucket, Candidate, Prediction, TrainingPlan, TrialResult, Workload, mean_text_tokens
+from autotune.schema import (
+    Bucket,
+    Candidate,
+    CheckResult,
+    Prediction,
+    RecordsMatched,
+    TrainingPlan,
+    TrialResult,
+    Workload,
+    mean_text_tokens,
+)
 from autotune.search import SearchSpace
-from autotune.sharing import StoreMatches
 
 TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step    memory outcome"
 
@@ -71,23 +80,23 @@ def _neediest(prediction: Prediction) -> str:
     return f"no: {phase.name}"
 
 
-MOST_TOLD = 5
+MAX_REASONS = 5
 """Records of a kind that are named one by one."""
 
 
-def survey_lines(find_matches: StoreMatches) -> list[str]:
-    """What earlier measurements contribute, and which no longer count; nothing where there are none."""
-    told = {
+def records_lines(event: RecordsMatched) -> list[str]:
+    """What earlier measurements contribute, and which no longer count; nothing if there are none."""
+    found = {
         "exact": "measured before on such a machine: one trial will verify it",
         "upgraded": "measured here before an upgrade: a trial or two will tell whether it still holds",
-        "near": f"{len(find_matches.known)} of similar machines or work start the search",
+        "near": f"{event.num_records} of similar machines or work start the search",
     }
-    known = [told[find_matches.known[0].match.kind]] if find_matches.known else []
-    for told_of, command in ((find_matches.stale, "list --why"), (find_matches.refused, "verify")):
-        known += told_of[:MOST_TOLD]
-        if len(told_of) > MOST_TOLD:
-            known.append(f"... and {len(told_of) - MOST_TOLD} more: `autotune profiles {command}`")
-    lines = [note_text(line, "profiles") for line in known]
+    texts = [found[event.kind]] if event.kind in found else []
+    for reasons, command in ((event.stale, "list --why"), (event.refused, "verify")):
+        texts += reasons[:MAX_REASONS]
+        if len(reasons) > MAX_REASONS:
+            texts.append(f"... and {len(reasons) - MAX_REASONS} more: `autotune profiles {command}`")
+    lines = [note_text(text, "profiles") for text in texts]
     return [*lines, ""] if lines else []
 
 
@@ -160,6 +169,13 @@ def _saving(plan: TrainingPlan) -> str:
     if saved < 1:
         return "; the safest settings are no slower"
     return f"; saves {seconds_text(saved)} of the run"
+
+
+def check_lines(result: CheckResult, plan_file: str) -> list[str]:
+    """Whether the plan of this file fits, or each reason why it does not."""
+    if result.fits:
+        return [f"{plan_file} is valid and fits this machine"]
+    return [line for misfit in result.misfits for line in wrapped(f"does not fit: {misfit}")]
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:

@@ -3,7 +3,16 @@
 from statistics import median
 
 from autotune.reporting.text import memory_text, seconds_text, wrapped
-from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport
+from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport, StepFinished
+
+
+def step_text(event: StepFinished) -> str:
+    """Loss, speed and memory of one step."""
+    text = (
+        f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
+        f"{memory_text(event.memory_bytes)}"
+    )
+    return text if event.gpu_utilization is None else f"{text}  GPU {event.gpu_utilization:.0%}"
 
 
 def report_lines(report: RunReport) -> list[str]:

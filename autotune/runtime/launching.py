@@ -30,13 +30,13 @@ def forget_other_launchers() -> None:
 
 
 def launch(num_processes: int, arguments: Sequence[str], checkpoints: Callable[[], set[Path]]) -> int:
-    """Run `autotune ARGUMENTS` in that many processes; returns the exit status, as one process would give it.
+    """Run `python ARGUMENTS` in that many processes; returns the exit status, as one process would give it.
 
     On a signal all get SIGTERM, finish their step and write a checkpoint; those that take too long are killed.
 
     Args:
         num_processes: how many to start on this machine.
-        arguments: of the command that each process runs.
+        arguments: what each process is called with.
         checkpoints: lists the run's checkpoints; a new one after a signal means that the run was preempted (75).
     """
     import logging
@@ -60,7 +60,7 @@ def launch(num_processes: int, arguments: Sequence[str], checkpoints: Callable[[
     )
     before = checkpoints()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "autotune", *arguments)
+        elastic_launch(config, sys.executable)("-u", *arguments)
     except ChildFailedError as failure:
         code = int(failure.get_first_failure()[1].exitcode)
         return code if code >= 0 else 128 - code  # as a shell tells of a signal

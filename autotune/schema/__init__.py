@@ -11,11 +11,29 @@ Files are validated in JSON mode (`model_validate_json`): strict mode would refu
 
 from typing import TYPE_CHECKING
 
-from autotune.runtime.lazy import lazy_exports
+from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
     from autotune.schema.candidate import CachingSettings, Candidate, Choice
+    from autotune.schema.events import (
+        CandidatesPredicted,
+        Event,
+        Notice,
+        OnEvent,
+        PhaseStarted,
+        Progressed,
+        RecordsMatched,
+        RunStarted,
+        SearchSpaceBuilt,
+        StatusChanged,
+        StepFinished,
+        TrialFinished,
+        TrialStarted,
+        event_line,
+        ignore_event,
+        parse_event,
+    )
     from autotune.schema.hardware import (
         Capability,
         Conditions,
@@ -30,9 +48,18 @@ if TYPE_CHECKING:
         Rate,
         Versions,
     )
-    from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, TimestepSampling, Weighting, num_previews
+    from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, JobOverrides, TimestepSampling, Weighting, num_previews
     from autotune.schema.migration import from_schema_1
-    from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, Reason, Rejected, Strategy, TrainingPlan
+    from autotune.schema.plan import (
+        CheckResult,
+        Expected,
+        FrozenPart,
+        PlannedHardware,
+        Reason,
+        Rejected,
+        Strategy,
+        TrainingPlan,
+    )
     from autotune.schema.plan_file import job_from, plan_text, read_plan, seal, with_job, write_plan
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport

@@ -1,6 +1,6 @@
 """The user's part of a plan: what is trained and for how long, never how it fits the machine."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 from pydantic import AfterValidator, Field
 
@@ -109,3 +109,34 @@ def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 
     """Pictures of a job: each prompt every so many steps, and at the end with and without the adapter."""
     rounds = num_steps // every if every else 0
     return min(num_prompts, MAX_PREVIEW_PROMPTS) * (rounds + 2)
+
+
+class JobOverrides(TypedDict, total=False):
+    """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left out stays."""
+
+    revision: str
+    control: str
+    caption: str
+    trigger: str
+    num_frames: int
+    output: str
+    num_steps: int
+    num_train_epochs: int
+    learning_rate: float
+    lr_scheduler: Schedule
+    lr_warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    timestep_sampling: TimestepSampling
+    timestep_shift: float | Literal["by_resolution"]
+    guidance_scale: float
+    weighting_scheme: Weighting
+    caption_dropout: float
+    seed: int
+    checkpointing_steps: int
+    checkpoints_total_limit: int
+    checkpoints_keep_every: int
+    preview_prompts: tuple[str, ...]
+    preview_steps: int
+    preview_every: int
+    report_to: Literal["tensorboard", "wandb", "none"]

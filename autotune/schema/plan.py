@@ -131,3 +131,11 @@ class TrainingPlan(Frozen):
         """Of the whole job, where the plan knows what an hour costs."""
         price = self.frozen.expected.price_per_hour
         return None if price is None else price * self.job_seconds / 3600
+
+
+class CheckResult(Frozen):
+    """Whether a plan fits a machine."""
+
+    fits: bool
+    misfits: tuple[str, ...]
+    """Why it does not fit, one sentence each."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from autotune import __version__
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
+from autotune.runtime import __version__
 from autotune.schema import (
     Bucket,
     Candidate,

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autotune import __version__
 from autotune.cost import Predictor, PriorResiduals
+from autotune.runtime import __version__
 from autotune.schema import Candidate, Prediction, Residual, TrialResult, Workload
 from autotune.sharing.query import KINDS, MatchedRecord, StoreMatches, same_work
 from autotune.sharing.record import Record
@@ -105,7 +105,7 @@ class WarmStart:
         return tuple(trial for trial in ground.trials if trial.candidate not in here) if ground else ()
 
 
-NO_WARM_START = WarmStart((), (), None)  # type: ignore[arg-type]
+NO_WARM_START: WarmStart = WarmStart((), (), None)  # type: ignore[arg-type]
 
 
 def build_warm_start(

@@ -2,19 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.runtime.lazy import lazy_exports
+from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.training.checkpoint import checkpoints_of
     from autotune.training.describe import (
         WorkloadOverrides,
         check_job,
         describe_workload,
-        given,
         overrides_from,
         require_even_shares,
     )
-    from autotune.training.events import RunEvents, StepEvent
     from autotune.training.fit import KEY_NAMES, hardware_misfits, key_misfits, model_misfits, require_fit
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model
     from autotune.training.monitor import PhaseWatch
@@ -25,6 +22,7 @@ if TYPE_CHECKING:
     from autotune.training.run import train
     from autotune.training.sample import Wanted, sample_run
     from autotune.training.save import ADAPTER_FILE, save_trained
+    from autotune.training.several import train_in_processes
     from autotune.training.step import AdapterOptimizer, StepOutcome, live_tensors, optimizer_step, to_device
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -23,9 +23,8 @@ from autotune.runtime import (
     is_out_of_memory,
     with_peak_memory,
 )
-from autotune.schema import TrainingPlan
+from autotune.schema import Notice, OnEvent, StepFinished, TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
-from autotune.training.events import RunEvents, StepEvent
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
 from autotune.training.monitor import MemoryWatch, Utilization
@@ -51,7 +50,7 @@ class RunContext:
     checkpoints: Checkpoints
     metrics: Metrics | None
     """None on all processes but the first."""
-    events: RunEvents
+    on_event: OnEvent
     preview: Callable[[int], None]
     """Called on processes that sample, with the number of steps taken."""
     budget_bytes: int
@@ -170,17 +169,17 @@ class Loop:
             pin_memory=self.settings.batch_memory == "pinned",
         )
 
-    def _tell(self, event: StepEvent) -> None:
+    def _tell(self, event: StepFinished) -> None:
         if self.context.metrics:
             self.context.metrics.add(event)
-        self.context.events.on_step(event)
+        self.context.on_event(event)
         peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
         if warning := self.watch.look(event.memory_bytes, peak):
             self._warn(warning)
 
     def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
-        self.context.events.on_warning(warning)
+        self.context.on_event(Notice(text=warning, level="warning"))
 
     def _step_down(self) -> None:
         """Turn to the next fallback; the step that ran out is taken again, with the same images and noise."""
@@ -210,7 +209,7 @@ class Loop:
         elif job.preview_every and done % job.preview_every == 0 and context.processes.samples:
             context.preview(done)
 
-    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: BatchLoader) -> StepEvent:
+    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: BatchLoader) -> StepFinished:
         """One step; the second of the settings in use also measures memory."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
         if step == self.measured_step:
@@ -229,7 +228,7 @@ class Loop:
         self.rate.step(outcome.loss)
         self.seconds.append(seconds)
         self.data_seconds.append(waited)
-        return StepEvent(
+        return StepFinished(
             step=step + 1,
             num_steps=self.num_steps,
             loss=outcome.loss,

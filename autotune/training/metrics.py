@@ -6,22 +6,19 @@ so TensorBoard's own writer is used.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from autotune.errors import InvalidInput
 from autotune.runtime import write_text_atomic
-from autotune.training.events import StepEvent
+from autotune.schema import StepFinished, from_schema_1
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
 CURVES = ("loss", "learning_rate", "gradient_norm", "seconds", "data_seconds", "images_per_second", "memory_bytes")
-
-EVENT = TypeAdapter(StepEvent)
 
 Log = Callable[[dict[str, float], int], None]
 
@@ -42,7 +39,7 @@ class Metrics:
         self._file.close()
         self._finish()
 
-    def add(self, event: StepEvent) -> None:
+    def add(self, event: StepFinished) -> None:
         self.losses.append(event.loss)
         self.seconds.append(event.seconds)
         self._file.write(_line(event))
@@ -50,19 +47,19 @@ class Metrics:
         self._log({name: getattr(event, name) for name in CURVES}, event.step)
 
 
-def read_metrics(path: Path) -> list[StepEvent]:
+def read_metrics(path: Path) -> list[StepFinished]:
     """The steps on record; a line that a kill cut short, or that is damaged, ends them."""
-    events: list[StepEvent] = []
+    events: list[StepFinished] = []
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
-            events.append(EVENT.validate_json(line))
-        except ValidationError:
+            events.append(StepFinished.model_validate(from_schema_1(json.loads(line))))
+        except (ValueError, RecursionError, ValidationError):
             break
     return events
 
 
-def _line(event: StepEvent) -> str:
-    return json.dumps(asdict(event)) + "\n"
+def _line(event: StepFinished) -> str:
+    return event.model_dump_json() + "\n"
 
 
 def require_tracker(report_to: str) -> None:

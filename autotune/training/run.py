@@ -13,9 +13,19 @@ from autotune.data import Cache, EncodedDataset, Encoders, encode_dataset
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs import configure_allocator
 from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
-from autotune.schema import MAX_PREVIEW_PROMPTS, AdapterVerdict, HardwareProfile, RunReport, TrainingPlan
+from autotune.schema import (
+    MAX_PREVIEW_PROMPTS,
+    AdapterVerdict,
+    HardwareProfile,
+    Notice,
+    OnEvent,
+    PhaseStarted,
+    Progressed,
+    RunReport,
+    TrainingPlan,
+    ignore_event,
+)
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
-from autotune.training.events import RunEvents
 from autotune.training.folder import REPORT_FILE, run_key
 from autotune.training.loop import Loop, RunContext
 from autotune.training.metrics import Metrics
@@ -34,7 +44,7 @@ def train(
     plan: TrainingPlan,
     hardware: HardwareProfile,
     cache_folder: Path,
-    events: RunEvents | None = None,
+    on_event: OnEvent = ignore_event,
     *,
     resume: bool = False,
     trace: bool = False,
@@ -56,7 +66,7 @@ def train(
     go_on = "free some space, then go on from the last checkpoint: --resume"
     try:
         with reraise_disk_full(prepared.output, hint=go_on), reraise_oom():
-            run = _Run(plan, prepared, hardware, Cache(cache_folder), events or RunEvents())
+            run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event)
             return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.claim.release()
@@ -66,12 +76,12 @@ class _Run:
     """The phases of one run around its loop."""
 
     def __init__(
-        self, plan: TrainingPlan, prepared: Prepared, hardware: HardwareProfile, cache: Cache, events: RunEvents
+        self, plan: TrainingPlan, prepared: Prepared, hardware: HardwareProfile, cache: Cache, on_event: OnEvent
     ) -> None:
         self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
         self.budget_bytes = hardware.device.budget_bytes
         self.processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
-        self.events = events if self.processes.is_first else RunEvents()
+        self.on_event = on_event if self.processes.is_first else ignore_event
         self.watch = PhaseWatch(self.processes.device)
         self.warnings: list[str] = []
         frozen = plan.frozen
@@ -81,11 +91,11 @@ class _Run:
 
     def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
         """All of it; `started` is when, in monotonic seconds."""
-        plan, job, processes, events = self.plan, self.plan.job, self.processes, self.events
+        plan, job, processes = self.plan, self.plan.job, self.processes
         with self.watch.phase("caching"):
             encoded = self._encode()
         with self.watch.phase("loading"):
-            events.on_phase("loading the transformer")
+            self._start_phase("loading the transformer")
             shards = processes.world_size if processes.strategy == "fsdp2" else 1
             model, workload = self.prepared.model, self.prepared.workload
             trained = load_model(model, workload, plan.frozen.settings, processes.device, job.seed, shards=shards)
@@ -97,9 +107,9 @@ class _Run:
             keep_last=job.checkpoints_total_limit,
             keep_every=job.checkpoints_keep_every * job.checkpointing_steps,
         ) as checkpoints:
-            checkpoint = checkpoints.newest(events.on_warning) if resume else None
+            checkpoint = checkpoints.newest(self._tell_warning) if resume else None
             first_step = checkpoint.step if checkpoint else 0
-            events.on_phase(f"training from step {first_step}" if checkpoint else "training")
+            self._start_phase(f"training from step {first_step}" if checkpoint else "training")
             metrics = None
             if processes.is_first:
                 metrics = Metrics(self.output, resumed_at=first_step, report_to=job.report_to)
@@ -107,7 +117,7 @@ class _Run:
                 processes=processes,
                 checkpoints=checkpoints,
                 metrics=metrics,
-                events=events,
+                on_event=self.on_event,
                 preview=self._sample_previews,
                 budget_bytes=self.budget_bytes,
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
@@ -134,21 +144,21 @@ class _Run:
         if not self.processes.is_first:
             self.processes.wait()
         if self.previews:
-            self.events.on_phase("encoding the prompts of previews")
+            self._start_phase("encoding the prompts of previews")
             self.sampler.encode_prompts(self.previews, self.cache)
         for line in self.prepared.dataset.left_out:
-            self.events.on_warning(line)
-        self.events.on_phase("encoding captions and images")
+            self._tell_warning(line)
+        self._start_phase("encoding captions and images")
         encoded = encode_dataset(
             self.encoders,
             self.prepared.dataset,
             self.prepared.workload.buckets,
             self.cache,
             caption_dropout=self.plan.job.caption_dropout,
-            on_progress=self.events.on_encoded,
+            on_progress=lambda done, total: self.on_event(Progressed(name="encoding", done=done, total=total)),
         )
         for problem in encoded.problems:
-            self.events.on_warning(f"left out: {problem.file}: {problem.message}")
+            self._tell_warning(f"left out: {problem.file}: {problem.message}")
         if self.processes.is_first:
             self.processes.wait()
         self.encoders.release()
@@ -176,7 +186,13 @@ class _Run:
     def _warn(self, message: str) -> None:
         """Tell it now and in the report."""
         self.warnings.append(message)
-        self.events.on_warning(message)
+        self._tell_warning(message)
+
+    def _tell_warning(self, message: str) -> None:
+        self.on_event(Notice(text=message, level="warning"))
+
+    def _start_phase(self, name: str) -> None:
+        self.on_event(PhaseStarted(name=name))
 
     def _finish(self, loop: Loop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
@@ -201,7 +217,7 @@ class _Run:
         return report
 
     def _sample(self, adapter: Path) -> None:
-        self.events.on_phase("sampling with and without the adapter")
+        self._start_phase("sampling with and without the adapter")
         pairs: list[tuple[Image, Image]] = []
         with self._going_on(), self.watch.phase("previews"):
             pairs = self.sampler.with_and_without(adapter, self.previews)

@@ -10,8 +10,7 @@ from autotune.errors import InvalidInput
 from autotune.families import fetch_model
 from autotune.knobs import Swapping, configure_allocator
 from autotune.runtime import require_writable, reraise_oom
-from autotune.schema import HardwareProfile, read_plan
-from autotune.training.events import RunEvents
+from autotune.schema import HardwareProfile, Notice, OnEvent, PhaseStarted, ignore_event, read_plan
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
 from autotune.training.preview import Preview, PreviewSampler, save_image
@@ -37,7 +36,7 @@ class Wanted:
 
 @reraise_oom()
 def sample_run(
-    folder: Path, hardware: HardwareProfile, wanted: Wanted, cache_folder: Path, events: RunEvents | None = None
+    folder: Path, hardware: HardwareProfile, wanted: Wanted, cache_folder: Path, on_event: OnEvent = ignore_event
 ) -> list[Path]:
     """Sample pictures from the adapter in a run's folder and return the files written.
 
@@ -46,7 +45,6 @@ def sample_run(
         InvalidInput: the folder holds no trained adapter, or a control image is missing or too many.
         AutotuneError: memory ran out.
     """
-    events = events or RunEvents()
     if not (folder / ADAPTER_FILE).is_file() or not (folder / PLAN_FILE).is_file():
         raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
     missing = [path for path in wanted.control_paths if not path.is_file()]
@@ -63,7 +61,7 @@ def sample_run(
         settings = settings.changed(swapped_blocks=frozen.workload.model.num_blocks - 1)
     configure_allocator(settings.allocator)  # before anything is allocated
     encoders = Encoders(model, frozen.caching, settings, device)
-    sampler = PreviewSampler(encoders, events.on_warning)
+    sampler = PreviewSampler(encoders, lambda text: on_event(Notice(text=text, level="warning")))
     steps, bucket = wanted.num_steps or plan.job.preview_steps, frozen.workload.largest_bucket
     previews = [
         Preview(wanted.prompt, bucket, steps, wanted.seed + number, wanted.control_paths)
@@ -77,7 +75,7 @@ def sample_run(
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     written = []
     for number, preview in enumerate(previews, start=1):
-        events.on_phase(f"sampling {number} of {wanted.count}")
+        on_event(PhaseStarted(name=f"sampling {number} of {wanted.count}"))
         path = file if wanted.count == 1 else file.with_stem(f"{file.stem}-{number}")
         save_image(sampler.sample(preview)[0], path)
         written.append(path)

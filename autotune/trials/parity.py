@@ -4,8 +4,8 @@ An optimizer's gradients are given: its updates have to agree.
 
 Reference: the same weights and inputs in fp32, native attention, nothing quantized, nothing recomputed, on a tiny
 instance of the family's real class, on this device. Verdicts become capabilities of the machine's profile,
-`parity.<knob>.<choice>`, and are kept for each machine, set of library versions and kind of work: a plan seldom waits
-for them.
+`parity.<knob>.<choice>`, and are kept for each machine, set of library versions and kind of work, so that a plan seldom
+waits for them.
 """
 
 import contextlib
@@ -16,11 +16,10 @@ from pathlib import Path
 
 import platformdirs
 
-from autotune import __version__
 from autotune.backends import Registry
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
-from autotune.runtime import write_text_atomic
+from autotune.runtime import __version__, write_text_atomic
 from autotune.schema import Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
@@ -42,7 +41,7 @@ def check_parity(
     choices: Mapping[str, Sequence[Choice]],
     model: ResolvedModel,
 ) -> HardwareProfile:
-    """The machine with a capability for each of `choices` that changes what is computed, found now or before.
+    """The machine with a capability for each of `choices` that changes results, found now or by an earlier plan.
 
     Raises:
         AutotuneError: another search has the device and does not end.

@@ -10,12 +10,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from autotune.schema.candidate import Candidate
+from autotune.schema.events import Event
 from autotune.schema.plan_file import seal
-from autotune.training.events import RunEvents
 from autotune.training.run import train
 from autotune.training.sample import Wanted, sample_run
 from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_source
+from tests.events import notices_to, steps_to
 from tests.training.small import make_plan, write_model_and_images
 
 
@@ -71,7 +72,7 @@ def test_a_stopped_run_resumed_ends_where_an_unbroken_one_does(data, hardware, s
             raise Stop
 
     with pytest.raises(Stop):
-        train(plan("broken"), hardware, tmp_path / "cache", RunEvents(on_step=stop))
+        train(plan("broken"), hardware, tmp_path / "cache", steps_to(stop))
     train(plan("broken"), hardware, tmp_path / "cache", resume=True)
     one, other = (load_file(tmp_path / name / whole.adapter) for name in ("whole", "broken"))
     for key, value in one.items():  # kernels with atomic additions need not repeat to the bit
@@ -137,7 +138,12 @@ def test_memory_that_another_takes_at_a_random_step_is_survived(data, hardware, 
         torch.cuda.set_per_process_memory_fraction(1.0)
 
     try:
-        report = train(plan("short"), hardware, tmp_path / "cache", RunEvents(on_step=take, on_warning=give_back))
+
+        def both(event: Event) -> None:
+            steps_to(take)(event)
+            notices_to(give_back)(event)
+
+        report = train(plan("short"), hardware, tmp_path / "cache", both)
     finally:
         give_back()
     assert any(f"memory ran out at step {step + 1}" in warning for warning in report.warnings)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.cli.machine import machine_for
+from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput
 from autotune.hardware.diagnosis import LEAST, findings
 from autotune.hardware.doctor_facts import examine
@@ -80,13 +80,13 @@ def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(
 def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
     free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
-    monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: free)
-    monkeypatch.setattr("autotune.hardware.probing.probe", lambda index: (free, busy)[index])
+    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: free)
+    monkeypatch.setattr("autotune.api.machines.read_machine", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
-    assert machine_for(None).device.budget_bytes == free.device.budget_bytes
-    both = machine_for(None, num_devices=2).device
+    assert hardware_for(None).device.budget_bytes == free.device.budget_bytes
+    both = hardware_for(None, num_devices=2).device
     assert (both.budget_bytes, both.budget_set_by_user) == (busy.device.budget_bytes, False)
-    left = machine_for(None, num_devices=2, reserve="2GiB").device.budget_bytes
+    left = hardware_for(None, num_devices=2, reserve_memory="2GiB").device.budget_bytes
     assert left == with_reserve(busy, 2 * GIB).device.budget_bytes
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.planning.planner import make_plan
 from autotune.planning.problem import build_problem
 from autotune.planning.recording import Recording, read_recording, replayed, write_recording
 from autotune.planning.request import PlanRequest
@@ -19,7 +18,7 @@ from autotune.sharing.record import Record, machine_of
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import by_formula
-from tests.planning.machines import surroundings
+from tests.planning.machines import make_plan, surroundings
 
 FOLDER = Path(__file__).parent / "golden"
 GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")

@@ -12,14 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 from autotune.cost.predict import Predictor
 from autotune.errors import AutotuneError
+from autotune.planning import planner
 from autotune.planning.backend import PlannerBackend
-from autotune.planning.planner import make_plan
 from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
+from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
 from autotune.search import sampler
@@ -31,6 +33,11 @@ from tests import builders
 
 GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
 HARDWARE = builders.hardware(*GATES, compute_capability=(9, 0))
+
+
+def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
+    """The plan alone, without what a search learns besides."""
+    return planner.make_plan(*asked, **named).plan
 
 
 def request(study: StudyPlace | None = None, **changes: object) -> PlanRequest:

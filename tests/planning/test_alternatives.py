@@ -10,14 +10,13 @@ from PIL import Image
 from autotune.errors import NothingFits
 from autotune.knobs.registry import KNOBS
 from autotune.planning.alternatives import larger_batch_advice
-from autotune.planning.planner import make_plan
 from autotune.planning.request import request_from
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Prediction
 from autotune.search.study import Limits
 from tests import builders
 from tests.planning.formula import FormulaPredictor
-from tests.planning.machines import GATES, HARDWARE, request, surroundings
+from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 

@@ -44,7 +44,7 @@ def tight() -> HardwareProfile:
 
 @pytest.mark.parametrize(("here", "swapped"), [(True, True), (False, False)])
 def test_blocks_may_be_swapped_where_a_search_would_not_dare_to_try_anything_else(here: bool, swapped: bool) -> None:
-    case = build_problem(request(here=here), tight(), surroundings())
+    case = build_problem(request(is_local=here), tight(), surroundings())
     assert (len(case.space.choices["swapped_blocks"]) > 1) is swapped
 
 

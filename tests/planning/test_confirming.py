@@ -6,7 +6,6 @@ import pytest
 
 from autotune.hardware.memory import process_overhead_bytes
 from autotune.planning.confirming import confirmed_winner, unverified_rung
-from autotune.planning.planner import make_plan
 from autotune.planning.problem import PlanningProblem, build_problem
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan import Expected
@@ -15,7 +14,7 @@ from autotune.training.fit import hardware_misfits
 from tests import builders
 from tests.builders import GIB, trial
 from tests.conftest import Journey
-from tests.planning.machines import GATES, HARDWARE, request, surroundings
+from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroundings
 
 
 @pytest.fixture(scope="module")

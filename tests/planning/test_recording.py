@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.planning.planner import make_plan
 from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from tests.planning.formula import by_formula
 from tests.planning.golden import FOLDER, GOLDEN, Golden, replayed_text
-from tests.planning.machines import HARDWARE, request, surroundings
+from tests.planning.machines import HARDWARE, make_plan, request, surroundings
 
 
 def made() -> TrainingPlan:

@@ -9,16 +9,15 @@ from autotune.errors import DoesNotFit
 from autotune.hardware.probing import with_budget
 from autotune.hardware.store import hardware_named
 from autotune.knobs.base import parity_capability
-from autotune.planning.planner import make_plan
 from autotune.planning.sealing import seal_on_arrival, sealed_beside, sealed_path
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import read_plan, seal, with_job, write_plan
+from autotune.schema.plan_file import seal, with_job, write_plan
 from autotune.schema.trial import TrialResult
 from tests import builders
 from tests.planning.formula import KEPT_BYTES
-from tests.planning.machines import answer, request, surroundings
+from tests.planning.machines import answer, make_plan, request, surroundings
 
 HERE = builders.hardware("attention.native", "precision.bf16", compute_capability=(8, 9))
 
@@ -31,24 +30,22 @@ def predicted(_by_formula: None) -> TrainingPlan:
     return make_plan(asked, hardware_named("nvidia-rtx-4090"))
 
 
-def test_settings_that_hold_are_sealed_as_measured(predicted: TrainingPlan, tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    write_plan(path, predicted)
-    sealed = seal_on_arrival(path, predicted, HERE, backend=surroundings())
+def test_settings_that_hold_are_sealed_as_measured(predicted: TrainingPlan) -> None:
+    sealed = seal_on_arrival(predicted, HERE, backend=surroundings())
     frozen = sealed.frozen
     assert frozen.expected.evidence == "measured"
     assert frozen.settings == predicted.frozen.settings
     assert frozen.expected.step_seconds == answer(frozen.settings).median_step_seconds
     assert frozen.hardware.fingerprint == HERE.fingerprint
     assert len(frozen.trials) == 1
-    assert read_plan(sealed_path(path)) == sealed
-    assert read_plan(path) == predicted, "the predicted plan stays as it is"
+    assert sealed.frozen.predicted_digest == predicted.digest
 
 
 def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted: TrainingPlan, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     assert sealed_beside(path, predicted, HERE) is None
-    sealed = seal_on_arrival(path, predicted, HERE, backend=surroundings())
+    sealed = seal_on_arrival(predicted, HERE, backend=surroundings())
+    write_plan(sealed_path(path), sealed)
     longer = with_job(predicted, num_steps=7)
     found = sealed_beside(path, longer, HERE)
     assert found
@@ -66,7 +63,7 @@ def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted: Train
     def run(candidate: Candidate) -> TrialResult:
         return builders.trial(candidate, None, message="by design") if candidate == bad else answer(candidate)
 
-    sealed = seal_on_arrival(tmp_path / "plan.yaml", predicted, HERE, backend=surroundings(run)).frozen
+    sealed = seal_on_arrival(predicted, HERE, backend=surroundings(run)).frozen
     assert sealed.settings == predicted.frozen.fallbacks[0]
     assert sealed.fallbacks == predicted.frozen.fallbacks[1:]
     assert [trial.outcome for trial in sealed.trials] == ["oom", "ok"]
@@ -78,7 +75,7 @@ def test_settings_that_run_out_of_memory_give_way_to_a_fallback(predicted: Train
 def test_where_nothing_runs_the_message_says_how_to_plan_again(predicted: TrainingPlan, tmp_path: Path) -> None:
     failing = surroundings(lambda candidate: builders.trial(candidate, None, message="by design"))
     with pytest.raises(DoesNotFit, match="by design") as caught:
-        seal_on_arrival(tmp_path / "plan.yaml", predicted, HERE, backend=failing)
+        seal_on_arrival(predicted, HERE, backend=failing)
     assert "--from" in caught.value.hint
     assert not sealed_path(tmp_path / "plan.yaml").exists()
 
@@ -87,13 +84,13 @@ def test_nothing_is_tried_that_is_predicted_not_to_fit(predicted: TrainingPlan, 
     small = builders.hardware("attention.native", budget_bytes=4 * 2**30, compute_capability=(8, 9))
     untouched = surroundings(lambda candidate: pytest.fail("tried"))
     with pytest.raises(DoesNotFit, match=r"a run may take 4\.0 GiB"):
-        seal_on_arrival(tmp_path / "plan.yaml", predicted, small, backend=untouched)
+        seal_on_arrival(predicted, small, backend=untouched)
 
 
 def test_another_kind_of_machine_is_refused(predicted: TrainingPlan, tmp_path: Path) -> None:
     other = builders.hardware("attention.native", compute_capability=(9, 0))
     with pytest.raises(DoesNotFit, match="compute capability"):
-        seal_on_arrival(tmp_path / "plan.yaml", predicted, other, backend=surroundings())
+        seal_on_arrival(predicted, other, backend=surroundings())
 
 
 def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
@@ -102,16 +99,16 @@ def edited(plan: TrainingPlan, **changes: object) -> TrainingPlan:
 
 
 def test_what_the_plan_keeps_on_the_device_counts_where_it_arrives(predicted: TrainingPlan, tmp_path: Path) -> None:
-    released = seal_on_arrival(tmp_path / "a.yaml", predicted, HERE, backend=surroundings()).frozen.expected
+    released = seal_on_arrival(predicted, HERE, backend=surroundings()).frozen.expected
     keeping = edited(predicted, caching=CachingSettings(residency="keep"))
-    kept = seal_on_arrival(tmp_path / "b.yaml", keeping, HERE, backend=surroundings()).frozen
+    kept = seal_on_arrival(keeping, HERE, backend=surroundings()).frozen
     assert kept.expected.required_memory_bytes == released.required_memory_bytes + KEPT_BYTES
     assert kept.hardware.budget_bytes == HERE.device.budget_bytes
     tight = with_budget(HERE, predicted.frozen.expected.required_memory_bytes)
     alone = edited(predicted, fallbacks=())
-    seal_on_arrival(tmp_path / "c.yaml", alone, tight, backend=surroundings())
+    seal_on_arrival(alone, tight, backend=surroundings())
     with pytest.raises(DoesNotFit, match="a run may take"):
-        seal_on_arrival(tmp_path / "d.yaml", edited(keeping, fallbacks=()), tight, backend=surroundings())
+        seal_on_arrival(edited(keeping, fallbacks=()), tight, backend=surroundings())
 
 
 def test_what_computes_something_else_here_is_not_tried(predicted: TrainingPlan, tmp_path: Path) -> None:
@@ -130,10 +127,10 @@ def test_what_computes_something_else_here_is_not_tried(predicted: TrainingPlan,
         for reason in predicted.frozen.reasons
     )
     plan = edited(predicted, settings=unproven, fallbacks=(usual,), reasons=reasons)
-    sealed = seal_on_arrival(tmp_path / "plan.yaml", plan, HERE, backend=backend).frozen
+    sealed = seal_on_arrival(plan, HERE, backend=backend).frozen
     assert asked == [("_native_cudnn", "native")]
     assert [trial.candidate for trial in sealed.trials] == [usual]
     (why,) = (reason.why for reason in sealed.reasons if reason.knob == "attention")
     assert "differs by 3" in why
     with pytest.raises(DoesNotFit, match="differs by 3"):
-        seal_on_arrival(tmp_path / "b.yaml", edited(plan, fallbacks=()), HERE, backend=backend)
+        seal_on_arrival(edited(plan, fallbacks=()), HERE, backend=backend)

@@ -14,7 +14,6 @@ from optuna.exceptions import StorageInternalError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
 from autotune.hardware.probing import with_budget
-from autotune.planning.planner import PlanEvents, make_plan
 from autotune.planning.problem import build_problem
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.request import PlanRequest
@@ -25,7 +24,18 @@ from autotune.schema.trial import TrialResult
 from autotune.search.storage import StudyPlace, opened_study, translate_storage_errors
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
-from tests.planning.machines import GATES, HARDWARE, answer, logged, request, start_worker, surroundings, wait_until
+from tests.events import notices_to
+from tests.planning.machines import (
+    GATES,
+    HARDWARE,
+    answer,
+    logged,
+    make_plan,
+    request,
+    start_worker,
+    surroundings,
+    wait_until,
+)
 
 PASSWORD = "p@ss/word"
 
@@ -93,13 +103,13 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
     other = dataclasses.replace(
         asked, job_overrides={"learning_rate": 3e-4, "output": "elsewhere"}
     )  # another job, the same settings
-    plan = make_plan(other, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
+    plan = make_plan(other, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert len(tried) == len(set(tried))
     assert [trial.candidate for trial in plan.frozen.trials] == tried
     assert (plan.job.learning_rate, plan.job.output) == (3e-4, "elsewhere")
     assert "3 trials known" in notes[0]
     again: list[Candidate] = []
-    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, again))
+    make_plan(asked, HARDWARE, notices_to(notes.append), interrupted_after(99, again))
     assert again == tried, "a new search of the same measures anew"
     assert len(notes) == 1
 
@@ -141,7 +151,7 @@ def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
     monkeypatch.setattr(optuna.Study, "ask", ask)
     notes: list[str] = []
     monkeypatch.setattr("autotune.search.sampler.time.sleep", lambda seconds: pytest.fail("waited"))
-    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
+    make_plan(asked, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert notes == ["an interrupted search of the same goes on: 2 trials known (--fresh forgets them)"]
     assert len(tried) == len(set(tried)) > 2
 
@@ -168,11 +178,11 @@ def test_a_fresh_search_beside_one_that_runs_takes_nothing_from_it(asked: PlanRe
     tried: list[Candidate] = []
     notes: list[str] = []
     fresh = dataclasses.replace(asked, interrupted="forgotten")
-    make_plan(fresh, HARDWARE, PlanEvents(on_note=notes.append), interrupted_after(99, tried))
+    make_plan(fresh, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert tried[:2] == logged(worker.log, "ends"), "it measures anew"
     os.kill(worker.process.pid or 0, signal.SIGKILL)
     worker.process.join()
-    make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), surroundings())
+    make_plan(asked, HARDWARE, notices_to(notes.append), surroundings())
     assert notes == [
         "another search of the same runs: this one keeps its trials in memory alone",
         "an interrupted search of the same goes on: 2 trials known (--fresh forgets them)",
@@ -235,7 +245,7 @@ def test_where_nothing_can_be_written_trials_stay_in_memory(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     notes: list[str] = []
-    assert make_plan(asked, HARDWARE, PlanEvents(on_note=notes.append), surroundings()).frozen.trials
+    assert make_plan(asked, HARDWARE, notices_to(notes.append), surroundings()).frozen.trials
     assert "in memory alone" in notes[0]
 
 

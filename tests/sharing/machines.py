@@ -8,21 +8,23 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 
-from autotune import __version__
 from autotune.cost.predict import Predictor
 from autotune.planning.backend import PlannerBackend
-from autotune.planning.planner import PlanEvents, make_plan
+from autotune.planning.planner import make_plan
 from autotune.planning.problem import PlanningProblem, build_problem
 from autotune.planning.request import PlanRequest
+from autotune.runtime.version import __version__
 from autotune.schema.candidate import Candidate
+from autotune.schema.events import Notice
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
-from autotune.schema.trial import Residual, TrialResult
+from autotune.schema.trial import TrialResult
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import StoreMatches, find_matches
 from autotune.sharing.record import Record, record_of
 from autotune.sharing.store import Store
 from tests.builders import GIB, trial
+from tests.events import events_of
 from tests.planning.machines import request, surroundings
 from tests.sharing.examples import machine, rate
 
@@ -95,13 +97,11 @@ class Planned:
 
 
 def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTION) -> Planned:
-    surveys: list[StoreMatches] = []
     doubts: list[str] = []
-    calibration: list[Residual | None] = []
-    events = PlanEvents(on_matches=surveys.append, on_doubt=doubts.append, on_calibration=calibration.extend)
-    plan = make_plan(asked, simulated.hardware, events, simulated.backend(*stores))
-    record = record_of(plan, simulated.hardware, tuple(calibration)).changed(measured_on=date(2026, 3, 1))
-    return Planned(plan, record, surveys[0], tuple(doubts))
+    on_event = events_of(Notice, lambda event: doubts.append(event.text) if event.topic == "profiles" else None)
+    made = make_plan(asked, simulated.hardware, on_event, simulated.backend(*stores))
+    record = record_of(made.plan, simulated.hardware, made.residuals).changed(measured_on=date(2026, 3, 1))
+    return Planned(made.plan, record, made.matches, tuple(doubts))
 
 
 def store_with(folder: Path, records: Sequence[Record]) -> Store:

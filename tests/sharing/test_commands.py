@@ -20,7 +20,7 @@ from tests.sharing.examples import TRIALS, machine, plan, record, several
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("autotune.hardware.probing.probe", machine)
+    monkeypatch.setattr("autotune.api.records.read_machine", machine)
 
 
 def run(*arguments: object) -> Result:

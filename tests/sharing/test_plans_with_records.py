@@ -139,9 +139,9 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
         return done.stdout + done.stderr
 
     def plan(team: str, on: Simulated, *options: str) -> FrozenPart:
-        monkeypatch.setattr("autotune.hardware.store.cached_profile", lambda **_: on.hardware)
+        monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: on.hardware)
         backend = replace(on.backend(), find_matches=find_matches)
-        monkeypatch.setattr("autotune.planning.backend.PlannerBackend", lambda: backend)
+        monkeypatch.setattr("autotune.planning.planner.PlannerBackend", lambda: backend)
         file = tmp_path / f"{team}.yaml"
         asked = ("--model", "kandinsky5-image-lite", "--resolution", "256", "--batch", 2, "-o", file)
         command(team, "plan", *asked, *options)

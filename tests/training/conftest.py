@@ -15,15 +15,16 @@ from autotune.data.encode import EncodedDataset, encode_dataset
 from autotune.data.encoders import Encoders
 from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.schema.candidate import CachingSettings
+from autotune.schema.events import StepFinished
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
 from autotune.training.checkpoint import Checkpoints
-from autotune.training.events import RunEvents, StepEvent
 from autotune.training.folder import run_key
 from autotune.training.loop import Loop, RunContext
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, load_model
 from autotune.training.processes import Processes
+from tests.events import steps_to
 from tests.training.small import machine, make_plan, write_model_and_images
 
 CPU = torch.device("cpu")
@@ -55,14 +56,14 @@ class Bench:
         folder: Path,
         *,
         kill_after: int | None = None,
-        on_step: Callable[[StepEvent], None] = lambda event: None,
+        on_step: Callable[[StepFinished], None] = lambda event: None,
         budget_bytes: int = 2**60,
     ) -> Loop:
         """Run until the end, or until the process would have been killed in the given step; resumes what is there."""
         for parameter, value in zip(self.trained.adapter, self.initial, strict=True):
             parameter.data.copy_(value)
 
-        def step(event: StepEvent) -> None:
+        def step(event: StepFinished) -> None:
             on_step(event)
             if event.step == kill_after:
                 raise Killed
@@ -75,7 +76,7 @@ class Bench:
             checkpoint = checkpoints.newest()
             metrics = Metrics(folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none")
             context = RunContext(
-                Processes(0, 1, CPU), checkpoints, metrics, RunEvents(on_step=step), lambda step: None, budget_bytes
+                Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), lambda step: None, budget_bytes
             )
             loop = Loop(plan, self.trained, self.encoded, checkpoint, context)
             with contextlib.closing(metrics), contextlib.suppress(Killed):

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from autotune import __version__
 from autotune.data.dataset import read_dataset
 from autotune.demo.folders import draw_images
 from autotune.families.registry import family_named
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
+from autotune.runtime.version import __version__
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.job import Job

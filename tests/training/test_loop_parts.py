@@ -20,10 +20,10 @@ from autotune.families.registry import family_named
 from autotune.runtime.memory import host_memory_bytes
 from autotune.runtime.resources import reraise_oom
 from autotune.schema.candidate import Candidate
+from autotune.schema.events import StepFinished
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import seal
 from autotune.training.describe import check_job
-from autotune.training.events import StepEvent
 from autotune.training.loop import Loop
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
@@ -119,8 +119,8 @@ def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: 
     assert len(averaged) == 1  # the loss
 
 
-def event(step: int) -> StepEvent:
-    return StepEvent(step, 9, 1.0 / step, 1e-4, 0.5, 0.1, 0.0, 40.0, 2**20)
+def event(step: int) -> StepFinished:
+    return StepFinished(step, 9, 1.0 / step, 1e-4, 0.5, 0.1, 0.0, 40.0, 2**20)
 
 
 @pytest.mark.parametrize("damage", [b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"{}"])

@@ -17,9 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.runtime.launching import launch
+from autotune.schema.events import ignore_event
 from autotune.schema.plan_file import seal, write_plan
 from autotune.training.checkpoint import checkpoints_of
-from autotune.training.events import RunEvents
 from autotune.training.fit import hardware_misfits
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import _require_machine, prepare
@@ -106,7 +106,7 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         cache=None,
         sampler=SimpleNamespace(encode_prompts=lambda *_: done.append("prompts")),
         processes=SimpleNamespace(is_first=False, wait=lambda: done.append("wait")),
-        events=RunEvents(),
+        on_event=ignore_event,
         plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),
         prepared=SimpleNamespace(dataset=SimpleNamespace(left_out=()), workload=SimpleNamespace(buckets=())),
         encoders=SimpleNamespace(release=lambda: done.append("release")),

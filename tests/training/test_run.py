@@ -23,15 +23,14 @@ from safetensors.torch import load_file
 from autotune.data.encoders import Encoders
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, Preempted
 from autotune.knobs.block_swap import BlockSwap
-from autotune.planning.planner import make_plan
 from autotune.planning.problem import list_choices
 from autotune.planning.request import PlanRequest
 from autotune.reporting.run import report_lines, verdict_lines
 from autotune.schema.candidate import CachingSettings
+from autotune.schema.events import StepFinished
 from autotune.schema.plan_file import seal, write_plan
 from autotune.schema.run import RunReport
 from autotune.training.describe import WorkloadOverrides
-from autotune.training.events import RunEvents, StepEvent
 from autotune.training.metrics import Metrics
 from autotune.training.preparation import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
@@ -41,6 +40,8 @@ from autotune.training.save import ADAPTER_FILE
 from autotune.training.verdict import judge
 from autotune.weights.adapters import read_adapter
 from autotune.weights.saving import save_file
+from tests.events import notices_to, phases_to, steps_to
+from tests.planning.machines import make_plan
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
 from tests.training.small import make_plan as plan_of
@@ -49,7 +50,7 @@ PROMPTS = ("a red circle on a white background", "something else")
 
 
 @pytest.fixture(scope="module")
-def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport, list[StepEvent]]:
+def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport, list[StepFinished]]:
     folder = tmp_path_factory.mktemp("run") / "out"
     plan = bench.plan(
         output=str(folder),
@@ -60,14 +61,14 @@ def run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, R
         report_to="tensorboard",
         caption_dropout=0.1,
     )
-    steps: list[StepEvent] = []
-    report = train(plan, bench.hardware, bench.cache, RunEvents(on_step=steps.append), trace=True)
+    steps: list[StepFinished] = []
+    report = train(plan, bench.hardware, bench.cache, steps_to(steps.append), trace=True)
     return folder, report, steps
 
 
 @pytest.mark.parametrize("damage", ["cut off", "nan", "another model's", "pickled"])
 def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, damage: str
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path, damage: str
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -87,7 +88,7 @@ def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
     assert not list(folder.glob("*.png"))
 
 
-def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
     folder, report, steps = run
     assert report.num_steps == len(steps) == 7
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -100,7 +101,7 @@ def test_epochs_decide_the_steps_and_each_is_on_record(run: tuple[Path, RunRepor
     assert all(seconds > 0 for seconds in left[1:-1])
 
 
-def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
     folder, _, _ = run
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -114,14 +115,14 @@ def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, 
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 
-def test_the_adapter_says_what_it_belongs_to(bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+def test_the_adapter_says_what_it_belongs_to(bench: Bench, run: tuple[Path, RunReport, list[StepFinished]]) -> None:
     folder, report, _ = run
     info = read_adapter(folder / ADAPTER_FILE).info
     assert info is not None
     assert (info.transformer, info.plan_digest) == (bench.resolved.family.transformer_class, report.plan_digest)
 
 
-def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, RunReport, list[StepEvent]]) -> None:
+def test_report_judges_the_adapter_and_names_memory_by_phase(run: tuple[Path, RunReport, list[StepFinished]]) -> None:
     folder, report, _ = run
     assert RunReport.model_validate_json((folder / "report.json").read_text()) == report
     assert {phase.name for phase in report.phases} == {"caching", "loading", "previews", "training", "saving"}
@@ -156,7 +157,7 @@ def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tm
 
 
 def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]]
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]]
 ) -> None:
     preview = Preview(PROMPTS[0], bench.plan().frozen.workload.largest_bucket, 2, seed=5)
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
@@ -167,7 +168,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
 
 
 def test_sampling_swaps_the_blocks_that_the_plan_swaps(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, _ = run
     (plain,) = sample_run(
@@ -229,7 +230,7 @@ def test_where_no_preview_can_be_made_the_run_goes_on_without(
     monkeypatch.setattr(PreviewSampler, "_sample", short)
     told: list[str] = []
     plan = bench.plan(num_steps=4, output=str(tmp_path), preview_every=2, preview_prompts=PROMPTS)
-    report = train(plan, bench.hardware, bench.cache, RunEvents(on_warning=told.append))
+    report = train(plan, bench.hardware, bench.cache, notices_to(told.append))
     assert report.num_steps == 4
     assert [line for line in told if "preview" in line] == list(report.warnings)
     assert report.warnings == (f"{words}; the run goes on without previews",)
@@ -237,7 +238,7 @@ def test_where_no_preview_can_be_made_the_run_goes_on_without(
 
 
 def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_plan(tmp_path / "run-plan.yaml", bench.plan(num_processes=2, strategy="fsdp2"))
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
@@ -248,7 +249,7 @@ def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
 
 
 def test_memory_that_runs_out_while_sampling_is_no_bug_of_ours(
-    bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def short(*given: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -315,7 +316,7 @@ def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later
 
     before = signal.getsignal(number)
     with pytest.raises(Preempted, match="after the last step") as stopped:
-        train(plan, bench.hardware, bench.cache, RunEvents(on_phase=stop))
+        train(plan, bench.hardware, bench.cache, phases_to(stop))
     assert (stopped.value.exit_status, "--resume" in stopped.value.hint) == (75, True)
     assert signal.getsignal(number) is before
     assert not (tmp_path / "samples.png").exists()
@@ -325,7 +326,9 @@ def test_a_signal_after_the_last_step_ends_at_once_and_the_rest_can_be_had_later
     assert (tmp_path / "samples.png").is_file()
 
 
-def test_a_folder_in_use_is_refused(bench: Bench, run: tuple[Path, RunReport, list[StepEvent]], tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused(
+    bench: Bench, run: tuple[Path, RunReport, list[StepFinished]], tmp_path: Path
+) -> None:
     with pytest.raises(InvalidInput, match="adapter of another run"):
         prepare(bench.plan(output=str(run[0])), bench.hardware, resume=False)
     bench.loop(bench.plan(num_steps=1), tmp_path)
@@ -552,7 +555,7 @@ def test_wandb_gets_the_curves_through_accelerate(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **named: run))
     metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb")
-    metrics.add(StepEvent(1, 2, 0.5, 1e-4, 1.0, 0.1, 0.0, 40.0, 100))
+    metrics.add(StepFinished(1, 2, 0.5, 1e-4, 1.0, 0.1, 0.0, 40.0, 100))
     metrics.close()
     assert told[0][0] == 1
     assert told[0][1]["loss"] == 0.5

@@ -8,14 +8,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from autotune.schema.events import StepFinished
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan, seal
-from autotune.training.events import RunEvents, StepEvent
 from autotune.training.run import train
 from autotune.training.sample import Wanted, sample_run
 from autotune.training.save import ADAPTER_FILE
 from tests.builders import BITSANDBYTES, storages
 from tests.conftest import autotune
+from tests.events import steps_to
 from tests.training.conftest import Bench, Killed
 
 PROMPT = "a red circle on a white background"
@@ -38,13 +39,13 @@ def test_neither_previews_nor_an_interruption_change_what_is_learned(
     assert report.verdict.num_unmoved == report.verdict.num_not_finite == 0
     assert report.quantization_error is not None
 
-    def killed(event: StepEvent) -> None:
+    def killed(event: StepFinished) -> None:
         if event.step == 2:
             raise Killed
 
     broken = plan_of(bench, storage, tmp_path / "broken")
     with pytest.raises(Killed):
-        train(broken, bench.hardware, bench.cache, RunEvents(on_step=killed))
+        train(broken, bench.hardware, bench.cache, steps_to(killed))
     assert train(broken, bench.hardware, bench.cache, resume=True).resumed_at in (1, 2)
     one, other = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("watched", "broken"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

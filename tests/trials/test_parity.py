@@ -66,8 +66,8 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
 
 def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[torch.Tensor] = []
-    copy = BlockSwap._copied
-    monkeypatch.setattr(BlockSwap, "_copied", lambda swap, part: copied.append(part) or copy(swap, part))
+    copy = BlockSwap._copy_to_device
+    monkeypatch.setattr(BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part))
     rule = next(knob for knob in KNOBS if knob.name == "swapped_blocks").parity(1)
     assert rule is not None
     request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.checked_choice, **rule.other_choices)

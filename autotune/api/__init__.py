@@ -1,0 +1,32 @@
+"""The functions behind `import autotune`: everything that a command does, for notebooks and programs.
+
+The command line is thin over exactly these. What long work tells goes to `on_event`; errors are `AutotuneError`s.
+"""
+
+from typing import TYPE_CHECKING
+
+from autotune.runtime import lazy_exports
+
+if TYPE_CHECKING:
+    from autotune.api.estimating import estimate
+    from autotune.api.files import check_data, convert_weights, inspect_weights
+    from autotune.api.machines import doctor, list_gpus, probe
+    from autotune.api.models import list_models
+    from autotune.api.options import PlanOptions, WorkloadOptions
+    from autotune.api.plans import PlanNotWritten, check, list_choices, load_plan, plan, save_plan
+    from autotune.api.records import (
+        RecordList,
+        RecordVerdict,
+        Transfer,
+        export_records,
+        find_record,
+        import_records,
+        list_records,
+        prune_records,
+        pull_records,
+        push_records,
+        verify_records,
+    )
+    from autotune.api.runs import sample, train
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,0 +1,89 @@
+"""`estimate`: what one candidate would take, before anything runs."""
+
+from pydantic import ValidationError
+
+from autotune.api.amounts import ImageSize, image_size
+from autotune.api.machines import hardware_for
+from autotune.cost import Predictor
+from autotune.cost import estimate as estimate_candidate
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.families import parts_of, resolve_model
+from autotune.knobs import KNOBS, TuningContext
+from autotune.schema import Candidate, Estimate, HardwareProfile, OnEvent, PhaseStarted, ignore_event
+from autotune.training import WorkloadOverrides, describe_workload
+
+CHOSEN_BY_MACHINE = ("precision", "allocator")
+"""Settings whose default is the machine's first choice rather than the field's default."""
+
+
+def estimate(
+    model: str,
+    *,
+    hardware: str | HardwareProfile | None = None,
+    resolution: ImageSize | None = None,
+    num_frames: int | None = None,
+    text_tokens: int | None = None,
+    rank: int | None = None,
+    targets: str | None = None,
+    effective_batch_size: int | None = None,
+    micro_batch_size: int = 1,
+    checkpointed_blocks: int | None = None,
+    num_steps: int | None = None,
+    price_per_hour: float | None = None,
+    on_event: OnEvent = ignore_event,
+    **settings: str | int,
+) -> Estimate:
+    """Predict memory, time and cost of one candidate. Runs nothing and downloads nothing.
+
+    Args:
+        model: name of a known model, or a folder in the diffusers layout.
+        hardware: as for `plan`; None for this machine.
+        resolution: side of a square in pixels, (width, height), or text such as `512x768`.
+        num_frames: frames of a clip, for video models.
+        text_tokens: length of an encoded caption.
+        rank: rank of the adapter.
+        targets: named set of adapted layers, e.g. `attention`.
+        effective_batch_size: images per optimizer step.
+        micro_batch_size: images per forward pass.
+        checkpointed_blocks: blocks that recompute their activations; None for all.
+        num_steps: optimizer steps of the job.
+        price_per_hour: price of the machine, in the currency of the answer.
+        on_event: listener to progress.
+        settings: other fields of `Candidate`, e.g. `quantization="torchao-int8"`.
+
+    Raises:
+        InvalidInput: the model, the hardware or a setting does not exist, or settings do not go together.
+
+    Example:
+        >>> answer = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
+        >>> answer.fits, answer.peak_memory_bytes, answer.step_seconds
+    """
+    profile = hardware_for(hardware, on_event=on_event)
+    on_event(PhaseStarted(name="tracing the model"))
+    resolved = resolve_model(model)
+    default_batch = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
+    overrides = WorkloadOverrides(
+        size_px=None if resolution is None else image_size(resolution),
+        num_frames=num_frames,
+        text_tokens=text_tokens,
+        rank=rank,
+        targets=targets or "attention",
+        effective_batch_size=default_batch if effective_batch_size is None else effective_batch_size,
+    )
+    context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
+    blocks = context.workload.model.num_blocks if checkpointed_blocks is None else checkpointed_blocks
+    candidate = _candidate(context, {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks, **settings})
+    cost = Predictor(profile, context.workload, resolved.family, resolved.config, parts_of(resolved))
+    return estimate_candidate(cost, candidate, num_steps=num_steps, price_per_hour=price_per_hour)
+
+
+def _candidate(context: TuningContext, settings: dict[str, str | int]) -> Candidate:
+    if unknown := settings.keys() - Candidate.model_fields:
+        name = min(unknown)
+        raise InvalidInput(f"there is no setting {name!r}", hint=suggest_nearest(name, Candidate.model_fields))
+    preferred = {k.name: k.choices(context).admitted[0] for k in KNOBS if k.name in CHOSEN_BY_MACHINE}
+    try:
+        return Candidate.model_validate({**preferred, **settings})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInput(f"{first['loc'][0]}: {first['msg'].lower()}", hint="give another value") from error

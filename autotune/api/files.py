@@ -1,0 +1,125 @@
+"""Looking into what training reads and writes: data folders and weight files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from autotune.api.amounts import MemoryAmount, memory_bytes
+from autotune.data import DataReport, Reading, check_dataset
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.families import build_on_meta, family_named, resolve_model
+from autotune.schema import OnEvent, PhaseStarted, Progressed, ignore_event
+from autotune.weights import (
+    AdapterFormat,
+    FileSummary,
+    inspect_file,
+    is_whole_model,
+    read_adapter,
+    reshard,
+    write_adapter,
+)
+
+
+def check_data(
+    folder: str | Path,
+    *,
+    model: str = "qwen-image",
+    resolution_px: int | None = None,
+    num_frames: int | None = None,
+    caption: str | None = None,
+    trigger: str | None = None,
+    control: str | Path | None = None,
+    on_event: OnEvent = ignore_event,
+) -> DataReport:
+    """Look at every file of a data folder as training would, and name what is broken, tiny, duplicate or captionless.
+
+    Args:
+        folder: images with same-stem `.txt` captions.
+        model: name of the model family whose sizes count.
+        resolution_px: side of the square whose area every image is resized to; the family's by default.
+        num_frames: frames of a clip, for video models.
+        caption: caption of images that have none.
+        trigger: word put in front of every caption that lacks it.
+        control: folder of control images, for edit models.
+        on_event: listener to progress.
+
+    Raises:
+        InvalidInput: there is no such folder or family.
+
+    Example:
+        >>> report = autotune.check_data("photos")
+        >>> report.can_train, report.problems
+    """
+    family = family_named(model)
+    control_folder = None if control is None else Path(control)
+    return check_dataset(
+        Path(folder),
+        Reading(caption, trigger, control_folder, num_frames=num_frames or family.defaults.num_frames),
+        resolution_px=resolution_px or family.defaults.resolution_px,
+        multiple_px=family.size_multiple_px,
+        max_side_px=family.max_side_px,
+        on_progress=_progress_to(on_event, "reading"),
+    )
+
+
+def inspect_weights(path: str | Path, *, count_values: bool = True, on_event: OnEvent = ignore_event) -> FileSummary:
+    """Keys, shapes, dtypes, metadata and size of weights, and how many values are NaN or infinite.
+
+    Args:
+        path: a safetensors file, or a model: its folder or its index of shards.
+        count_values: read all values; otherwise headers only, which is instant at any size.
+        on_event: listener to progress, in bytes.
+
+    Raises:
+        BadWeights: the file is not safetensors, or damaged.
+
+    Example:
+        >>> autotune.inspect_weights("pytorch_lora_weights.safetensors").num_not_finite
+    """
+    name = "counting NaN and infinite values"
+    on_event(PhaseStarted(name=name))
+    return inspect_file(Path(path), values=count_values, on_progress=_progress_to(on_event, name))
+
+
+def convert_weights(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: str = "diffusers",
+    model: str | None = None,
+    max_shard_size: MemoryAmount = "10GB",
+) -> tuple[Path, ...]:
+    """Write an adapter under the names that another program loads, or a model in shards; returns the files.
+
+    Values, dtypes and alphas stay the same.
+
+    Args:
+        source: an adapter's file; or a model: its folder or its index of shards.
+        target: file to write; for a model, a folder.
+        to: `diffusers`, `comfyui` or `kohya`; a model is always written for diffusers.
+        model: family of an adapter whose names do not tell it.
+        max_shard_size: size of a model's files at most.
+
+    Raises:
+        InvalidInput: the format does not exist, or does not suit what `source` is.
+        BadWeights: `source` cannot be read.
+
+    Example:
+        >>> autotune.convert_weights("run/pytorch_lora_weights.safetensors", "for-comfyui.safetensors", to="comfyui")
+    """
+    source, target = Path(source), Path(target)
+    if to not in get_args(AdapterFormat):
+        raise InvalidInput(f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat)))
+    if is_whole_model(source):
+        if to != "diffusers":
+            raise InvalidInput(f"only adapters are written for {to}", hint="leave the format out, or name an adapter")
+        return reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))
+    named = resolve_model(model) if model else None
+    modules = build_on_meta(named.family, named.config).named_modules() if named else ()
+    adapter = read_adapter(source, [name for name, _ in modules])
+    write_adapter(target, adapter, to, named.family.transformer_class if named else None)  # type: ignore[arg-type]
+    return (target,)
+
+
+def _progress_to(on_event: OnEvent, name: str) -> Callable[[int, int], None]:
+    return lambda done, total: on_event(Progressed(name=name, done=done, total=total))

@@ -1,0 +1,84 @@
+"""The keyword arguments of `plan` and `estimate`, each documented below its name. None is needed."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from autotune.api.amounts import ImageSize, MemoryAmount
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.schema import HardwareProfile, JobOverrides, Objective, Quality, TrainingPlan
+
+KnobValues = Mapping[str, str | int]
+"""A value for each of some knobs, e.g. `{"quantization": "none"}`."""
+
+
+class WorkloadOptions(TypedDict, total=False):
+    """What is trained, as far as it decides memory and speed. What is left out has the family's default."""
+
+    hardware: str | HardwareProfile
+    """What to plan for instead of this machine: a catalog name such as `4090`, a saved probe's file, a record's name,
+    or a profile."""
+    resolution: ImageSize
+    """Side of a square in pixels, (width, height) in pixels, or text such as `512x768`."""
+    num_frames: int
+    """Frames of a clip, for video models."""
+    rank: int
+    """Rank of the adapter."""
+    targets: str
+    """Named set of adapted layers: `attention` (default), `attention+mlp` or `all-linear`."""
+    effective_batch_size: int
+    """Images per optimizer step."""
+    price_per_hour: float
+    """Price of the machine, for what the job costs, in any currency."""
+
+
+class PlanOptions(WorkloadOptions, JobOverrides, total=False):
+    """How to plan, and fields of the plan's job."""
+
+    path: str | Path
+    """File to write the plan to. That it can be written is checked before the search."""
+    earlier: TrainingPlan | str | Path
+    """A plan, or its file, that is made again; other arguments replace what it was made for."""
+    lora_alpha: float
+    """Scale of the adapter times its rank; in proportion to the rank by default."""
+    lora_dropout: float
+    """Share of the adapter's inputs that a step leaves out; 0 by default."""
+    quality: Quality
+    """Least fidelity of the base weights: `exact`, `high` (default) or `compact`."""
+    objective: Objective
+    """What to optimize: `throughput` (default) or `memory`."""
+    pins: KnobValues
+    """The only value to choose, for some knobs."""
+    exclusions: KnobValues | tuple[tuple[str, str], ...]
+    """A value never to choose, for some knobs; pairs if one knob has several."""
+    num_gpus: int
+    """GPUs that train together, one process each."""
+    max_memory: MemoryAmount
+    """The most that a run may take."""
+    reserve_memory: MemoryAmount
+    """Memory to leave to other programs."""
+    cap_memory: MemoryAmount
+    """Rehearse a device that has only so much memory."""
+    use_records: bool
+    """Whether what machines measured before may shorten the search; True by default."""
+    max_trials: int
+    """The most trials to run; 8 by default."""
+    search_seconds: float
+    """The most seconds of trials; 5% of the run by default, at least 60."""
+    fresh: bool
+    """Forget what an interrupted search has measured."""
+    study: str
+    """Name under which trials and the plan are kept."""
+    join: str
+    """URL of a database in which several machines share one search."""
+    record: str | Path
+    """File to write everything to that the search met, for `replay`."""
+    replay: str | Path
+    """File of a recorded search to plan from, instead of trials."""
+
+
+def require_known(names: Collection[str], known: Collection[str], kind: str) -> None:
+    """Raise InvalidInput if any of the names is not known; `kind` says what the names are."""
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise InvalidInput(f"there is no {kind} {unknown[0]!r}", hint=suggest_nearest(unknown[0], known))

@@ -1,0 +1,228 @@
+"""`plan`, and what can be asked of plans: `load_plan`, `save_plan`, `check`, `list_choices`."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from autotune.api.amounts import image_size
+from autotune.api.machines import hardware_for
+from autotune.api.options import PlanOptions, require_known
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.hardware import probe as read_machine
+from autotune.planning import (
+    PlanningResult,
+    PlanRequest,
+    make_plan,
+    read_recording,
+    recording_of,
+    replayed,
+    request_from,
+    write_recording,
+)
+from autotune.planning import list_choices as choices_for
+from autotune.runtime import require_writable
+from autotune.schema import (
+    CheckResult,
+    HardwareProfile,
+    JobOverrides,
+    Notice,
+    OnEvent,
+    TrainingPlan,
+    ignore_event,
+    read_plan,
+    write_plan,
+)
+from autotune.search import SearchSpace, StudyPlace
+from autotune.sharing import remember, why_no_evidence
+from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
+
+LIMITS = ("max_memory", "reserve_memory", "cap_memory")
+"""Options that limit the memory of the hardware."""
+
+
+class PlanNotWritten(AutotuneError):
+    """A plan was made, but its file could not be written. `plan` holds it."""
+
+    def __init__(self, message: str, *, hint: str, plan: TrainingPlan) -> None:
+        super().__init__(message, hint=hint)
+        self.plan = plan
+
+
+def plan(
+    model: str | None = None,
+    data: str | Path | None = None,
+    *,
+    on_event: OnEvent = ignore_event,
+    **options: Unpack[PlanOptions],
+) -> TrainingPlan:
+    """Search the fastest settings with short real trials, and freeze them into a plan.
+
+    On this machine trials run in child processes, and what they measured is kept for later searches. For `hardware`
+    that is named instead, the cost model answers alone, and the plan says that it is predicted.
+
+    Args:
+        model: folder in the diffusers layout, name of a known model, or hub id. Needed unless `earlier` is given.
+        data: folder of images with same-stem `.txt` captions.
+        on_event: listener to progress.
+        options: as documented in `PlanOptions`; fields of `Job` are among them.
+
+    Raises:
+        InvalidInput: an argument, the model or the data cannot be used.
+        NothingFits: no settings run on this hardware.
+        PlanNotWritten: the plan was made, but not written to `path`.
+        AutotuneError: something else failed; the message says what.
+
+    Example:
+        >>> plan = autotune.plan("/models/Qwen-Image", "photos", path="plan.yaml", num_steps=2000)
+        >>> plan.frozen.settings.micro_batch_size, plan.frozen.expected.images_per_second
+    """
+    request = _request(model, data, options)
+    for target in (options.get("path"), options.get("record")):
+        if target is not None:
+            require_writable(Path(target))
+    replay = options.get("replay")
+    if replay is None:
+        profile = _hardware(request, options, on_event)
+        result = make_plan(request, profile, on_event)
+        _remember(result, profile, on_event)
+    else:
+        recording = read_recording(Path(replay))
+        result = make_plan(request, recording.hardware, on_event, replayed(recording))
+    if (path := options.get("path")) is not None:
+        _write(result.plan, Path(path))
+    if (record := options.get("record")) is not None:
+        shared = request.study is not None
+        recorded = recording_of(result.plan, result.hardware, result.matches.known, shared=shared)
+        write_recording(Path(record), recorded)
+    return result.plan
+
+
+def list_choices(
+    model: str | None = None,
+    data: str | Path | None = None,
+    *,
+    on_event: OnEvent = ignore_event,
+    **options: Unpack[PlanOptions],
+) -> SearchSpace:
+    """What `plan` with the same arguments could choose, and what it could not and why. Tries nothing.
+
+    Example:
+        >>> space = autotune.list_choices("qwen-image", hardware="4090")
+        >>> space.choices["quantization"], space.rejected["quantization"]
+    """
+    request = _request(model, data, options)
+    return choices_for(request, _hardware(request, options, on_event))
+
+
+def load_plan(path: str | Path) -> TrainingPlan:
+    """Read and validate a plan file. Says nothing about whether the plan fits this machine: `check` does.
+
+    Raises:
+        InvalidPlan: the file is not a plan, comes from a newer autotune, or was edited where it is frozen.
+
+    Example:
+        >>> plan = autotune.load_plan("plan.yaml")
+        >>> plan.job.num_steps, plan.frozen.settings
+    """
+    return read_plan(Path(path))
+
+
+def save_plan(plan: TrainingPlan, path: str | Path) -> None:
+    """Write a plan file, whole or not at all.
+
+    Example:
+        >>> autotune.save_plan(plan, "plan.yaml")
+    """
+    write_plan(Path(path), plan)
+
+
+def check(plan: TrainingPlan | str | Path) -> CheckResult:
+    """Tell whether a plan fits this machine, without training.
+
+    Raises:
+        InvalidPlan: the file is not a valid plan.
+
+    Example:
+        >>> autotune.check("plan.yaml").misfits
+    """
+    chosen, machine = _as_plan(plan), read_machine()
+    misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
+    return CheckResult(fits=not misfits, misfits=misfits)
+
+
+def _as_plan(plan: TrainingPlan | str | Path) -> TrainingPlan:
+    return plan if isinstance(plan, TrainingPlan) else load_plan(plan)
+
+
+def _hardware(request: PlanRequest, options: PlanOptions, on_event: OnEvent) -> HardwareProfile:
+    limits: dict[str, Any] = {name: options.get(name) for name in LIMITS}
+    number = request.num_processes
+    return hardware_for(options.get("hardware"), num_devices=number, on_event=on_event, **limits)
+
+
+def _request(model: str | None, data: str | Path | None, options: PlanOptions) -> PlanRequest:
+    """What the arguments ask for, on top of what an earlier plan was made for."""
+    require_known(options, PlanOptions.__annotations__, "argument of plan")
+    earlier = options.get("earlier")
+    if earlier is None and model is None:
+        raise InvalidInput("no model is named", hint="name a model, or an earlier plan: earlier=, --from")
+    live = ("hardware", "join", "study", *LIMITS)
+    if "replay" in options and any(options.get(name) for name in live):
+        raise InvalidInput("a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}")
+    base = PlanRequest(model=str(model)) if earlier is None else request_from(_as_plan(earlier))
+    asked: Mapping[str, Any] = {name: value for name, value in options.items() if value is not None}
+    job = {
+        name: value for name, value in asked.items() if name in JobOverrides.__annotations__ and name != "num_frames"
+    }
+    study, join = options.get("study"), options.get("join")
+    return replace(
+        base,
+        model=base.model if model is None else model,
+        workload_overrides=_overrides(base.workload_overrides, asked),
+        job_overrides=job if data is None else {**job, "data": str(data)},
+        pins=_pairs(asked["pins"]) if "pins" in asked else base.pins,
+        exclusions=_pairs(asked["exclusions"]) if "exclusions" in asked else base.exclusions,
+        is_local="hardware" not in asked,
+        num_processes=asked.get("num_gpus", base.num_processes),
+        use_profiles=asked.get("use_records", True),
+        price_per_hour=asked.get("price_per_hour", base.price_per_hour),
+        max_trials=asked.get("max_trials", base.max_trials),
+        search_seconds=asked.get("search_seconds", base.search_seconds),
+        study=StudyPlace(study or "search", join) if study or join else None,
+        interrupted="ignored" if "replay" in asked else ("forgotten" if asked.get("fresh") else "resumed"),
+    )
+
+
+def _overrides(base: WorkloadOverrides, asked: Mapping[str, Any]) -> WorkloadOverrides:
+    """What the arguments say of the workload; another rank brings its own alpha, if none is given."""
+    named = {field.name: asked[field.name] for field in fields(WorkloadOverrides) if field.name in asked}
+    if "resolution" in asked:
+        named["size_px"] = image_size(asked["resolution"])
+    if "rank" in asked:
+        named.setdefault("lora_alpha", None)
+    return replace(base, **named)
+
+
+def _pairs(values: Any) -> tuple[tuple[str, str], ...]:
+    pairs = values.items() if isinstance(values, Mapping) else values
+    return tuple((name, str(value)) for name, value in pairs)
+
+
+def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEvent) -> None:
+    """Keep what was measured for later searches; a store that fails costs no plan."""
+    if why_no_evidence(result.plan, profile) is not None:
+        return
+    try:
+        remember(result.plan, profile, result.residuals)
+    except AutotuneError as error:
+        text = f"not kept for the next search: {error.message}"
+        on_event(Notice(text=text, topic="profiles", level="warning"))
+
+
+def _write(plan: TrainingPlan, path: Path) -> None:
+    try:
+        write_plan(path, plan)
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror}"
+        raise PlanNotWritten(message, hint="write it elsewhere: it is the error's `plan`", plan=plan) from error

@@ -1,0 +1,145 @@
+"""Shared records: what machines measured, kept in the user's own store and exchanged with teams.
+
+A store is a folder, a git checkout, or an address such as `s3://bucket/path`; None stands for the user's own.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autotune.errors import InvalidInput
+from autotune.hardware import probe as read_machine
+from autotune.schema import Frozen
+from autotune.sharing import (
+    Merged,
+    Record,
+    Store,
+    Summary,
+    compare_machine,
+    export_to,
+    implausible,
+    import_from,
+    merge,
+    open_store,
+    own_store,
+    prune,
+    summaries,
+    verify,
+)
+
+
+class RecordVerdict(Frozen):
+    """Whether a record counts on this machine, whatever was trained."""
+
+    match: str
+    """`exact`, `upgraded`, `near`, `none`, or `impossible`."""
+    reasons: tuple[str, ...]
+
+
+class RecordList(Frozen):
+    """The records of a store."""
+
+    records: tuple[Summary, ...]
+    verdicts: dict[str, RecordVerdict]
+    """By the record's name; empty unless asked for."""
+    num_damaged: int
+    """Files that are not sound records, and are left out."""
+
+
+class Transfer(Frozen):
+    """How many records were copied, and what was refused."""
+
+    num_new: int
+    num_present: int
+    refused: tuple[str, ...]
+    """Why records were refused, one sentence each."""
+    target: str
+    """Where the records went."""
+
+
+def push_records(url: str) -> Transfer:
+    """Copy your records to a team's store; only new ones travel.
+
+    Example:
+        >>> autotune.push_records("s3://team/records").num_new
+    """
+    return _transfer(merge(own_store(), team := open_store(url)), team)
+
+
+def pull_records(url: str) -> Transfer:
+    """Copy a team's records to your own store; only new ones travel.
+
+    Raises:
+        InvalidInput: there are no records at the address.
+
+    Example:
+        >>> autotune.pull_records("s3://team/records").num_new
+    """
+    merged = merge(team := open_store(url), own := own_store())
+    if merged == Merged(0, 0, ()):
+        raise InvalidInput(f"there are no records at {team.where}", hint="check the address; `push` fills a new store")
+    return _transfer(merged, own)
+
+
+def list_records(store: str | None = None, *, compare_here: bool = False) -> RecordList:
+    """The sound records of a store, newest first; with `compare_here`, whether each counts on this machine.
+
+    Example:
+        >>> [(record.device_name, record.step_seconds) for record in autotune.list_records().records]
+    """
+    chosen = _store(store)
+    found = summaries(chosen)
+    verdicts = _verdicts(chosen) if compare_here else {}
+    return RecordList(records=found, verdicts=verdicts, num_damaged=len(chosen.sizes()) - len(found))
+
+
+def find_record(name: str, store: str | None = None) -> tuple[str, Record]:
+    """The record whose name begins so, and its whole name.
+
+    Raises:
+        InvalidInput: no record, or several, have such a name.
+    """
+    return _store(store).find(name)
+
+
+def export_records(path: str | Path, store: str | None = None) -> int:
+    """Write all records of a store into one file; returns their number."""
+    return export_to(_store(store), Path(path))
+
+
+def import_records(path: str | Path) -> Transfer:
+    """Add the records of an exported file to your own store; what is wrong is refused."""
+    return _transfer(import_from(Path(path), own := own_store()), own)
+
+
+def prune_records(
+    names: Sequence[str] = (), store: str | None = None, *, older_than_days: int | None = None, dry_run: bool = False
+) -> tuple[str, ...]:
+    """Delete the named records, or those that are superseded, damaged, impossible or of an older trial protocol.
+
+    Returns:
+        one line for each record, with the reason.
+    """
+    return tuple(prune(_store(store), names, older_than_days=older_than_days, dry_run=dry_run))
+
+
+def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:
+    """Check that every record is whole, unaltered and possible: their number, and a line for each that is not."""
+    return verify(_store(store))
+
+
+def _store(url: str | None) -> Store:
+    return own_store() if url is None else open_store(url)
+
+
+def _transfer(merged: Merged, target: Store) -> Transfer:
+    return Transfer(num_new=merged.new, num_present=merged.present, refused=merged.refused, target=target.where)
+
+
+def _verdicts(store: Store) -> dict[str, RecordVerdict]:
+    hardware = read_machine()
+    verdicts = {}
+    for name, record in store.records():
+        matched, impossible = compare_machine(record, hardware), implausible(record)
+        kind = "impossible" if impossible else matched.kind
+        verdicts[name] = RecordVerdict(match=kind, reasons=tuple(impossible or matched.reasons))
+    return verdicts

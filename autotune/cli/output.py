@@ -1,0 +1,58 @@
+"""What commands print: data on stdout, progress and remarks on stderr. The terminal's library is loaded when needed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import typer
+
+import autotune
+
+if TYPE_CHECKING:
+    from autotune import Event
+
+T = TypeVar("T")
+
+
+Listener = Callable[["Event"], None]
+
+
+class Progress:
+    """How commands show the stream of events; `autotune --progress` sets it."""
+
+    form: ClassVar[str] = "bar"
+
+
+def show_events() -> AbstractContextManager[Listener]:
+    """A listener for `on_event` that shows on stderr what long work tells: bars and lines, JSON lines, or nothing."""
+    if Progress.form == "json":
+        return nullcontext(lambda event: typer.echo(autotune.event_line(event), err=True))
+    if Progress.form == "none":
+        return nullcontext(lambda event: None)
+    from autotune.cli import terminal
+
+    return terminal.show_events()
+
+
+def print_out(view: Any, **style: Any) -> None:
+    """Print a text, lines, or what rich renders to stdout."""
+    from autotune.cli import terminal
+
+    terminal.out.print("\n".join(view) if isinstance(view, list) else view, **style)
+
+
+def print_remark(text: str) -> None:
+    """Print a remark to stderr, beside the data."""
+    from autotune.cli import terminal
+
+    terminal.err.print(text)
+
+
+def print_result(result: T, as_json: bool, view: Callable[[T], Any]) -> None:
+    """Print a result, made of frozen objects, dataclasses and containers, as JSON or as `view` makes it for people."""
+    if not as_json:
+        print_out(view(result))
+        return
+    from pydantic_core import to_json
+
+    typer.echo(to_json(result, indent=1).decode())

@@ -1,0 +1,142 @@
+"""What long work tells while it goes on: one typed stream, which terminals, JSON lines and pages read.
+
+Every function that takes long has a parameter `on_event` and calls it with these objects, in the order in which things
+happen. Nothing depends on what a listener does with them.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Literal
+
+from autotune.schema.base import Frozen
+from autotune.schema.candidate import Candidate
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.prediction import Prediction
+from autotune.schema.trial import TrialResult
+from autotune.schema.workload import Workload
+
+
+class Event(Frozen):
+    """Base of everything that long work tells."""
+
+
+class PhaseStarted(Event):
+    """A phase of the work has begun; it lasts until the next one."""
+
+    name: str
+    """In words for people, e.g. `loading the transformer`."""
+
+
+class StatusChanged(Event):
+    """A detail of the current phase: worth a spinner's text, not a line."""
+
+    text: str
+
+
+class Progressed(Event):
+    """How far a phase with a known number of items has come."""
+
+    name: str
+    done: int
+    total: int
+
+
+class Notice(Event):
+    """A sentence that the user should read."""
+
+    text: str
+    topic: str = "note"
+    """What it is about: `note`, or `profiles` for shared records."""
+    level: Literal["note", "warning"] = "note"
+
+
+class SearchSpaceBuilt(Event):
+    """The workload is known, and what may be tried for it."""
+
+    workload: Workload
+    num_candidates: int
+
+
+class RecordsMatched(Event):
+    """What earlier measurements contribute to a search."""
+
+    kind: Literal["exact", "upgraded", "near", "none"]
+    """How well the best record matches."""
+    num_records: int
+    stale: tuple[str, ...] = ()
+    """Why records of this workload no longer count, one sentence each."""
+    refused: tuple[str, ...] = ()
+    """Why records cannot be used at all, one sentence each."""
+
+
+class RunStarted(Event):
+    """A training run begins."""
+
+    plan: TrainingPlan
+    """The plan that is trained: measured, if a trial could measure it."""
+
+
+class TrialStarted(Event):
+    """A candidate is being tried."""
+
+    candidate: Candidate
+
+
+class TrialFinished(Event):
+    """A trial has ended, well or not."""
+
+    result: TrialResult
+
+
+class CandidatesPredicted(Event):
+    """All that a plan without trials chooses from."""
+
+    predictions: tuple[Prediction, ...]
+    budget_bytes: int
+
+
+class StepFinished(Event):
+    """One optimizer step of a training run: a line of `metrics.jsonl`."""
+
+    step: int
+    """Number of the step, counted from 1."""
+    num_steps: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    """Norm of the adapter's gradient before clipping."""
+    seconds: float
+    """Wall time of the whole step."""
+    data_seconds: float
+    """Part of `seconds` that was spent waiting for data."""
+    images_per_second: float
+    memory_bytes: int
+    """Memory that the process holds between steps."""
+    gpu_utilization: float | None = None
+    """Share of time that the GPU computed, in [0, 1]; None without NVML."""
+    remaining_seconds: float | None = None
+    """Time until the last step, with previews and checkpoints on the way; None after the first step of a start."""
+
+
+OnEvent = Callable[[Event], None]
+"""A listener to the stream."""
+
+
+def ignore_event(event: Event) -> None:
+    """A listener that does nothing."""
+
+
+def event_line(event: Event) -> str:
+    """The event as one line of JSON, with the name of its class as `event`."""
+    return json.dumps({"event": type(event).__name__, **event.model_dump(mode="json")})
+
+
+def parse_event(line: str) -> Event:
+    """The event that `event_line` wrote.
+
+    Raises:
+        ValueError: the line is not an event.
+    """
+    data = json.loads(line)
+    kinds = {kind.__name__: kind for kind in Event.__subclasses__()}
+    return kinds[data.pop("event")].model_validate_json(json.dumps(data))

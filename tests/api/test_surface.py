@@ -1,0 +1,119 @@
+"""The front door: what `import autotune` offers, how it is documented, and that the commands ask for nothing else."""
+
+import dataclasses
+import inspect
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autotune
+from autotune.api.amounts import image_size, memory_bytes
+from autotune.cli.options import JobOptions
+from autotune.cli.plan import PlanOptions as PlanCommandOptions
+from autotune.errors import InvalidInput
+from autotune.schema.events import Event, event_line, parse_event
+
+FUNCTIONS = """
+    check check_data convert_weights doctor estimate event_line explain_error export_records find_record
+    import_records inspect_weights list_choices list_gpus list_models list_records load_plan make_demo plan
+    plan_text prepare_process probe prune_records pull_records push_records sample save_plan train
+    verify_records
+"""
+OBJECTS = """
+    Candidate CatalogGpu CheckResult DataReport Demo Estimate FileSummary Finding HardwareProfile Job
+    JobOverrides ModelSpec PlanOptions Prediction Record RecordList RecordVerdict RunReport SearchSpace
+    Summary TrainingPlan Transfer TrialResult Workload WorkloadOptions
+"""
+EVENTS = """
+    CandidatesPredicted Event Notice PhaseStarted Progressed RecordsMatched RunStarted SearchSpaceBuilt
+    StatusChanged StepFinished TrialFinished TrialStarted
+"""
+ERRORS = """
+    AutotuneError DoesNotFit InvalidInput InvalidPlan NothingFits PlanNotWritten Preempted
+"""
+MAIN = """
+    probe estimate plan train sample load_plan check doctor list_gpus list_models save_plan list_choices
+"""
+
+
+def test_the_front_door_offers_exactly_these_names() -> None:
+    assert sorted(autotune.__all__) == sorted([*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()])
+    assert dir(autotune) == sorted(autotune.__all__)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS.split(), *OBJECTS.split(), *EVENTS.split(), *ERRORS.split()])
+def test_every_name_is_there_and_documented(name: str) -> None:
+    assert len(inspect.getdoc(getattr(autotune, name)) or "") > 20
+
+
+@pytest.mark.parametrize("name", MAIN.split())
+def test_main_functions_have_types_and_an_example(name: str) -> None:
+    function = getattr(autotune, name)
+    assert "Example:" in (inspect.getdoc(function) or "")
+    parameters = set(inspect.signature(function).parameters)
+    assert parameters | {"return"} == set(function.__annotations__)
+
+
+def test_a_name_that_is_not_offered_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'tune'"):
+        autotune.tune  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_overrides_of_a_job_are_its_fields() -> None:
+    assert set(autotune.JobOverrides.__annotations__) == set(autotune.Job.model_fields) - {"model", "data"}
+
+
+def test_options_of_the_plan_command_are_arguments_of_plan() -> None:
+    own = {field.name for field in dataclasses.fields(PlanCommandOptions)} - {"model", "data", "as_json", "list_knobs"}
+    assert own <= set(autotune.PlanOptions.__annotations__)
+    job = {field.name for field in dataclasses.fields(JobOptions)}
+    assert own | job | {"num_frames"} >= set(autotune.PlanOptions.__annotations__) - set(
+        autotune.JobOverrides.__annotations__
+    )
+
+
+@pytest.mark.parametrize("function", [autotune.plan, autotune.list_choices])
+def test_an_argument_that_does_not_exist_names_the_nearest(function: object) -> None:
+    with pytest.raises(InvalidInput, match="no argument of plan 'ranks'") as caught:
+        function("qwen-image", ranks=3)  # type: ignore[operator]
+    assert "rank" in caught.value.hint
+
+
+def test_settings_that_do_not_exist_are_refused_by_estimate() -> None:
+    for wrong in ({"quantisation": "none"}, {"swapped_blocks": -1}):
+        with pytest.raises(InvalidInput):
+            autotune.estimate("qwen-image", hardware="nvidia-rtx-4090", **wrong)  # type: ignore[arg-type]
+
+
+def test_amounts_are_read_as_people_write_them() -> None:
+    assert (memory_bytes("1.5GB"), memory_bytes(7)) == (1_500_000_000, 7)
+    assert image_size(512) == image_size("512") == image_size((512, 512)) == (512, 512)
+
+
+EXAMPLES: dict[str, dict[str, object]] = {
+    "PhaseStarted": {"name": "training"},
+    "StatusChanged": {"text": "matmul"},
+    "Progressed": {"name": "encoding", "done": 1, "total": 2},
+    "Notice": {"text": "x", "level": "warning"},
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_event_survives_its_line_of_json(name: str) -> None:
+    event = getattr(autotune, name)(**EXAMPLES[name])
+    line = event_line(event)
+    assert "\n" not in line
+    assert parse_event(line) == event
+
+
+@given(st.text())
+def test_a_line_that_is_no_event_is_refused(line: str) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+        parse_event(line)
+
+
+def test_every_event_is_offered_by_the_front_door() -> None:
+    assert {kind.__name__ for kind in Event.__subclasses__()} <= set(autotune.__all__)
+    assert all(get_type_hints(kind) for kind in Event.__subclasses__())

@@ -1,0 +1,24 @@
+"""Listeners to the stream of events, for tests that want one kind of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from autotune.schema.events import Event, Notice, OnEvent, PhaseStarted, StepFinished
+
+
+def events_of(kind: type[Event], call: Callable[[Any], object]) -> OnEvent:
+    """Calls `call` with every event of this kind."""
+    return lambda event: call(event) if isinstance(event, kind) else None  # type: ignore[func-returns-value,return-value]
+
+
+def steps_to(call: Callable[[StepFinished], object]) -> OnEvent:
+    return events_of(StepFinished, call)
+
+
+def phases_to(call: Callable[[str], object]) -> OnEvent:
+    return events_of(PhaseStarted, lambda event: call(event.name))
+
+
+def notices_to(call: Callable[[str], object]) -> OnEvent:
+    """Calls `call` with the text of every note and warning."""
+    return events_of(Notice, lambda event: call(event.text))
