@@ -41,10 +41,8 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
     measured = plan.frozen.expected.evidence == "measured"
     used = (plan.frozen.settings.quantization, plan.frozen.caching.text_encoder_quantization)
     stored = (*used, *(fallback.quantization for fallback in plan.frozen.fallbacks))
-    libraries = {storage.library for name, storage in WEIGHT_FORMATS.items() if storage.library}
-    idle = libraries - {
-        WEIGHT_FORMATS[name].library for name in stored if name in WEIGHT_FORMATS
-    }  # their versions are nothing
+    libraries = {name: each.needs.library for name, each in WEIGHT_FORMATS.items() if each.needs.library}
+    idle = {*libraries.values()} - {libraries.get(name) for name in stored}  # their versions are nothing
     misfits = [
         f"{KEY_NAMES.get(key, key)}: the plan was made with {value or 'none'}, here it is {here.get(key) or 'none'}"
         for key, value in planned.match_keys.items()
