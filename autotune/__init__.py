@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         read_record,
         sample,
         save_plan,
+        shipped_profiles,
         train,
         verify_records,
     )

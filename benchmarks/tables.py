@@ -80,7 +80,7 @@ def write_model(folder: Path, family: Family, config: Mapping[str, Any]) -> None
 
 def workload_of(folder: Path, table: Table) -> Workload:
     spec, family = resolve_model(str(folder)).spec, FAMILIES[table.family]
-    frames = 5 if family.takes_clips else 1
+    frames = 5 if family.can_train_clips else 1
     return Workload(
         model=spec.model_copy(update={"name": f"{table.family} mid-size"}),
         resolution_px=table.side_px,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         pull_records,
         push_records,
         read_record,
+        shipped_profiles,
         verify_records,
     )
     from autotune.api.runs import sample, train

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autotune.errors import InvalidInput
 from autotune.hardware import probe as read_machine
+from autotune.runtime import shipped_path
 from autotune.schema import Frozen
 from autotune.sharing import (
     MergeResult,
@@ -54,6 +55,15 @@ class Transfer(Frozen):
     """Why records were refused, one sentence each."""
     target: str
     """Where the records went."""
+
+
+def shipped_profiles() -> Path:
+    """The folder that ships with autotune: the catalog of GPUs, and a store of records that every search reads.
+
+    Example:
+        >>> autotune.verify_records(str(autotune.shipped_profiles()))
+    """
+    return shipped_path()
 
 
 def push_records(url: str) -> Transfer:

@@ -19,7 +19,7 @@ from autotune.schema import Capability, Device, Host, Versions
 
 @dataclass(frozen=True)
 class Machine:
-    """What rules look at."""
+    """What rules examine."""
 
     device: Device
     host: Host
@@ -27,12 +27,12 @@ class Machine:
 
 
 Need = Callable[[Machine], str | None]
-"""Why the need is not met, or None when it is."""
+"""Why the machine does not meet the need; None if it does."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A feature is available when every need is met; `why` is said then."""
+    """A feature, available if every need is met; `why` is the reason that is shown then."""
 
     name: str
     why: str
@@ -82,7 +82,7 @@ def never(reason: str) -> Need:
 
 
 def compiler(m: Machine) -> str | None:
-    """Triton and inductor call a C compiler."""
+    """A C compiler, which triton and inductor call."""
     return None if m.host.compiler else "no C compiler on PATH: install gcc or clang"
 
 
@@ -92,33 +92,38 @@ def linux(m: Machine) -> str | None:
 
 
 def triton(m: Machine) -> str | None:
-    """GPU code of torch.compile goes through triton."""
+    """Triton, by which torch.compile generates GPU code."""
     return package("triton")(m) if m.device.kind == "cuda" else None
 
 
 def fast_fp16(m: Machine) -> str | None:
-    """Processors compute fp16 in emulation."""
-    return "hardware: fp16 products crawl on a processor" if m.device.kind == "cpu" else None
+    """fp16 arithmetic in hardware, which CPUs emulate."""
+    return "hardware: fp16 products are very slow on a CPU" if m.device.kind == "cpu" else None
 
 
 def casts_float8(m: Machine) -> str | None:
-    """Processors and any CUDA device convert it, in software where the hardware cannot."""
+    """Conversion of float8, which CPUs and all CUDA devices can do, in software if not in hardware."""
     kind = m.device.kind
     return None if kind in ("cuda", "cpu") else f"torch has no float8 on {kind}: nothing could be cast from it"
 
 
 def storage_device(m: Machine) -> str | None:
-    """The kernel module of GPU direct storage."""
+    """The kernel module of GPUDirect Storage."""
     return None if m.host.gpu_direct_storage else "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
 
 
 def bitsandbytes(m: Machine) -> str | None:
-    """Its kernels for processors are younger than those for CUDA; 0.50 is the first that was tried here."""
+    """bitsandbytes, whose kernels for CPUs are newer than those for CUDA; 0.50 is the first that was tested."""
     return package("bitsandbytes", "0.50" if m.device.kind == "cpu" else "0.45")(m)
 
 
 CUDA = on("cuda")
-BITSANDBYTES = (on("cuda", "cpu"), capability((7, 5)), bitsandbytes)
+BF16 = (8, 0)
+NO_BF16 = "this GPU has no bf16"
+"""How the note begins that says so."""
+CUDA_13 = (7, 5)
+"""The least compute capability that CUDA 13 knows."""
+CUDA_OR_CPU = on("cuda", "cpu")
 FLASH_2 = (CUDA, capability((8, 0)))
 NO_BACKWARD = "no backward: gradients vanish without an error"
 FETCHED = "not offered: diffusers would fetch its kernel from the hub and run it, and a plan runs no fetched code"
@@ -134,7 +139,7 @@ NOT_OFFERED = {
 
 RULES: tuple[Rule, ...] = (
     Rule("precision.fp32", "everywhere"),
-    Rule("precision.bf16", "bf16 arithmetic", (on("cuda", "cpu", "mps"), capability((8, 0)))),
+    Rule("precision.bf16", "bf16 arithmetic", (on("cuda", "cpu", "mps"), capability(BF16))),
     Rule("precision.fp16", "fp16 arithmetic", (fast_fp16, capability((7, 0)))),
     Rule("precision.tf32", "tensor cores round fp32 inputs", (CUDA, capability((8, 0)))),
     Rule("precision.fp8", "fp8 matrix units", (CUDA, capability((8, 9)))),
@@ -149,8 +154,8 @@ RULES: tuple[Rule, ...] = (
     Rule("quantization.none", "weights stay as they are"),
     Rule("quantization.torchao-int8", "weight-only int8", (on("cuda", "cpu"), package("torchao", "0.18"))),
     Rule("quantization.torchao-fp8", "weight-only float8", (on("cuda", "cpu"), package("torchao", "0.18"))),
-    Rule("quantization.bnb-nf4", "4-bit NormalFloat", BITSANDBYTES),
-    Rule("quantization.bnb-int8", "LLM.int8", BITSANDBYTES),
+    Rule("quantization.bnb-nf4", "4-bit NormalFloat", (CUDA_OR_CPU, capability((6, 0)), bitsandbytes)),
+    Rule("quantization.bnb-int8", "LLM.int8", (CUDA_OR_CPU, capability((7, 5)), bitsandbytes)),
     Rule("quantization.layerwise-fp8", "float8 storage cast per layer", (casts_float8,)),
     Rule(
         "compile", "a compiler and what it needs are there", (on("cuda", "cpu"), compiler, triton, capability((7, 0)))
@@ -163,6 +168,15 @@ def capabilities_of(device: Device, host: Host, versions: Versions) -> tuple[Cap
     """Every capability of a machine, available or not, in the table's order."""
     machine = Machine(device, host, versions)
     return tuple(_gate(rule, machine) for rule in RULES)
+
+
+def without_bf16(device: Device) -> tuple[str, ...]:
+    """What to tell of a card that cannot train in bf16; nothing where one can."""
+    own = device.compute_capability
+    if device.kind != "cuda" or own is None or own >= BF16:
+        return ()
+    why = f"compute capability {_dotted(own)}, it takes {_dotted(BF16)}"
+    return (f"{NO_BF16} ({why}): it trains in fp32, without its tensor cores; fp16 training is not offered",)
 
 
 def _gate(rule: Rule, machine: Machine) -> Capability:

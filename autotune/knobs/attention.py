@@ -41,7 +41,7 @@ class Attention(Knob):
         return Choices(admitted, {name: reason for name, reason in reasons.items() if reason})
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        masked = context.family.masks(candidate.micro_batch_size, context.workload.text_padding)
+        masked = context.family.has_attention_mask(candidate.micro_batch_size, context.workload.text_padding)
         if masked and candidate.attention in REFUSES_MASKS:
             name = candidate.attention
             return f"{name} refuses masks, and captions of different lengths in one batch, dropped ones too, need one"

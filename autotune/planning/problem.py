@@ -4,7 +4,15 @@ from dataclasses import dataclass, replace
 
 from autotune.cost import Parallel, Predictor
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, require_weights, resolve_model
+from autotune.families import (
+    ResolvedModel,
+    check_weights,
+    fetch_model,
+    is_family_name,
+    is_on_hub,
+    read_parts,
+    resolve_model,
+)
 from autotune.hardware import with_budget
 from autotune.knobs import TuningContext
 from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation, shareable, within_host
@@ -97,7 +105,7 @@ def build_problem(request: PlanRequest, hardware: HardwareProfile, backend: Plan
 
 def _resolved(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
-    known = is_family(request.model)
+    known = is_family_name(request.model)
     if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
         return resolve_model(request.model), ()
     try:
@@ -176,7 +184,7 @@ def _cost_beside_kept(
     request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
 ) -> Predictor:
     """The cost model, of the machine without what stays on it beside training."""
-    known = (model.family, model.config, parts_of(model), request.caching_pins)
+    known = (model.family, model.config, read_parts(model), request.caching_pins)
     return beside_kept(Predictor(hardware, workload, *known, parallel))
 
 
@@ -211,7 +219,7 @@ def _without_too_heavy(request: PlanRequest, space: SearchSpace, cost: Predictor
 
 def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:
     if model.folder is not None:
-        require_weights(model)
+        check_weights(model)
     elif hardware.device.kind == "cpu":
         spec = model.spec
         raise NothingFits(

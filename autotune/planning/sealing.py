@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autotune.cost import Parallel, Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
-from autotune.families import parts_of, resolve_model
+from autotune.families import read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext, parity_capability, shown, unavailable_reason
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.expectation import build_expectation, planned_hardware
@@ -22,9 +22,9 @@ from autotune.schema import (
     HardwareProfile,
     Notice,
     OnEvent,
-    PhaseStarted,
     PlannedHardware,
     Reason,
+    StatusChanged,
     TrainingPlan,
     TrialResult,
     read_plan,
@@ -54,7 +54,7 @@ def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | No
     known = sealed_beside(file, plan, hardware) if file else None
     if known is not None or started_by_launcher():
         return known or plan
-    on_event(PhaseStarted(name="the plan was predicted: one trial tells whether it holds here"))
+    on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
     sealed = seal_on_arrival(plan, hardware)
     then, now = plan.frozen.expected, sealed.frozen.expected
     changed = "" if sealed.frozen.settings == plan.frozen.settings else "; its settings did not run, a fallback does"
@@ -73,7 +73,7 @@ def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
     except InvalidPlan:
         return None
     same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.identity
-    same_machine = sealed.frozen.hardware.fingerprint == hardware.fingerprint
+    same_machine = sealed.frozen.hardware.match_keys == hardware.match_keys
     same_device = sealed.frozen.hardware.device_name == hardware.device.name
     return seal(plan.job, sealed.frozen) if same_work and same_machine and same_device else None
 
@@ -99,7 +99,7 @@ def seal_on_arrival(
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)
-    cost = Predictor(hardware, work, model.family, model.config, parts_of(model), parallel=parallel)
+    cost = Predictor(hardware, work, model.family, model.config, read_parts(model), parallel=parallel)
     caching = plan.frozen.caching
     cost.caching = (caching, Reason(knob="caching", chosen=shown(caching), why="as planned"))
     cost = beside_kept(cost)

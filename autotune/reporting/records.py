@@ -16,8 +16,8 @@ VERDICTS = {
 }
 
 
-def list_lines(rows: Sequence[RecordSummary], verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Two lines a record, and whether it counts here where that was asked."""
+def record_list_lines(rows: Sequence[RecordSummary], verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Two lines for each record, and whether it counts on this machine if that was asked."""
     if not rows:
         return ["no records yet: `autotune plan` makes them, `profiles pull URL` fetches them"]
     lines = []

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 import optuna
-import platformdirs
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput, first_line
+from autotune.runtime import data_path
 from autotune.search.study import take_snapshot
 
 IDENTITY = "question"
@@ -137,7 +137,7 @@ class _StudyStorage(optuna.storages.RDBStorage):
 def _create_storage(location: StudyLocation) -> optuna.storages.RDBStorage:
     url = location.url
     if url is None:
-        folder = platformdirs.user_data_path("autotune") / "studies"
+        folder = data_path("studies")
         folder.mkdir(parents=True, exist_ok=True)
         url = f"sqlite:///{folder / (location.name + '.db')}"
     connect = {"timeout": 60} if url.startswith("sqlite:") else {}

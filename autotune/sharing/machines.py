@@ -1,7 +1,7 @@
 """A shared record's machine as hardware to plan for: its measurements, on the datasheet of its GPU."""
 
 from autotune.errors import InvalidInput
-from autotune.hardware import matching, profile_of_gpu, with_budget, with_rates
+from autotune.hardware import find_gpu, profile_of_gpu, with_budget
 from autotune.schema import HardwareProfile
 from autotune.sharing.plausibility import find_impossibilities
 from autotune.sharing.record import Record
@@ -18,7 +18,7 @@ def hardware_from_record(name: str, record: Record) -> HardwareProfile:
         raise InvalidInput(
             f"the record cannot be true: {reasons[0]}", hint="`autotune profiles prune` deletes such records"
         )
-    gpu = matching(machine.device_name, machine.total_memory_bytes)
+    gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
     if gpu is None:
         raise InvalidInput(
             f"the record's device, {machine.device_name}, is not in the catalog",
@@ -26,4 +26,4 @@ def hardware_from_record(name: str, record: Record) -> HardwareProfile:
         )
     profile = with_budget(profile_of_gpu(gpu), machine.budget_bytes)
     note = f"rates measured on such a machine, from record {name[:12]}"
-    return with_rates(profile, machine.rates, (*profile.notes, note), machine.noisy)
+    return profile.changed(rates=machine.rates, notes=(*profile.notes, note), noisy=machine.noisy)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import FAMILIES
-from autotune.hardware import load_catalog, matching
+from autotune.hardware import find_gpu, load_catalog
 from autotune.schema import Candidate, TrialResult, Workload
 from autotune.sharing.record import Machine, Record
 
@@ -58,7 +58,7 @@ def _peaks_of(machine: Machine) -> _Peaks | None:
     """Those of the machine's GPU, or the largest of the catalog for one that it lacks; None for other devices."""
     if machine.match_keys.get("device_kind") != "cuda":
         return None
-    gpu = matching(machine.device_name, machine.total_memory_bytes)
+    gpu = find_gpu(machine.device_name, machine.total_memory_bytes)
     gpus = (gpu,) if gpu else load_catalog()
     dtypes = ("bf16", "fp16", "tf32") if gpu else ("bf16", "fp16", "fp8", "int8")
     tflops = max(each.dense_tflops.get(dtype, 0.0) for each in gpus for dtype in dtypes)

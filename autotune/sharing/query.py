@@ -13,7 +13,7 @@ from autotune.errors import AutotuneError
 from autotune.schema import HardwareProfile, TrialResult, Workload
 from autotune.sharing.keys import Match, compare, compare_workload, usable_trials
 from autotune.sharing.record import Record, architecture_folder, machine_folder, shareable_machine, workload_class
-from autotune.sharing.store import Entry, RecordFile, Store, user_store
+from autotune.sharing.store import Entry, RecordFile, Store, shipped_store, user_store
 
 MAX_CONSIDERED = 500
 """Records opened for one search: those of machines with these match keys first, and of the same class of work."""
@@ -53,14 +53,15 @@ class StoreMatches:
 
 
 def find_matches(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store] | None = None) -> StoreMatches:
-    """Find the records that count for `workload` on this machine, in `stores` or else in the user's own store.
+    """Find the records that count for `workload` on this machine, in `stores`.
 
-    With measured rates in `hardware`, distances are more accurate.
+    By default those are the user's own store and the shipped records. With measured rates in `hardware`, distances are
+    more accurate.
     """
     found: dict[str, MatchedRecord] = {}
     stale: dict[str, str] = {}
     refused: dict[str, str] = {}
-    for store in (user_store(),) if stores is None else stores:
+    for store in (user_store(), shipped_store()) if stores is None else stores:
         for file in _read_candidates(store, hardware, workload, refused):
             record, name = file.record, file.name
             match = compare(record, hardware, workload) if record else None

@@ -329,7 +329,7 @@ def unshareable_reason(plan: TrainingPlan, hardware: HardwareProfile) -> str | N
     planned = plan.frozen.hardware
     if plan.frozen.expected.evidence != "measured" or hardware.origin != "probe":
         return "it was predicted, not measured"
-    if planned.fingerprint != hardware.fingerprint or planned.device_name != hardware.device.name:
+    if planned.match_keys != hardware.match_keys or planned.device_name != hardware.device.name:
         return "it was made on another machine or with other versions than these"
     if any(trial.memory_cap_bytes is not None for trial in plan.frozen.trials):
         return "it was measured under a cap on memory"

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from autotune.errors import InvalidInput
+from autotune.runtime import data_path, shipped_path
 from autotune.schema import HardwareProfile, Residual, TrainingPlan
 from autotune.sharing.files import Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import find_impossibilities
@@ -203,9 +202,14 @@ def open_store(url: str, **options: Any) -> Store:
     return Store(RemoteFiles(url, options))
 
 
+def shipped_store() -> Store:
+    """The records that ship with autotune: every search may start from them."""
+    return Store(LocalFiles(shipped_path()))
+
+
 def user_store() -> Store:
     """This user's records: what was planned on this machine and what was pulled."""
-    return Store(LocalFiles(platformdirs.user_data_path("autotune") / "profiles"))
+    return Store(LocalFiles(data_path("profiles")))
 
 
 def save_record(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()) -> str:

@@ -6,10 +6,9 @@ Whatever is wrong with the cache, it is made again from the records.
 import contextlib
 from pathlib import Path
 
-import platformdirs
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.runtime import write_text_atomic
+from autotune.runtime import cache_path, write_text_atomic
 from autotune.schema import Frozen
 from autotune.sharing.record import Record, workload_class
 from autotune.sharing.store import Store
@@ -34,7 +33,7 @@ _Index = TypeAdapter(dict[str, RecordSummary])
 
 def summarize_records(store: Store) -> tuple[RecordSummary, ...]:
     """All valid records of a store, newest first."""
-    path = platformdirs.user_cache_path("autotune") / "records-index.json"
+    path = cache_path("records-index.json")
     index = _read_index(path)
     entries = store.entries()
     unseen = [entry for entry in entries if entry.name not in index]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from autotune.families import add_adapter, family_named, flow_matching_loss
+from autotune.families import add_adapter, flow_matching_loss, get_family
 from autotune.knobs import torch_dtype
 from autotune.schema import Candidate
 from autotune.training import AdapterOptimizer, apply_knobs, to_device
@@ -77,7 +77,7 @@ def relative_error(tensors: Sequence[Tensor | None], reference: Sequence[Tensor 
 
 
 def _plain_transformer(request: GradientRequest) -> nn.Module:
-    family = family_named(request.family)
+    family = get_family(request.family)
     transformer = build_empty(lambda: family.build_transformer(request.config), dtype=torch.float32)
     fill_random(transformer, device=request.device, seed=0)
     for parameter in transformer.parameters():
@@ -86,7 +86,7 @@ def _plain_transformer(request: GradientRequest) -> nn.Module:
 
 
 def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate) -> list[Tensor | None]:
-    family, dtype, work = family_named(request.family), torch_dtype(candidate.precision), request.workload
+    family, dtype, work = get_family(request.family), torch_dtype(candidate.precision), request.workload
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=True)

@@ -14,11 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import platformdirs
-
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
-from autotune.runtime import __version__, write_text_atomic
+from autotune.runtime import __version__, data_path, write_text_atomic
 from autotune.schema import Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
 from autotune.trials.requests import Failure, GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
@@ -125,7 +123,7 @@ def _verdict_file(context: TuningContext, tiny_config: Mapping[str, object], pre
     key = {
         "autotune": __version__,
         "precision": precision,
-        "machine": context.hardware.fingerprint,
+        "machine": context.hardware.match_keys,
         "device": context.hardware.device.name,
         "libraries": context.hardware.versions.model_dump(mode="json"),
         "family": context.family.name,
@@ -133,7 +131,7 @@ def _verdict_file(context: TuningContext, tiny_config: Mapping[str, object], pre
         "work": work,
     }
     name = digest_of(key).removeprefix("sha256:")[:32]
-    return platformdirs.user_data_path("autotune") / "parity" / f"{name}.json"
+    return data_path("parity", f"{name}.json")
 
 
 def _read_verdicts(path: Path) -> dict[str, Capability]:

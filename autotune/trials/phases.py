@@ -11,7 +11,7 @@ from PIL import Image
 
 from autotune.data import Cache, Encoders, open_pixels
 from autotune.families import ResolvedModel, resolve_model
-from autotune.runtime import give_back_memory
+from autotune.runtime import release_memory
 from autotune.schema import TrialResult
 from autotune.training import ADAPTER_FILE, PhaseWatch, Preview, PreviewSampler, save_trained
 from autotune.trials.outcomes import first_line_with_notes
@@ -62,7 +62,7 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
                 caching_error = f"{type(error).__name__}: {first_line_with_notes(error)}"
             if caching_error:  # outside of the handler: the error held what had been loaded
                 del watch.peaks["caching"]
-                give_back_memory()
+                release_memory()
         with phase("loading"):
             loaded = load_for_trial(request)
             if sampler:
@@ -86,8 +86,8 @@ def _largest_preview(request: RehearsalRequest, model: ResolvedModel, folder: Pa
     for path in paths:
         Image.new("RGB", size, "gray").save(path)
     tokens = work.max_text_tokens
-    if paths and model.texts is not None:  # most of the tokens stand for the control images
-        tokens -= model.family.count_text_tokens(model.texts, [""], [[size] * len(paths)])[0]
+    if paths and model.config_folder is not None:  # most of the tokens stand for the control images
+        tokens -= model.family.count_text_tokens(model.config_folder, [""], [[size] * len(paths)])[0]
     caption = " ".join(["photo"] * max(1, int(tokens * WORDS_PER_TOKEN)))
     return Preview(caption, bucket, NUM_PREVIEW_STEPS, 0, tuple(paths))
 

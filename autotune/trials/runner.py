@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 
 from autotune.hardware import (
-    LEAST_MARGIN_BYTES,
+    MIN_MARGIN_BYTES,
     DeviceLock,
+    default_reserve_bytes,
     lock_path,
     process_overhead_bytes,
     shares_host_memory,
-    usual_reserve,
 )
 from autotune.knobs import reload_key
-from autotune.runtime import stderr_in
+from autotune.runtime import redirect_stderr
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -84,8 +84,8 @@ class ProcessTrialRunner:
         self.model, self.workload, self.device, self.predict = model, workload, device.torch_name, predict
         self.shares_memory = shares_host_memory(device.memory_kind)
         self.memory_cap_bytes = device.budget_bytes - (0 if self.shares_memory else process_overhead_bytes(hardware))
-        usual = usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
-        self.reserve_bytes = LEAST_MARGIN_BYTES + usual
+        usual = default_reserve_bytes(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
+        self.reserve_bytes = MIN_MARGIN_BYTES + usual
         """Part of a card's free memory that is left alone when a child starts."""
         self.budget_set_by_user = device.budget_set_by_user
         """If true, results carry the cap: they are no evidence for devices of this size."""
@@ -105,7 +105,7 @@ class ProcessTrialRunner:
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        self.lock.take()
+        self.lock.acquire()
         started = time.monotonic()  # waiting for the device is no part of a trial's cost
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
         limit = pruning_threshold(best)
@@ -121,7 +121,7 @@ class ProcessTrialRunner:
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        self.lock.take()
+        self.lock.acquire()
         started = time.monotonic()
         self.close_child()  # phases are measured from an empty device on
         common = (self.model, self.workload, candidate, self.device, self.num_steps)
@@ -183,9 +183,9 @@ class ProcessTrialRunner:
         if isinstance(result, Failure):
             self.close_child()
             result = replace(result, partial=partial)
-        if self.lock.is_wanted():
+        if self.lock.has_waiting_search():
             self.close_child()  # the other search must find the device empty
-            self.lock.give_back()
+            self.lock.release()
         return result
 
     def _receive(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
@@ -230,14 +230,14 @@ class ProcessTrialRunner:
         if self._child and (self._child.key != key or not self._child.process.is_alive()):
             self.close_child()
         if self._child is None:
-            self.lock.take()
+            self.lock.acquire()
             available = self.watchdog.available()
             limits = MemoryLimits(self.device, self._cap_bytes(), self.reserve_bytes)
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["autotune.trials.preload"])
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, str(self._log), limits), name="autotune-trial")
-            with stderr_in(self._log):  # the fork server inherits it once, when it starts
+            with redirect_stderr(self._log):  # the fork server inherits it once, when it starts
                 process.start()
             theirs.close()
             self._child = _Child(process, ours, key, available)
@@ -266,7 +266,7 @@ class ProcessTrialRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close_child()
-        self.lock.give_back()
+        self.lock.release()
         self._scratch.cleanup()
 
 

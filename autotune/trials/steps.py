@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autotune.families import Batch, Family, Sample, resolve_model
-from autotune.runtime import device_peak_bytes, give_back_memory, host_peak_bytes, with_peak_memory
+from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory
 from autotune.schema import (
     Bucket,
     Candidate,
@@ -59,7 +59,7 @@ def run_trial(request: TrialRequest, child: ChildState) -> TrialResult:
         steps = StepRunner(child.cache["loaded"], request.workload, request.candidate)
         return steps.measure(request.needs_another_step)
     finally:
-        give_back_memory()  # the next candidate must not find the allocator full of this one's blocks
+        release_memory()  # the next candidate must not find the allocator full of this one's blocks
 
 
 def load_for_trial(request: TrialRequest) -> LoadedModel:
@@ -177,7 +177,7 @@ class StepRunner:
     def memory_step(self) -> tuple[int, float]:
         """Take a step; its peak of memory in bytes, and its seconds."""
         started = time.perf_counter()
-        _, peak = with_peak_memory(self.model.device, self._live_tensors, self.step)
+        _, peak = measure_peak_memory(self.model.device, self._live_tensors, self.step)
         return peak, time.perf_counter() - started
 
     def _live_tensors(self) -> list[torch.Tensor]:

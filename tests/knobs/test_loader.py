@@ -86,4 +86,4 @@ def test_whatever_was_measured_one_loader_is_chosen_and_each_other_has_a_reason(
 
 @pytest.mark.parametrize("name", sorted(LOADERS))
 def test_no_loader_holds_the_model_twice_where_memory_is_not_shared(name):
-    assert LOADERS[name].held_bytes(40 * GIB, shares_memory=False) <= 256 << 20
+    assert LOADERS[name].overhead_bytes(40 * GIB, shares_memory=False) <= 256 << 20

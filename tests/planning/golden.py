@@ -21,7 +21,7 @@ from tests.planning.formula import by_formula
 from tests.planning.machines import make_plan, surroundings
 
 FOLDER = Path(__file__).parent / "golden"
-GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
+CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,11 @@ def plain(
 
 
 SIZE = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
+SIMULATED = builders.hardware(*CAPABILITIES, budget_bytes=20 * 2**30, compute_capability=(9, 0))
 IMAGES = plain("kandinsky5-image-lite", SIZE, {})
 GOLDEN = (
-    Golden("wall", IMAGES, builders.hardware(*GATES, budget_bytes=20 * 2**30, compute_capability=(9, 0)), wall_gib=14),
-    Golden(
-        "known",
-        IMAGES,
-        builders.hardware(*GATES, budget_bytes=20 * 2**30, compute_capability=(9, 0)),
-        wall_gib=20,
-        known=True,
-    ),
+    Golden("wall", IMAGES, SIMULATED, wall_gib=14),
+    Golden("known", IMAGES, SIMULATED, wall_gib=20, known=True),
     Golden(
         "measured",
         plain(

@@ -31,8 +31,8 @@ from autotune.sharing.query import StoreMatches
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 
-GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
-HARDWARE = builders.hardware(*GATES, compute_capability=(9, 0))
+CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
+HARDWARE = builders.hardware(*CAPABILITIES, compute_capability=(9, 0))
 
 
 def make_plan(*asked: Any, **named: Any) -> TrainingPlan:

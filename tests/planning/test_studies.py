@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
-import platformdirs
 import pytest
 from optuna.exceptions import StorageInternalError
 
@@ -18,6 +17,7 @@ from autotune.planning.problem import build_problem
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
+from autotune.runtime.paths import data_path
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan_file import plan_text, read_plan
 from autotune.schema.trial import TrialResult
@@ -26,7 +26,7 @@ from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
 from tests.planning.machines import (
-    GATES,
+    CAPABILITIES,
     HARDWARE,
     answer,
     logged,
@@ -259,7 +259,7 @@ def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
 def test_a_study_whose_results_are_damaged_says_so() -> None:
     asked = request(StudyLocation("damaged"))
     make_plan(asked, HARDWARE, backend=surroundings())
-    file = platformdirs.user_data_path("autotune") / "studies" / "damaged.db"
+    file = data_path("studies", "damaged.db")
     file.write_bytes(file.read_bytes().replace(b"micro_batch_size", b"micro_botch_size"))
     with pytest.raises(AutotuneError, match="study 'damaged' is damaged") as caught:
         make_plan(asked, HARDWARE, backend=surroundings())
@@ -288,7 +288,7 @@ def test_a_study_of_another_question_or_machine_says_so() -> None:
     )
     with pytest.raises(InvalidInput, match="work: sha256"):
         make_plan(other_work, HARDWARE, backend=surroundings())
-    other_card = builders.hardware(*GATES, compute_capability=(8, 9))
+    other_card = builders.hardware(*CAPABILITIES, compute_capability=(8, 9))
     with pytest.raises(InvalidInput, match=r"compute capability: 9\.0 there, 8\.9 here"):
         make_plan(request(StudyLocation("mine")), other_card, backend=surroundings())
 
@@ -310,7 +310,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     assert 6 <= len(ended) <= 10
     assert set(logged(victim.log, "begins")) == set(ended), "the victim's candidate is taken over"
 
-    stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*GATES))
+    stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*CAPABILITIES))
     stranger.process.join(timeout=240)
     assert "compute capability: 9.0 there, 8.9 here" in stranger.output.read_text()
     latecomer = start_worker(tmp_path, "latecomer", asked)

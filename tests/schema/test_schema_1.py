@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.hardware.store import load_profile
 from autotune.schema.base import digest_of
 from autotune.schema.plan_file import parse_plan, read_plan
@@ -57,7 +57,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("schema1")
     images = shutil.copytree(SCHEMA_1 / "images", folder / "demo" / "images")
     captions = [path.read_text().strip() for path in sorted(images.glob("*.txt"))]
-    family_named("qwen-image").write_small_pipeline(folder / "demo" / "model", captions, seed=0)
+    get_family("qwen-image").write_small_pipeline(folder / "demo" / "model", captions, seed=0)
     return folder
 
 

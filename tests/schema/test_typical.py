@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from autotune.data.dataset import read_dataset
 from autotune.families.base import Batch
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import Candidate
 from autotune.schema.typical import mean_text_tokens, padded_text_tokens, spread_of, typical_bucket, typical_text_tokens
@@ -90,7 +90,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
 
 def test_uneven_captions_leave_the_small_work_of_a_check_alone() -> None:
     even, uneven = workload([900], 4), workload([3, 5, 900], 4)
-    family = family_named(even.model.family)
+    family = get_family(even.model.family)
     assert small_workload(family, uneven) == small_workload(family, even)
 
 

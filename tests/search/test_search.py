@@ -28,8 +28,8 @@ from autotune.search.winner import choose_fallbacks, choose_winner, explain_choi
 from tests import builders
 
 GIB = 2**30
-GATES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
-GPU = builders.hardware(*GATES, budget_bytes=100 * GIB, compute_capability=(9, 0))
+CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
 Machine = Callable[[Candidate], TrialResult]
 

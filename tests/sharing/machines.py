@@ -30,7 +30,7 @@ from tests.sharing.examples import machine, rate
 
 QUESTION = request()
 RATES = (rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14))
-GATES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
 H100 = {
     "name": "NVIDIA H100 80GB HBM3", "compute_capability": (9, 0), "total_memory_bytes": 80 * GIB,
     "budget_bytes": 78 * GIB, "power_limit_watts": 700.0, "rates": RATES,
@@ -39,7 +39,7 @@ H100 = {
 
 def gpu(**changes: object) -> HardwareProfile:
     """An H100 on which everything that trains is open."""
-    capabilities = tuple(machine().capabilities[0].model_copy(update={"name": name}) for name in GATES)
+    capabilities = tuple(machine().capabilities[0].model_copy(update={"name": name}) for name in CAPABILITIES)
     return machine(**{**H100, "capabilities": capabilities, **changes})
 
 

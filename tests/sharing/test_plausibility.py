@@ -81,7 +81,7 @@ def test_a_run_at_half_the_peak_is_believed_on_every_gpu(gpu) -> None:
     work = workload()
     flops = 6 * work.model.num_parameters / 2 * 1100 * work.effective_batch_size
     reading = 3 * 4 * work.model.num_parameters / (gpu.memory_gb_per_second * 1e9)
-    seconds = max(flops / (0.5e12 * gpu.dense_tflops["bf16"]), reading)
+    seconds = max(flops / (0.5e12 * gpu.training_tflops), reading)
     ran = trial(INT8, seconds, int(0.95 * gpu.memory_bytes))
     reasons = find_impossibilities(claiming(ran, machine=record(here).machine))
     assert not [reason for reason in reasons if "faster" in reason or "more than" in reason]

@@ -18,6 +18,7 @@ from autotune.schema.hardware import Capability, HardwareProfile, Provenance, Ve
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.workload import ModelSpec
 from autotune.sharing.files import KEY
+from autotune.sharing.keys import compare_machine, usable_trials
 from autotune.sharing.plausibility import find_impossibilities
 from autotune.sharing.record import (
     MAX_RECORD_BYTES,
@@ -48,7 +49,7 @@ def betraying_machine() -> HardwareProfile:
         torch=f"2.13.0+{SECRET}",
         torchao=f"0.18.0+{SECRET}",
         diffusers=f"0.43.dev0+{SECRET}",
-        capabilities=(Capability(name=f"gate.{SECRET}", available=True, reason=SECRET),),
+        capabilities=(Capability(name=f"precision.{SECRET}", available=True, reason=SECRET),),
         notes=(f"UUID GPU-{SECRET}",),
         provenance=(Provenance(fact="device.name", source=SECRET),),
     )
@@ -333,6 +334,15 @@ def test_what_several_processes_shared_unevenly_can_be_true() -> None:
     )
     assert shared.workload.effective_batch_size == 2
     assert find_impossibilities(shared) == ()
+
+
+def test_what_was_measured_under_another_driver_still_counts() -> None:
+    here, newer = machine(), machine(driver="595.10")
+    assert here.fingerprint != newer.fingerprint
+    assert build_record(plan(here), newer).trials
+    match = compare_machine(record(here), newer)
+    assert match.kind == "upgraded", "one trial verifies it"
+    assert usable_trials(record(here), newer) == record(here).trials
 
 
 def test_the_day_is_part_of_it() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autotune.data.encoders import Encoders
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.trial import TrialResult
@@ -103,15 +103,15 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
 
 def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(tmp_path: Path) -> None:
     """The control image's tokens count as the caption's in a workload, and come by themselves in a rehearsal."""
-    family, longest = family_named("qwen-image-edit"), " ".join(["photo"] * 20)
+    family, longest = get_family("qwen-image-edit"), " ".join(["photo"] * 20)
     family.write_small_pipeline(tmp_path / "model", [longest], seed=0)
     model = resolve_model(str(tmp_path / "model"))
-    assert model.texts is not None
-    (tokens,) = family.count_text_tokens(model.texts, [longest], [[(64, 64)]])
+    assert model.config_folder is not None
+    (tokens,) = family.count_text_tokens(model.config_folder, [longest], [[(64, 64)]])
     values = {"max_text_tokens": tokens, "num_control_images": 1}
     work = Workload.model_validate({**dict(workload(tmp_path / "model")), **values})
     request = RehearsalRequest(str(tmp_path), work, FIRST, "cpu", 3, caching=CachingSettings(), max_seconds=1.0)
     preview = _largest_preview(request, model, tmp_path)
     assert len(preview.control_paths) == 1
-    (rehearsed,) = family.count_text_tokens(model.texts, [preview.prompt], [[(64, 64)]])
+    (rehearsed,) = family.count_text_tokens(model.config_folder, [preview.prompt], [[(64, 64)]])
     assert tokens - 15 < rehearsed <= tokens

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autotune.errors import InvalidInput
-from autotune.families.registry import FAMILIES, family_named
+from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.knobs.attention import Attention
@@ -36,7 +36,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
 
 
 def request_of(family_name: str, **settings: object) -> GradientRequest:
-    family = family_named(family_name)
+    family = get_family(family_name)
     spec = ModelSpec(family=family_name, architecture="x", num_parameters=1, num_blocks=2, name="x")
     work = workload(model=spec, num_control_images=1 if family.max_controls else 0, text_padding="exact")
     return GradientRequest(
@@ -100,7 +100,7 @@ def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> No
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     request = request_of(family, precision="fp32", quantization="bnb-nf4")
     plain = _plain_transformer(request)
-    for layer in (part for block in family_named(family).blocks(plain) for part in block.modules()):
+    for layer in (part for block in get_family(family).blocks(plain) for part in block.modules()):
         if isinstance(layer, torch.nn.Linear):
             four = quantize_inside([layer], "bnb-nf4")("", layer).weight  # type: ignore[misc, union-attr]
             layer.weight.data = functional.dequantize_4bit(four.data, four.quant_state)
@@ -161,7 +161,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuningContext:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = resolve_model("qwen-image").spec
-    return TuningContext(probe(), family_named("qwen-image"), workload(model=spec))
+    return TuningContext(probe(), get_family("qwen-image"), workload(model=spec))
 
 
 def prove(context: TuningContext, **choices: tuple[Choice, ...]) -> HardwareProfile:

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from autotune.errors import InvalidInput
-from autotune.weights.adapters import Adapter, parse_adapter, render_adapter
+from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.flux_layers import is_flux, join_layers, split_layers
-from autotune.weights.layer import Layer
+from autotune.weights.lora_layer import LoraLayer
 from tests.weights.conftest import bits
 
 WIDTH = 3072
@@ -16,7 +16,7 @@ QKV = tuple(f"attn.to_{letter}" for letter in "qkv")
 
 
 def layer(rank, inputs, outputs, alpha=None):
-    return Layer(torch.randn(rank, inputs), torch.randn(outputs, rank), float(rank if alpha is None else alpha))
+    return LoraLayer(torch.randn(rank, inputs), torch.randn(outputs, rank), float(rank if alpha is None else alpha))
 
 
 def update(found):
@@ -31,7 +31,7 @@ def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices(to):
     layers[SINGLE + "proj_mlp"] = layer(2, WIDTH, 4 * WIDTH)
     layers[SINGLE + "proj_out"] = layer(2, 5 * WIDTH, WIDTH)
     layers[SINGLE + "norm.linear"] = layer(2, WIDTH, 3 * WIDTH)
-    tensors, metadata = render_adapter(Adapter(layers, {}), to)
+    tensors, metadata = serialize_adapter(Adapter(layers, {}), to)
     prefix = {"comfyui": "diffusion_model.single_blocks.3.", "kohya": "lora_unet_single_blocks_3_"}[to]
     assert {key.split(".lora")[0].split(".alpha")[0] for key in tensors} == {
         prefix + name for name in ("linear1", "linear2", "modulation.lin" if to == "comfyui" else "modulation_lin")

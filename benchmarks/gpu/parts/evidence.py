@@ -15,7 +15,7 @@ from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.schema.candidate import Candidate
@@ -93,7 +93,7 @@ class Evidence:
             return name
         folder = self.scratch() / f"small-{name}"
         if not (folder / "model_index.json").exists():
-            family_named(name).write_small_pipeline(folder, ["a red square", "a blue circle on the left"], 0)
+            get_family(name).write_small_pipeline(folder, ["a red square", "a blue circle on the left"], 0)
         return str(folder)
 
     def size(self, full_px: int) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, closed_gate, told
+from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, told, unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import Predictor
@@ -96,7 +96,7 @@ def main() -> None:
     with ProcessTrialRunner(hardware, model, workload) as runner:
         for number, run in enumerate(evidence.each(evidence.sliced(CASES))):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
-            if why := closed_gate(hardware, chosen):
+            if why := unavailable_choice(hardware, chosen):
                 evidence.skip(chosen.label(), why)
                 continue
             request = ProfiledSteps(model, workload, chosen, runner.device)

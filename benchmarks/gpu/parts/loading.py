@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accuracy import closed_gate
+from accuracy import unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
@@ -83,7 +83,7 @@ def main() -> None:
             {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
         )
         device = torch.device(hardware.device.torch_name)
-        if why := closed_gate(hardware, chosen) or LOADERS[loader].unavailable(device):
+        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].unavailable_reason(device):
             evidence.skip(f"{loader} {cache} {storage}", why)
             continue
         if cache == "cold":

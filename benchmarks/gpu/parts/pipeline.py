@@ -10,7 +10,7 @@ from typing import Any
 
 from evidence import GIB, Evidence
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
@@ -39,7 +39,7 @@ def write_transformer(request: WriteTransformer, _: ChildState) -> dict[str, flo
     from autotune.schema.candidate import Candidate
     from autotune.training.model import load_transformer
 
-    family = family_named(FAMILY)
+    family = get_family(FAMILY)
     started = time.perf_counter()
     settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=request.precision)
     model = ResolvedModel(family, request.config, request.workload.model, None)
@@ -58,7 +58,7 @@ def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Work
     if (folder / "ready").exists():
         return str(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    family_named(FAMILY).write_small_pipeline(folder, CAPTIONS, 0)
+    get_family(FAMILY).write_small_pipeline(folder, CAPTIONS, 0)
     if not evidence.small:
         config = json.loads((folder / "transformer" / "config.json").read_text())
         shutil.rmtree(folder / "transformer")

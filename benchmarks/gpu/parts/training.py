@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from accuracy import ALL, INT8, closed_gate, tried
+from accuracy import ALL, INT8, tried, unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from search import plan, plan_command
 
@@ -43,10 +43,10 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    from autotune.families.registry import family_named
+    from autotune.families.registry import get_family
     from autotune.trials.steps import longest_captions, synthetic_samples
 
-    family, rank, on_gpu = family_named(request.family), request.workload.rank, request.device.startswith("cuda")
+    family, rank, on_gpu = get_family(request.family), request.workload.rank, request.device.startswith("cuda")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     torch.set_default_dtype(dtype)
     with torch.device(request.device):
@@ -132,7 +132,7 @@ def main() -> None:
             if name == "plain diffusers loop":
                 plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device, STEPS)
                 row = evidence.ask(runner, plain, ("plain", turn))
-            elif why := "no plan" if chosen is None else closed_gate(hardware, chosen):
+            elif why := "no plan" if chosen is None else unavailable_choice(hardware, chosen):
                 evidence.skip(name, why)
                 continue
             else:
