@@ -101,7 +101,7 @@ def workload_of(name: str) -> Workload:
         num_blocks=len(family.blocks(transformer)),
         name=f"{name} mid-size",
     )
-    frames = 5 if family.takes_clips else 1
+    frames = 5 if family.can_train_clips else 1
     return Workload(
         model=spec,
         resolution_px=SIDE_PX,

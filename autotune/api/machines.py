@@ -5,20 +5,21 @@ from collections.abc import Callable
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.hardware import (
-    NOT_KEPT,
+    NO_BF16,
+    NOT_SAVED,
     CatalogGpu,
     Finding,
     cached_profile,
+    diagnose,
     hardware_named,
     load_catalog,
     with_budget,
     with_cap,
     with_reserve,
 )
-from autotune.hardware import doctor as diagnose
 from autotune.hardware import probe as read_machine
-from autotune.schema import HardwareProfile, Notice, OnEvent, PhaseStarted, StatusChanged, ignore_event
-from autotune.sharing import own_store, profile_of_record
+from autotune.schema import HardwareProfile, Notice, OnEvent, StatusChanged, ignore_event
+from autotune.sharing import hardware_from_record, user_store
 
 RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
 """A shared record's name, or how it begins."""
@@ -59,7 +60,7 @@ def probe(*, quick: bool = False, device: int = 0, on_event: OnEvent = ignore_ev
         >>> machine = autotune.probe()
         >>> machine.device.name, machine.device.budget_bytes
     """
-    on_event(PhaseStarted(name="reading the machine"))
+    on_event(StatusChanged(text="reading the machine"))
     on_progress = _status_to(on_event)
     if quick:
         return read_machine(index=device, on_progress=on_progress)
@@ -78,7 +79,8 @@ def hardware_for(
     """The profile to plan with: of this machine, or the one that is named.
 
     Args:
-        hardware: None for this machine; else a profile, a catalog name, a saved probe's file or a record's name.
+        hardware: None for this machine; else a profile, a catalog name or enough of one (`4090`), a saved probe's file
+            or a record's name.
         num_devices: GPUs that train together; the budget is that of the one with the least memory.
         max_memory: the most that a run may take.
         reserve_memory: memory to leave to other programs.
@@ -89,7 +91,10 @@ def hardware_for(
         InvalidInput: there is no such hardware, or an amount of memory cannot be read.
     """
     named = hardware is not None
-    profile = _named(hardware) if hardware is not None else _this_machine(on_event)
+    profile = _named(hardware, on_event) if hardware is not None else _this_machine(on_event)
+    for note in profile.notes:
+        if note.startswith((NOT_SAVED, NO_BF16)):
+            on_event(Notice(text=note))
 
     def limited(profile: HardwareProfile) -> HardwareProfile:
         if reserve_memory is not None:
@@ -107,21 +112,21 @@ def hardware_for(
     return profile
 
 
-def _named(hardware: str | HardwareProfile) -> HardwareProfile:
+def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfile:
     if isinstance(hardware, HardwareProfile):
         return hardware
     if RECORD_NAME.fullmatch(hardware):
-        return profile_of_record(own_store().find(hardware)[1])
-    return hardware_named(hardware)
+        file, record = user_store().find(hardware)
+        return hardware_from_record(file.name, record)
+    profile = hardware_named(hardware)
+    if profile.origin == "catalog" and profile.datasheet and profile.datasheet.id != hardware.lower():
+        on_event(Notice(text=f"planning for {profile.datasheet.id}"))  # a part of the name was enough
+    return profile
 
 
 def _this_machine(on_event: OnEvent) -> HardwareProfile:
-    on_event(PhaseStarted(name="reading the machine"))
-    profile = cached_profile(on_progress=_status_to(on_event))
-    for note in profile.notes:
-        if note.startswith(NOT_KEPT):
-            on_event(Notice(text=note))
-    return profile
+    on_event(StatusChanged(text="reading the machine"))
+    return cached_profile(on_progress=_status_to(on_event))
 
 
 def _status_to(on_event: OnEvent) -> Callable[[str], None]:

@@ -46,7 +46,7 @@ def estimate(options: EstimateOptions) -> None:
     arguments = given(options, but=("as_json", "checkpointing"))
     with show_events() as show:
         answer = autotune.estimate(checkpointed_blocks=_checkpointed(options.checkpointing), on_event=show, **arguments)
-    print_result(answer, options.as_json, reporting.render)
+    print_result(answer, options.as_json, reporting.estimate_text)
 
 
 def _checkpointed(text: str) -> int | None:

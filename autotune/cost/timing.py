@@ -124,9 +124,13 @@ def host_flops_per_second(host: Host) -> float:
 
 
 def _reached(sheet: Datasheet | None, precision: str) -> float | None:
-    """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does."""
+    """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does.
+
+    Before compute capability 8.0 there is neither: whatever the dtype is called, plain fp32 units do the work.
+    """
     if sheet is None or sheet.bf16_flops_per_second is None:
-        return None
+        plain = sheet.fp32_flops_per_second if sheet is not None else None
+        return None if plain is None else REACHED_OF_PEAK * plain
     bf16 = sheet.reached_bf16_flops_per_second or REACHED_OF_PEAK * sheet.bf16_flops_per_second
     if precision == "bf16":
         return bf16

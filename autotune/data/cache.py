@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.runtime import require_free, reraise_disk_full
-from autotune.weights import BadWeights, MissingWeights, read_whole, save_file
+from autotune.runtime import require_free_disk, reraise_disk_full
+from autotune.weights import BadWeights, MissingWeights, load_file, save_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class Cache:
         """The tensors of an entry, or None where it is missing; a damaged one is removed and counts as missing."""
         path = self._path(key)
         try:
-            tensors, metadata = read_whole(path)
+            tensors, metadata = load_file(path)
         except (MissingWeights, OSError):
             return None
         except BadWeights:
@@ -119,7 +119,7 @@ class Cache:
 
     def require_space(self, needed_bytes: int) -> None:
         """Raise AutotuneError where the disk cannot take the `needed_bytes` that are still to come."""
-        require_free(self.folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
+        require_free_disk(self.folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"

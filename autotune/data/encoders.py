@@ -12,7 +12,7 @@ from autotune.errors import InvalidInput, first_line
 from autotune.families import ResolvedModel
 from autotune.knobs import torch_dtype
 from autotune.quantization import quantize_inside
-from autotune.runtime import give_back_memory, is_out_of_memory
+from autotune.runtime import is_out_of_memory, release_memory
 from autotune.schema import CachingSettings, Candidate
 from autotune.weights import DOWNLOAD_AGAIN, Transform, load_component
 
@@ -106,14 +106,14 @@ class Encoders:
         """Let go of everything, unless the plan keeps it."""
         if self.caching.residency == "release":
             self._loaded = None
-            give_back_memory()
+            release_memory()
 
     def release_text(self) -> None:
         """Let go of the text encoders alone, unless the plan keeps them: pixels are encoded without."""
         if self.caching.residency == "release" and self._loaded is not None:
             for name in self.model.family.text_encoders:
                 setattr(self._loaded, name, None)
-            give_back_memory()
+            release_memory()
 
 
 def running_on(there: torch.device, here: torch.device, encode: Callable[..., Any]) -> Callable[..., Any]:

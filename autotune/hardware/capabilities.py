@@ -20,7 +20,7 @@ from autotune.schema import Capability, Device, Host, Versions
 
 @dataclass(frozen=True)
 class Machine:
-    """What rules look at."""
+    """What rules examine."""
 
     device: Device
     host: Host
@@ -28,12 +28,12 @@ class Machine:
 
 
 Need = Callable[[Machine], str | None]
-"""Why the need is not met, or None when it is."""
+"""Why the machine does not meet the need; None if it does."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A feature is available when every need is met; `why` is said then."""
+    """A feature, available if every need is met; `why` is the reason that is shown then."""
 
     name: str
     why: str
@@ -83,7 +83,7 @@ def never(reason: str) -> Need:
 
 
 def compiler(m: Machine) -> str | None:
-    """Triton and inductor call a C compiler."""
+    """A C compiler, which triton and inductor call."""
     return None if m.host.compiler else "no C compiler on PATH: install gcc or clang"
 
 
@@ -93,17 +93,17 @@ def linux(m: Machine) -> str | None:
 
 
 def triton(m: Machine) -> str | None:
-    """GPU code of torch.compile goes through triton."""
+    """Triton, by which torch.compile generates GPU code."""
     return package("triton")(m) if m.device.kind == "cuda" else None
 
 
 def fast_fp16(m: Machine) -> str | None:
-    """Processors compute fp16 in emulation."""
-    return "hardware: fp16 products crawl on a processor" if m.device.kind == "cpu" else None
+    """fp16 arithmetic in hardware, which CPUs emulate."""
+    return "hardware: fp16 products are very slow on a CPU" if m.device.kind == "cpu" else None
 
 
 def storage_device(m: Machine) -> str | None:
-    """The kernel module of GPU direct storage."""
+    """The kernel module of GPUDirect Storage."""
     return None if m.host.gpu_direct_storage else "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
 
 
@@ -118,10 +118,15 @@ def requirements(needs: Requirements) -> tuple[Need, ...]:
 
 
 CUDA = on("cuda")
+BF16 = (8, 0)
+NO_BF16 = "this GPU has no bf16"
+"""How the note begins that says so."""
+CUDA_13 = (7, 5)
+"""The least compute capability that CUDA 13 knows."""
 
 RULES: tuple[Rule, ...] = (
     Rule("precision.fp32", "everywhere"),
-    Rule("precision.bf16", "bf16 arithmetic", (on("cuda", "cpu", "mps"), capability((8, 0)))),
+    Rule("precision.bf16", "bf16 arithmetic", (on("cuda", "cpu", "mps"), capability(BF16))),
     Rule("precision.fp16", "fp16 arithmetic", (fast_fp16, capability((7, 0)))),
     Rule("precision.tf32", "tensor cores round fp32 inputs", (CUDA, capability((8, 0)))),
     Rule("precision.fp8", "fp8 matrix units", (CUDA, capability((8, 9)))),
@@ -144,6 +149,15 @@ def _rules_of_backends() -> Iterator[Rule]:
         yield Rule(backend.capability, backend.summary, refused or requirements(backend.needs))
     for weight_format in WEIGHT_FORMATS.values():
         yield Rule(weight_format.capability, weight_format.summary, requirements(weight_format.needs))
+
+
+def without_bf16(device: Device) -> tuple[str, ...]:
+    """What to tell of a card that cannot train in bf16; nothing where one can."""
+    own = device.compute_capability
+    if device.kind != "cuda" or own is None or own >= BF16:
+        return ()
+    why = f"compute capability {_dotted(own)}, it takes {_dotted(BF16)}"
+    return (f"{NO_BF16} ({why}): it trains in fp32, without its tensor cores; fp16 training is not offered",)
 
 
 def _gate(rule: Rule, machine: Machine) -> Capability:

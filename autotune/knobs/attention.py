@@ -38,7 +38,7 @@ class Attention(Knob):
         backend = ATTENTION_BACKENDS.get(name)
         if backend is None or not backend.refuses_masks:
             return None
-        if not context.family.masks(candidate.micro_batch_size, context.workload.text_padding):
+        if not context.family.has_attention_mask(candidate.micro_batch_size, context.workload.text_padding):
             return None
         return f"{name} refuses masks, and captions of different lengths in one batch, dropped ones too, need one"
 

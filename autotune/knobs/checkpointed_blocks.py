@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from autotune.families import Family, dropouts
+from autotune.families import Family, find_dropout_layers
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
 from autotune.schema import Choice, Workload
 
@@ -38,7 +38,7 @@ class Checkpointing(Knob):
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         from torch.utils.checkpoint import checkpoint
 
-        has_dropout = bool(dropouts(transformer))  # without, no block need save the random state
+        has_dropout = bool(find_dropout_layers(transformer))  # without, no block need save the random state
         chosen = {id(block) for block in family.blocks(transformer)[: int(choice)]}
 
         def run(block: Any, *inputs: Any) -> Any:

@@ -46,7 +46,7 @@ def _page_cache_rate(hardware: HardwareProfile, name: str) -> float:
 
 def _held_bytes(name: str, context: TuningContext) -> int:
     shared = context.hardware.device.memory_kind == "integrated"
-    return LOADERS[name].held_bytes(STORED_BYTES * context.workload.model.num_parameters, shares_memory=shared)
+    return LOADERS[name].overhead_bytes(STORED_BYTES * context.workload.model.num_parameters, shares_memory=shared)
 
 
 def _too_large(name: str, context: TuningContext) -> str | None:

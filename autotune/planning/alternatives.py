@@ -15,7 +15,7 @@ from autotune.hardware import host_floor_bytes
 from autotune.knobs import KNOBS, TuningContext
 from autotune.planning.request import PlanRequest
 from autotune.schema import Bucket, Candidate, Choice, Workload
-from autotune.search import SearchSpace, memory_upper_bound, without
+from autotune.search import SearchSpace, drop_values, memory_upper_bound
 
 GIB = 2**30
 SMALLER = (0.75, 0.5)
@@ -47,17 +47,14 @@ def within_host(space: SearchSpace, cost: Predictor) -> SearchSpace:
     levels = {candidate.swapped_blocks for candidate in kept}
     why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
     dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if k not in levels}
-    return replace(without(space, "swapped_blocks", dropped), candidates=tuple(kept)) if kept else space
+    return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(kept)) if kept else space
 
 
 def shareable(space: SearchSpace) -> SearchSpace:
     """The part of the space whose weights several processes can share out among them; it may have no candidates."""
     why = "the model is shared out over the processes, for which weights must be plain"
-    return without(
-        space,
-        "quantization",
-        {name: why for name in space.choices["quantization"] if not WEIGHT_FORMATS[str(name)].can_shard},
-    )
+    quantized = [name for name in space.choices["quantization"] if not WEIGHT_FORMATS[str(name)].can_shard]
+    return drop_values(space, "quantization", dict.fromkeys(quantized, why))
 
 
 def relaxation(request: PlanRequest, space: SearchSpace, cost: Predictor) -> str:

@@ -9,13 +9,13 @@ from autotune.families import ResolvedModel
 from autotune.knobs import TuningContext
 from autotune.runtime import __version__
 from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
-from autotune.search import Run
+from autotune.search import TrialFunction
 from autotune.sharing import StoreMatches, find_matches
 from autotune.trials import ProcessTrialRunner, check_parity
 
 
 @contextmanager
-def child_processes(model: str, cost: Predictor) -> Iterator[Run]:
+def child_processes(model: str, cost: Predictor) -> Iterator[TrialFunction]:
     """Trials in child processes of this machine."""
     with ProcessTrialRunner(cost.hardware, model, cost.workload, predict=cost.predict) as runner:
         yield runner.run
@@ -31,7 +31,7 @@ def rehearsal(model: str, cost: Predictor, candidate: Candidate, most_seconds: f
 class PlannerBackend:
     """The side effects of planning, as functions: a replay or a test passes its own."""
 
-    trials: Callable[[str, Predictor], AbstractContextManager[Run]] = child_processes
+    trials: Callable[[str, Predictor], AbstractContextManager[TrialFunction]] = child_processes
     find_matches: Callable[[HardwareProfile, Workload], StoreMatches] = find_matches
     autotune_version: str = __version__
     needs_weights: bool = True

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from autotune.planning.problem import PlanningProblem
 from autotune.schema import Candidate, TrialResult
-from autotune.search import fallbacks_of, measured_scores, promised_scores, winner_of
+from autotune.search import choose_fallbacks, choose_winner, score_finalists, score_trials
 
 MOST_CONFIRMATIONS = 3
 """Winners that are tried for longer, should the first fail or turn out slower than the next."""
@@ -30,9 +30,9 @@ def confirmed_winner(
     """`trials` and the longer ones: the winner's, and where it loses by that, those of who wins instead."""
     objective = problem.workload.objective
     for _ in range(MOST_CONFIRMATIONS):
-        best = winner_of(measured_scores(trials), objective)
+        best = choose_winner(score_trials(trials), objective)
         tried = {trial.candidate for trial in trials if trial.confirms}
-        sure = winner_of([score for score in promised_scores(trials) if score.candidate in tried], objective)
+        sure = choose_winner([score for score in score_finalists(trials) if score.candidate in tried], objective)
         if best is None or best.candidate in tried or (sure and best.step_seconds > WORTH_A_LOOK * sure.step_seconds):
             break
         longer = rehearse(best.candidate)
@@ -50,9 +50,9 @@ def rehearsed_in_part(trials: Trials, best: Candidate) -> tuple[str, ...]:
 
 def unverified_rung(trials: Trials, problem: PlanningProblem) -> Candidate | None:
     """What to fall back on, where nothing smaller than the winner ran: the fastest that is predicted to be smaller."""
-    scores = measured_scores(trials)
-    best = winner_of(scores, problem.workload.objective)
-    if best is None or fallbacks_of(scores, best):
+    scores = score_trials(trials)
+    best = choose_winner(scores, problem.workload.objective)
+    if best is None or choose_fallbacks(scores, best):
         return None
     problem.cost.calibrate(trials)
     tried = {trial.candidate for trial in trials}

@@ -4,14 +4,22 @@ from dataclasses import dataclass, replace
 
 from autotune.cost import Parallel, Predictor
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, require_weights, resolve_model
+from autotune.families import (
+    ResolvedModel,
+    check_weights,
+    fetch_model,
+    is_family_name,
+    is_on_hub,
+    read_parts,
+    resolve_model,
+)
 from autotune.hardware import with_budget
 from autotune.knobs import TuningContext
 from autotune.planning.alternatives import WHERE_NOTHING_FITS, least_bytes, relaxation, shareable, within_host
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.request import PlanRequest, build_job, read_data
 from autotune.schema import Choice, HardwareProfile, Job, Workload, digest_of
-from autotune.search import Limits, SearchSpace, without
+from autotune.search import SearchLimits, SearchSpace, drop_values
 from autotune.training import KEY_NAMES, describe_workload, require_even_shares
 from autotune.weights import BadWeights
 
@@ -51,9 +59,9 @@ class PlanningProblem:
         return self.request.is_local and self.cost.parallel.strategy != "fsdp2"
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SearchLimits:
         """When the search ends at the latest."""
-        return Limits(self.request.max_trials, self.request.search_seconds, self.job.num_steps)
+        return SearchLimits(self.request.max_trials, self.request.search_seconds, self.job.num_steps)
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -97,7 +105,7 @@ def build_problem(request: PlanRequest, hardware: HardwareProfile, backend: Plan
 
 def _resolved(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, where there are captions to count, and unknown architectures."""
-    known = is_family(request.model)
+    known = is_family_name(request.model)
     if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
         return resolve_model(request.model), ()
     try:
@@ -139,7 +147,7 @@ def _strategy(
         space = wider if _fits(wider, cost) else space
     if number > 1:
         why = "several processes share the weights out instead"
-        space = without(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
+        space = drop_values(space, "swapped_blocks", {k: why for k in space.choices["swapped_blocks"] if k})
         if not space.candidates:
             raise InvalidInput(f"blocks cannot be swapped with --gpus {number}: {why}", hint="leave one of them out")
     try:
@@ -176,7 +184,7 @@ def _cost_beside_kept(
     request: PlanRequest, model: ResolvedModel, workload: Workload, hardware: HardwareProfile, parallel: Parallel
 ) -> Predictor:
     """The cost model, of the machine without what stays on it beside training."""
-    known = (model.family, model.config, parts_of(model), request.caching_pins)
+    known = (model.family, model.config, read_parts(model), request.caching_pins)
     return beside_kept(Predictor(hardware, workload, *known, parallel))
 
 
@@ -206,12 +214,12 @@ def _without_too_heavy(request: PlanRequest, space: SearchSpace, cost: Predictor
         least = min(dropped, key=lambda name: sizes[str(name)])
         hint = relaxation(request, space, cost)
         raise NothingFits(f"{cost.workload.model.name} as {least}: {dropped[least]}", hint=hint)
-    return without(space, "quantization", dropped)
+    return drop_values(space, "quantization", dropped)
 
 
 def _require_weights_and_room(model: ResolvedModel, hardware: HardwareProfile) -> None:
     if model.folder is not None:
-        require_weights(model)
+        check_weights(model)
     elif hardware.device.kind == "cpu":
         spec = model.spec
         raise NothingFits(

@@ -9,7 +9,7 @@ from autotune.data import Dataset, Reading, read_dataset
 from autotune.families import ResolvedModel
 from autotune.knobs import PIN, TuningContext
 from autotune.schema import Job, TrainingPlan, job_from
-from autotune.search import SearchSpace, StudyPlace, search_space
+from autotune.search import SearchSpace, StudyLocation, build_search_space
 from autotune.training import WorkloadOverrides, check_job, overrides_from
 
 
@@ -36,7 +36,7 @@ class PlanRequest:
     """Of the machine, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
-    study: StudyPlace | None = None
+    study: StudyLocation | None = None
     """Where trials are kept and shared under a name."""
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
@@ -62,10 +62,10 @@ class PlanRequest:
         """What may be tried for `context`, with the values on request of the knob `also`.
 
         Raises:
-            InvalidInput, NothingFits: as `search_space`.
+            InvalidInput, NothingFits: as `build_search_space`.
         """
         pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
-        return search_space(context, pins, self.exclusions, also=also)
+        return build_search_space(context, pins, self.exclusions, also=also)
 
     @property
     def drops_captions(self) -> bool:

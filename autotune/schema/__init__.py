@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         Versions,
     )
     from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, JobOverrides, TimestepSampling, Weighting, num_previews
-    from autotune.schema.migration import from_schema_1
+    from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.plan import (
         CheckResult,
         Expected,

@@ -34,46 +34,46 @@ CANDIDATE = "candidate"
 STOPPED = "stopped"
 """Trial attribute: its worker ended it, and was not taken down by it."""
 OWNER = "owner"
-"""Trial attribute: whose it is, as `place/process/start`."""
-MOST_DEATHS = 2
-"""Workers that a candidate may take with it before it counts as a crash."""
+"""Trial attribute: the process that runs it, as `place/process id/start time`."""
+MAX_DEATHS = 2
+"""Workers that a candidate may take down before it counts as a crash."""
 TICKET_SECONDS = 30.0
 """A worker that has not chosen by then is dead: choosing takes well under a second."""
 
 
 @dataclass(frozen=True)
 class StudySnapshot:
-    """Where a search stands, as far as its trials up to some number tell."""
+    """Where a search stands after its trials up to some number."""
 
     results: tuple[TrialResult, ...]
-    taken: tuple[Candidate, ...]
-    """Being tried at this moment."""
+    running: tuple[Candidate, ...]
+    """Candidates that are being tried."""
     abandoned: tuple[Candidate, ...]
-    """Their workers died or stopped."""
+    """Candidates whose workers died or stopped."""
     undecided: tuple[int, ...]
     """Numbers of trials whose workers have not chosen yet."""
 
 
 def take_snapshot(study: Study, before: int | None = None) -> StudySnapshot:
-    """Of the trials with numbers below `before`, or of all."""
+    """The state of the trials with numbers below `before`, or of all."""
     trials = [t for t in study.get_trials(deepcopy=False) if before is None or t.number < before]
-    # A result counts even where its worker died before it could say that the trial has ended.
+    # A result counts even if its worker died before it could mark the trial as finished.
     results = [TrialResult.model_validate_json(t.user_attrs[RESULT]) for t in trials if RESULT in t.user_attrs]
-    running = [t for t in trials if t.state == TrialState.RUNNING and RESULT not in t.user_attrs]
-    taken = [_candidate_of(t) for t in running if CANDIDATE in t.user_attrs]
-    died = [t for t in trials if t.state == TrialState.FAIL and CANDIDATE in t.user_attrs]
+    unfinished = [t for t in trials if t.state == TrialState.RUNNING and RESULT not in t.user_attrs]
+    running = [_candidate_of(t) for t in unfinished if CANDIDATE in t.user_attrs]
+    failed = [t for t in trials if t.state == TrialState.FAIL and CANDIDATE in t.user_attrs]
     deaths: Counter[Candidate] = Counter()
-    for trial in died:
-        deaths[_candidate_of(trial)] += STOPPED not in trial.user_attrs  # none, too, is counted
-    for known in (*taken, *(result.candidate for result in results)):
+    for trial in failed:
+        deaths[_candidate_of(trial)] += STOPPED not in trial.user_attrs  # a count of 0 is an entry, too
+    for known in (*running, *(result.candidate for result in results)):
         deaths.pop(known, None)
-    message = f"it took its process down {MOST_DEATHS} times"
-    lost = [TrialResult(candidate=c, outcome="crash", message=message) for c, n in deaths.items() if n >= MOST_DEATHS]
+    message = f"it took its process down {MAX_DEATHS} times"
+    lost = [TrialResult(candidate=c, outcome="crash", message=message) for c, n in deaths.items() if n >= MAX_DEATHS]
     return StudySnapshot(
         results=(*results, *lost),
-        taken=tuple(taken),
-        abandoned=tuple(candidate for candidate, count in deaths.items() if count < MOST_DEATHS),
-        undecided=tuple(t.number for t in running if CANDIDATE not in t.user_attrs),
+        running=tuple(running),
+        abandoned=tuple(candidate for candidate, count in deaths.items() if count < MAX_DEATHS),
+        undecided=tuple(t.number for t in unfinished if CANDIDATE not in t.user_attrs),
     )
 
 
@@ -85,8 +85,8 @@ class ResidualSampler(BaseSampler):
     """Asks the residual search, one worker after the other.
 
     Args:
-        search: knows what to try next.
-        is_over: whether no trial shall follow.
+        search: chooses what to try next.
+        is_over: whether no trial should follow.
     """
 
     def __init__(self, search: ResidualSearch, is_over: Callable[[StudySnapshot], bool]) -> None:
@@ -95,12 +95,15 @@ class ResidualSampler(BaseSampler):
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return {name: CategoricalDistribution(choices) for name, choices in self.search.space.choices.items()}
 
-    # Empty where the search is over: the trial then has nothing to do.
+    # Gives nothing when the search is over: the trial then has nothing to do.
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        snapshot = _after_all_lower_tickets(study, trial.number)
-        chosen = None if self.is_over(snapshot) else self._choice(snapshot)
+        snapshot = _wait_for_lower_numbers(study, trial.number)
+        if self.is_over(snapshot):
+            return {}
+        abandoned = next(iter(snapshot.abandoned), None)
+        chosen = abandoned or self.search.next_candidate(snapshot.results, snapshot.running)
         return {name: getattr(chosen, name) for name in search_space} if chosen else {}
 
     def sample_independent(
@@ -108,35 +111,30 @@ class ResidualSampler(BaseSampler):
     ) -> Any:
         raise RuntimeError(f"{param_name} is not part of the search space")
 
-    def _choice(self, snapshot: StudySnapshot) -> Candidate | None:
-        if snapshot.abandoned:
-            return snapshot.abandoned[0]
-        return self.search.next_candidate(snapshot.results, snapshot.taken)
 
-
-def _after_all_lower_tickets(study: Study, number: int) -> StudySnapshot:
+def _wait_for_lower_numbers(study: Study, number: int) -> StudySnapshot:
     deadline = time.monotonic() + TICKET_SECONDS
     while (snapshot := take_snapshot(study, before=number)).undecided:
-        release_dead(study)
-        if time.monotonic() > deadline:  # died before its first heartbeat
-            _give_up_for_dead(study, snapshot.undecided)
+        fail_dead_trials(study)
+        if time.monotonic() > deadline:  # the worker died before its first heartbeat
+            _fail_trials(study, snapshot.undecided)
         time.sleep(0.1)
     return snapshot
 
 
-def release_dead(study: Study, *, is_alone: bool = False) -> None:
-    """Fail the trials of workers whose heartbeat has ended or, on this machine, whose process has.
+def fail_dead_trials(study: Study, *, is_alone: bool = False) -> None:
+    """Mark the trials of dead workers as failed: of those without a heartbeat or, on this machine, without a process.
 
-    Who `is_alone` with the study knows that of every one: it may have died before it said whose it was.
+    If this process `is_alone` with the study, all others are dead: one may have died before it named itself.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    _give_up_for_dead(study, [t.number for t in running if is_alone or _is_dead(t.user_attrs.get(OWNER, ""))])
+    _fail_trials(study, [t.number for t in running if is_alone or _is_dead(t.user_attrs.get(OWNER, ""))])
 
 
-def _give_up_for_dead(study: Study, numbers: Collection[int]) -> None:
+def _fail_trials(study: Study, numbers: Collection[int]) -> None:
     for number in numbers:
         try:
             study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
@@ -144,13 +142,13 @@ def _give_up_for_dead(study: Study, numbers: Collection[int]) -> None:
             continue  # another worker was quicker
 
 
-def owner_here() -> str:
-    """This process, so that others on this machine can tell whether it lives."""
+def identify_process() -> str:
+    """This process as an `OWNER`, so that others on this machine can tell whether it lives."""
     return f"{_place()}/{os.getpid()}/{psutil.Process().create_time():.1f}"
 
 
 def _place() -> str:
-    """Where process numbers mean the same: a host's name, and the namespace that a container numbers in."""
+    """Where process ids mean the same: a host's name, and the namespace in which a container counts them."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.data import tensors_digest
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.weights import BadWeights, read_whole, save_file
+from autotune.weights import BadWeights, load_file, save_file
 
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's output folder that holds them."""
@@ -128,7 +128,7 @@ class Checkpoints:
         return None
 
     def _read(self, path: Path, step: int) -> Checkpoint:
-        tensors, metadata = read_whole(path)
+        tensors, metadata = load_file(path)
         if metadata["digest"] != _digest(metadata, tensors):
             raise ValueError("its digest does not match")
         if metadata["run"] != self.run_key:

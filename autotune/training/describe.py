@@ -64,7 +64,7 @@ def check_job(job: Job, family: Family) -> None:
         )
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
         raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
-    family.require_frames(job.num_frames)
+    family.check_num_frames(job.num_frames)
 
 
 def describe_workload(
@@ -121,7 +121,7 @@ def _num_controls(family: Family, dataset: Dataset | None) -> int:
     if dataset is None:
         return min(1, family.max_controls)
     for item in dataset.items:
-        family.require_controls(len(item.control_paths), item.path.name)
+        family.check_num_controls(len(item.control_paths), item.path.name)
     return max(len(item.control_paths) for item in dataset.items)
 
 
@@ -133,7 +133,7 @@ def _text_lengths(
     drops_captions: bool,
 ) -> list[int]:
     usual = positive("text tokens", given(text_tokens, model.family.defaults.text_tokens))
-    if model.texts is None or dataset is None:
+    if model.config_folder is None or dataset is None:
         return [usual, max(1, usual - 1)]  # captions differ in length unless data shows otherwise
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]
     controls = [
@@ -145,12 +145,12 @@ def _text_lengths(
         captions, controls = [*captions, EMPTY_CAPTION], [*controls, controls[0]]
     hint = "download the model again; a file is missing or damaged"
     try:
-        lengths = model.family.count_text_tokens(model.texts, captions, controls)
+        lengths = model.family.count_text_tokens(model.config_folder, captions, controls)
     except (InvalidInput, ImportError, RuntimeError, MemoryError):
         raise
     except Exception as error:  # a damaged tokenizer raises anything
         reason = first_line(error)
-        raise InvalidInput(f"the tokenizer in {model.texts} cannot be read: {reason}", hint=hint) from error
+        raise InvalidInput(f"the tokenizer in {model.config_folder} cannot be read: {reason}", hint=hint) from error
     if min(lengths) < 0 or not any(lengths):  # without its vocabulary it loads all the same
-        raise InvalidInput(f"the tokenizer in {model.texts} makes nothing of the captions", hint=hint)
+        raise InvalidInput(f"the tokenizer in {model.config_folder} makes nothing of the captions", hint=hint)
     return lengths

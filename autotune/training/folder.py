@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from autotune.data import EncodedDataset
 from autotune.errors import InvalidInput, InvalidPlan
-from autotune.runtime import require_free
+from autotune.runtime import require_free_disk
 from autotune.schema import TrainingPlan, digest_of, read_plan, write_plan
 from autotune.training.checkpoint import CHECKPOINTS, checkpoints_in
 from autotune.training.save import ADAPTER_FILE
@@ -35,7 +35,7 @@ def learned(plan: TrainingPlan) -> dict[str, object]:
     job = plan.job.model_dump(mode="json")
     if plan.job.lr_scheduler in FREE_OF_LENGTH:
         job |= {"num_steps": None, "num_train_epochs": None}
-    return {"plan": plan.digest, **{name: value for name, value in job.items() if name not in NOT_LEARNED}}
+    return {"plan": plan.identity, **{name: value for name, value in job.items() if name not in NOT_LEARNED}}
 
 
 def run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:
@@ -81,7 +81,7 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
         ) from error
     hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
     written_bytes = sum(path.stat().st_size for path in checkpoints_in(folder / CHECKPOINTS).values())
-    require_free(folder, needed_bytes - written_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
+    require_free_disk(folder, needed_bytes - written_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
     return claim
 
 

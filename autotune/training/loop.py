@@ -19,9 +19,9 @@ from autotune.runtime import (
     allocated_bytes,
     catch_stop_signals,
     device_peak_bytes,
-    give_back_memory,
     is_out_of_memory,
-    with_peak_memory,
+    measure_peak_memory,
+    release_memory,
 )
 from autotune.schema import Notice, OnEvent, StepFinished, TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
@@ -192,7 +192,7 @@ class Loop:
                 hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
             )
         self.optimizer.forget()
-        give_back_memory()
+        release_memory()
         self.settings, self.measured_step, self.peak_bytes = safer, self.done + 1, 0
         apply_settings(self.model, safer)
         self._warn(f"memory ran out at step {self.done + 1}; from there on with {safer.label()}")
@@ -215,7 +215,7 @@ class Loop:
         if step == self.measured_step:
             live = partial(live_tensors, self.model.transformer, self.optimizer)
             take = partial(self._step, step, batches)
-            outcome, self.peak_bytes = with_peak_memory(self.model.device, live, take)
+            outcome, self.peak_bytes = measure_peak_memory(self.model.device, live, take)
         else:
             outcome = self._step(step, batches)
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited

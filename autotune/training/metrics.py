@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from autotune.errors import InvalidInput
 from autotune.runtime import write_text_atomic
 from autotune.schema import StepFinished, from_schema_1
@@ -53,7 +51,7 @@ def read_metrics(path: Path) -> list[StepFinished]:
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
             events.append(StepFinished.model_validate(from_schema_1(json.loads(line))))
-        except (ValueError, RecursionError, ValidationError):
+        except (ValueError, RecursionError, InvalidInput):
             break
     return events
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autotune.families import Family, ResolvedModel, add_adapter, without_dropout
+from autotune.families import Family, ResolvedModel, add_adapter, disable_dropout
 from autotune.knobs import KNOBS, Swapping, offload_on_arrival, torch_dtype
 from autotune.quantization import quantize_inside
 from autotune.schema import Candidate, QuantizationError, Workload
@@ -16,11 +16,11 @@ from autotune.training.sharding import shard_on_arrival
 from autotune.weights import (
     Transform,
     build_empty,
-    dtype_of_from_pretrained,
     fill_random,
+    find_weights,
+    from_pretrained_dtypes,
     load_into,
-    open_source,
-    weights_in,
+    open_weights,
 )
 
 MOST_GRAPHS = 32
@@ -92,7 +92,7 @@ def as_written(transformer: nn.Module) -> Iterator[None]:
     try:
         for module, _ in compiled:
             module._compiled_call_impl = None
-        with without_dropout(transformer):
+        with disable_dropout(transformer):
             yield
     finally:
         for module, code in compiled:
@@ -111,7 +111,7 @@ def load_transformer(
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32: trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
-    policy = dtype_of_from_pretrained(transformer, dtype)
+    policy = from_pretrained_dtypes(transformer, dtype)
     if shards > 1:
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
@@ -124,6 +124,6 @@ def load_transformer(
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
         return transformer.eval(), None
-    source = open_source(weights_in(model.folder / "transformer"))
+    source = open_weights(find_weights(model.folder / "transformer"))
     load_into(transformer, source, loader=settings.loader, device=str(device), dtype_policy=policy, transform=transform)
     return transformer.eval(), meter.result()

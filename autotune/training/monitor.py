@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from autotune.runtime import device_peak_bytes, forget_host_peak, host_peak_bytes
+from autotune.runtime import device_peak_bytes, host_peak_bytes, reset_host_peak
 from autotune.schema import PhasePeak
 
 ALARM_SHARE = 0.85
@@ -51,7 +51,7 @@ class PhaseWatch:
     def _reset(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        forget_host_peak()
+        reset_host_peak()
 
     def _count(self, name: str, seconds: float) -> None:
         before = self.peaks.get(name)

@@ -13,9 +13,9 @@ from autotune.families import (
     ResolvedModel,
     add_adapter,
     build_on_meta,
+    check_weights,
     fetch_model,
     is_on_hub,
-    require_weights,
     resolve_model,
 )
 from autotune.knobs import TuningContext
@@ -56,7 +56,7 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     model = resolve_model(job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
     check_job(job, model.family)
-    require_weights(model)
+    check_weights(model)
     control = Path(job.control) if job.control else None
     dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
     workload = describe_workload(model, dataset, overrides_from(planned), drops_captions=job.caption_dropout > 0)

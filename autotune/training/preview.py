@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from autotune.data import Cache, Encoders, Identity, entry_key, moved, open_image, prompt_of, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.families import ADAPTER, build_on_meta
-from autotune.runtime import atomic_write, give_back_memory, is_out_of_memory
+from autotune.families import ADAPTER_NAME, build_on_meta
+from autotune.runtime import atomic_write, is_out_of_memory, release_memory
 from autotune.schema import Bucket
 from autotune.weights import read_adapter
 
@@ -117,7 +117,7 @@ class PreviewSampler:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-            give_back_memory()  # outside: the error held what the pass had made
+            release_memory()  # outside: the error held what the pass had made
             self._shrink(preview)
 
     def _shrink(self, preview: Preview) -> None:
@@ -162,7 +162,7 @@ class PreviewSampler:
         Raises:
             AutotuneError: the pipeline did not take the file.
         """
-        self.pipeline.transformer.delete_adapters(ADAPTER)
+        self.pipeline.transformer.delete_adapters(ADAPTER_NAME)
         without = [self.sample(preview)[0] for preview in previews]
         self.load_adapter(adapter)
         return list(zip(without, (self.sample(preview)[0] for preview in previews), strict=True))

@@ -10,7 +10,7 @@ from autotune.errors import InvalidInput
 from autotune.families import fetch_model
 from autotune.knobs import Swapping, configure_allocator
 from autotune.runtime import require_writable, reraise_oom
-from autotune.schema import HardwareProfile, Notice, OnEvent, PhaseStarted, ignore_event, read_plan
+from autotune.schema import HardwareProfile, Notice, OnEvent, StatusChanged, ignore_event, read_plan
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
 from autotune.training.preview import Preview, PreviewSampler, save_image
@@ -52,7 +52,7 @@ def sample_run(
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
     model = fetch_model(plan.job.pinned_model)
-    model.family.require_controls(len(wanted.control_paths), "the prompt")
+    model.family.check_num_controls(len(wanted.control_paths), "the prompt")
     file = wanted.output or folder / f"sample-{wanted.seed}.png"
     require_writable(file)
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
@@ -75,7 +75,7 @@ def sample_run(
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     written = []
     for number, preview in enumerate(previews, start=1):
-        on_event(PhaseStarted(name=f"sampling {number} of {wanted.count}"))
+        on_event(StatusChanged(text=f"sampling {number} of {wanted.count}"))
         path = file if wanted.count == 1 else file.with_stem(f"{file.stem}-{number}")
         save_image(sampler.sample(preview)[0], path)
         written.append(path)

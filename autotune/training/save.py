@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from autotune.families import ADAPTER
+from autotune.families import ADAPTER_NAME
 from autotune.schema import Workload
 from autotune.training.model import TrainingModel
 from autotune.training.step import AdapterOptimizer
@@ -33,4 +33,4 @@ def save_trained(
         alpha=workload.lora_alpha,
         training_steps=training_steps,
     )
-    save_adapter(path, get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER), info)
+    save_adapter(path, get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER_NAME), info)

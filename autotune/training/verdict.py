@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from autotune.schema import AdapterVerdict
-from autotune.weights import Layer, read_adapter
+from autotune.weights import LoraLayer, read_adapter
 
 
 def judge(adapter: Path, *, last_block: str, base_loss: float | None, adapter_loss: float | None) -> AdapterVerdict:
@@ -24,7 +24,7 @@ def judge(adapter: Path, *, last_block: str, base_loss: float | None, adapter_lo
     )
 
 
-def update_norm(layer: Layer) -> float:
+def update_norm(layer: LoraLayer) -> float:
     """Frobenius norm of up @ down * alpha / rank, without forming the product: |UD|^2 = <U'U, DD'>."""
     down, up = layer.down.double(), layer.up.double()
     squared = float(((up.T @ up) * (down @ down.T)).sum())

@@ -16,7 +16,7 @@ from tests import builders
 
 GIB = 2**30
 QWEN = size_of(FAMILIES["qwen-image"].parts, "bf16", 254 << 20)
-GATES = ("precision.bf16", "quantization.torchao-int8", "quantization.bnb-nf4")
+CAPABILITIES = ("precision.bf16", "quantization.torchao-int8", "quantization.bnb-nf4")
 
 
 def on(
@@ -26,7 +26,7 @@ def on(
     count: int = 1,
     kind: str = "discrete",
     quality: str = "high",
-    capabilities=GATES,
+    capabilities=CAPABILITIES,
 ) -> TuningContext:
     plain = builders.hardware(*capabilities, budget_bytes=int(budget_gib * GIB))
     hardware = HardwareProfile.model_validate(

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
 from autotune.knobs.attention import Attention
@@ -21,13 +21,13 @@ from tests.builders import hardware, workload
 
 
 def context(*capabilities: str, **changes: object) -> TuningContext:
-    return TuningContext(hardware(*capabilities, **changes), family_named("qwen-image"), workload())
+    return TuningContext(hardware(*capabilities, **changes), get_family("qwen-image"), workload())
 
 
 def integrated() -> TuningContext:
     one = hardware()
     device = one.device.model_copy(update={"memory_kind": "integrated"})
-    return TuningContext(one.model_copy(update={"device": device}), family_named("qwen-image"), workload())
+    return TuningContext(one.model_copy(update={"device": device}), get_family("qwen-image"), workload())
 
 
 def test_discrete_cards_get_expandable_segments_and_shared_memory_does_not():
@@ -124,7 +124,7 @@ def test_8_bit_moments_are_refused_with_the_reason():
 def test_cudnn_is_no_choice_of_its_own_where_native_takes_it(card, cudnn, tried):
     one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == f"nvidia-{card}"))
     one = one.model_copy(update={"versions": one.versions.model_copy(update={"cudnn": cudnn})})
-    choices = Attention().choices(TuningContext(one, family_named("qwen-image"), workload()))
+    choices = Attention().choices(TuningContext(one, get_family("qwen-image"), workload()))
     assert ("_native_cudnn" in choices.admitted) == tried
     assert "native" in choices.admitted
 

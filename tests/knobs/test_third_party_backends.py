@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api import check
+from autotune.api.plans import check
 from autotune.backends import (
     ATTENTION_BACKENDS,
     WEIGHT_FORMATS,

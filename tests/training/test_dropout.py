@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.families.adapter import dropouts
+from autotune.families.adapter import find_dropout_layers
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal
 from autotune.training.loop import Loop
@@ -48,7 +48,7 @@ def test_it_changes_what_is_learned_and_never_what_is_evaluated(
     assert loop.evaluate() != pytest.approx(plain.evaluate(), rel=1e-6)
     with as_written(dropping.trained.transformer):
         assert loop.evaluate() == pytest.approx(plain.evaluate(), rel=1e-6)
-    assert dropouts(dropping.trained.transformer)
+    assert find_dropout_layers(dropping.trained.transformer)
 
 
 def test_interruptions_and_recomputed_blocks_meet_the_same_draws(dropping: DroppingBench, tmp_path: Path) -> None:

@@ -78,6 +78,20 @@ def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(stor
     assert bool(misfits) == matters
 
 
+def test_a_plan_keeps_fitting_under_another_driver_but_not_under_another_major_version_of_cuda() -> None:
+    here, plan = machine(), make_plan()
+    hardware = plan.frozen.hardware.changed(fingerprint=here.fingerprint, match_keys=here.match_keys)
+    frozen = planned().frozen.model_copy(update={"hardware": hardware})
+    under = {
+        key: here.changed(versions=here.versions.changed(**{key: value}))
+        for key, value in {"driver": "595.10", "cuda_runtime": "12.9"}.items()
+    }
+    assert under["driver"].fingerprint != here.fingerprint
+    assert hardware_misfits(seal(plan.job, frozen), under["driver"]) == ()
+    (misfit,) = hardware_misfits(seal(plan.job, frozen), under["cuda_runtime"])
+    assert "CUDA major version" in misfit
+
+
 def test_more_control_images_than_planned_are_another_class_of_data() -> None:
     plan = planned()
     work = builders.workload(num_control_images=1)

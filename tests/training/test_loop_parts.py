@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.families.registry import family_named
-from autotune.runtime.memory import host_memory_bytes
+from autotune.families.registry import get_family
+from autotune.runtime.memory import resident_bytes
 from autotune.runtime.resources import reraise_oom
 from autotune.schema.candidate import Candidate
 from autotune.schema.events import StepFinished
@@ -30,7 +30,7 @@ from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, Ph
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
 from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
 from autotune.training.verdict import update_norm
-from autotune.weights.layer import Layer
+from autotune.weights.lora_layer import LoraLayer
 from tests.training.conftest import CPU, Bench
 
 
@@ -199,9 +199,9 @@ def test_norm_of_an_update_is_that_of_the_product(rank: int, inputs: int, output
     generator = torch.Generator().manual_seed(rank * 100 + inputs * 10 + outputs)
     down, up = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
     expected = float((up.double() @ down.double()).norm()) * alpha / rank
-    assert update_norm(Layer(down, up, alpha)) == pytest.approx(expected, rel=1e-6)
-    assert math.isnan(update_norm(Layer(down * math.nan, up, alpha)))
-    assert update_norm(Layer(down, up * 0, alpha)) == 0
+    assert update_norm(LoraLayer(down, up, alpha)) == pytest.approx(expected, rel=1e-6)
+    assert math.isnan(update_norm(LoraLayer(down * math.nan, up, alpha)))
+    assert update_norm(LoraLayer(down, up * 0, alpha)) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -237,12 +237,12 @@ def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
 
 
 def test_resident_memory_is_what_the_system_says() -> None:
-    before = host_memory_bytes()
+    before = resident_bytes()
     with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, whatever was freed before
         for _ in range(64):
             block.write(b"x" * 2**20)
-        assert host_memory_bytes() - before == pytest.approx(len(block), rel=0.1)
-        assert host_memory_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
+        assert resident_bytes() - before == pytest.approx(len(block), rel=0.1)
+        assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
 
 
 def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:
@@ -263,14 +263,14 @@ def test_what_a_family_lacks_is_refused(bench: Bench) -> None:
     with pytest.raises(InvalidInput, match="not a clip of 9"):  # the job's, edited by hand
         check_job(bench.plan(num_frames=9).job, family)
     with pytest.raises(InvalidInput, match="no timestep shift by resolution"):
-        check_job(bench.plan(timestep_shift="by_resolution").job, family_named("kandinsky5-image-lite"))
+        check_job(bench.plan(timestep_shift="by_resolution").job, get_family("kandinsky5-image-lite"))
 
 
 @pytest.mark.parametrize(("name", "tokens", "shift"), [("flux1-dev", 4096, 3.1582), ("qwen-image", 8192, 2.4596)])
 def test_shift_by_resolution_is_the_pipelines(name: str, tokens: int, shift: float) -> None:
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    defaults = family_named(name).defaults
+    defaults = get_family(name).defaults
     assert defaults.shift_at(tokens) == pytest.approx(shift, rel=1e-3)
     (low, start), (high, end) = defaults.shift_by_tokens or ((0, 0.0), (0, 0.0))
     assert math.log(defaults.shift_at(1024)) == pytest.approx(calculate_shift(1024, low, high, start, end))
@@ -278,7 +278,7 @@ def test_shift_by_resolution_is_the_pipelines(name: str, tokens: int, shift: flo
 
 def test_a_plans_guidance_reaches_the_model() -> None:
     seen: list[float] = []
-    family = family_named("flux1-dev")
+    family = get_family("flux1-dev")
     model = SimpleNamespace(config=SimpleNamespace(guidance_embeds=True))
 
     class Stub:

@@ -17,8 +17,8 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
+from autotune.trials.requests import Failure
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
 
 Run = tuple[Any, ...]
 ALL, SOME, HALF, FEW, NONE = 1.0, 0.75, 0.5, 0.25, 0.0
@@ -73,7 +73,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
         runs = tuple({run[2:]: run for run in work.runs}.values()) if evidence.small else work.runs
         for run in evidence.each(runs, name=lambda run: f"{name} {work.side_px} px {run}"):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
-            closed = closed_gate(hardware, chosen)
+            closed = unavailable_choice(hardware, chosen)
             predictor.calibrate(())
             before = predictor.predict(chosen)
             if closed or (before.required_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail):
@@ -112,7 +112,7 @@ def tried(
     return runner.classify(chosen, result), answer.get("reserved_bytes")
 
 
-def closed_gate(hardware: HardwareProfile, chosen: Candidate) -> str | None:
+def unavailable_choice(hardware: HardwareProfile, chosen: Candidate) -> str | None:
     """Why the machine cannot run the candidate; None when it can."""
     capabilities = (
         hardware.capability(f"attention.{chosen.attention}"),
