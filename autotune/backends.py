@@ -313,7 +313,8 @@ def _skip_for_int8(reason: str, *device_kinds: DeviceKind) -> SkipReason:
 
 
 TORCHAO = Requirements(("cuda", "cpu"), library="torchao", min_version="0.18")
-BITSANDBYTES = Requirements(("cuda", "cpu"), (7, 5), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
+BNB_INT8 = Requirements(("cuda", "cpu"), (7, 5), "bitsandbytes", "0.45", min_version_on_cpu="0.50")
+BNB_NF4 = replace(BNB_INT8, compute_capability=(6, 0))
 """bitsandbytes' kernels for CPUs are younger than those for CUDA; 0.50 is the first that was tried."""
 FAR_FROM_REAL = (
     "as small as torchao-int8 and at most a few percent faster, but three to six times as far from the real weights, "
@@ -372,7 +373,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         "LLM.int8",
         quality="high",
         bytes_per_parameter=1.0,
-        needs=BITSANDBYTES,
+        needs=BNB_INT8,
         quantize="autotune.quantization.bitsandbytes_layer:quantize_int8",
         stand_in="autotune.cost.quantized:stand_in_for_int8",
         quantizing_slices=8,
@@ -388,7 +389,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         "4-bit NormalFloat",
         quality="compact",
         bytes_per_parameter=0.52,  # half a byte, and doubly quantized scales of 64 values each
-        needs=replace(BITSANDBYTES, compute_capability=(6, 0)),
+        needs=BNB_NF4,
         quantize="autotune.quantization.bitsandbytes_layer:quantize_nf4",
         stand_in="autotune.cost.quantized:stand_in_for_nf4",
         quantizing_slices=8,

@@ -32,13 +32,13 @@ ATTENTION_FLOPS = 14
 """Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's convention)."""
 
 ELEMENTWISE = ("elementwise.gelu", "elementwise.gelu_backward", "elementwise.narrow")
-"""As the cost model names them (`cost/kernels.py`, Work)."""
+"""Kernels under the cost model's names (`cost/kernels.py`, Work)."""
 PACKED = "uint8"
-"""The dtype in which bitsandbytes packs 4-bit weights, so it converts them."""
+"""The dtype in which bitsandbytes packs 4-bit weights, so that it converts them."""
 
 
 def stored_dtypes(profile: HardwareProfile) -> tuple[str, ...]:
-    """torch's names of the dtypes in which the machine can store weights, and which each product converts."""
+    """torch's names of the dtypes in which the machine can store weights and which each product converts."""
     usable = (each for each in WEIGHT_FORMATS.values() if profile.capability(each.capability).available)
     return tuple(dict.fromkeys(each.stored_dtype for each in usable if each.stored_dtype))
 
