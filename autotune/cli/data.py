@@ -28,7 +28,7 @@ def check(
 ) -> None:
     """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
     from autotune.cli.terminal import show_events
-    from autotune.data import Reading, check_dataset
+    from autotune.data import DatasetOptions, check_dataset
     from autotune.families import family_named
     from autotune.reporting import data_report_lines
     from autotune.schema import Progressed
@@ -37,7 +37,7 @@ def check(
     with show_events() as show:
         report = check_dataset(
             folder,
-            Reading(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
+            DatasetOptions(caption, trigger, control, num_frames=frames or family.defaults.num_frames),
             resolution_px=resolution or family.defaults.resolution_px,
             multiple_px=family.size_multiple_px,
             max_side_px=family.max_side_px,

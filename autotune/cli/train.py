@@ -49,7 +49,7 @@ def train(asked: TrainOptions, job: JobOptions) -> None:
     number = chosen.frozen.hardware.num_processes
     with held_for_run(hardware.device, number, err.print):
         if number > 1 and not started_by_launcher():
-            prepare(chosen, hardware, resume=asked.resume).claim.release()  # so that what is wrong is said once
+            prepare(chosen, hardware, resume=asked.resume).lock.release()  # so that what is wrong is said once
             raise typer.Exit(launch(number, sys.argv[1:], lambda: checkpoints_of(Path(chosen.job.output))))
         _run(chosen, hardware, resume=asked.resume, trace=asked.trace, as_json=asked.as_json)
 
@@ -108,10 +108,10 @@ def sample(
     from autotune.cli.terminal import out, show_events
     from autotune.hardware import probe as read_machine
     from autotune.runtime import silence_progress_bars
-    from autotune.training import Wanted, sample_run
+    from autotune.training import SampleRequest, sample_run
 
     silence_progress_bars()
-    wanted = Wanted(prompt, count, seed, steps, tuple(control or ()), output)
+    wanted = SampleRequest(prompt, count, seed, steps, tuple(control or ()), output)
     with show_events() as show:
         written = sample_run(run_folder, read_machine(), wanted, _cache_folder(), show)
     for path in written:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.training.adapter_file import ADAPTER_FILE, save_trained
     from autotune.training.checkpoint import checkpoints_of
     from autotune.training.describe import (
         WorkloadOverrides,
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from autotune.training.processes import card_misfits, device_misfits, make_current
     from autotune.training.quality import QualityMissed
     from autotune.training.run import train
-    from autotune.training.sample import Wanted, sample_run
-    from autotune.training.save import ADAPTER_FILE, save_trained
+    from autotune.training.sample import SampleRequest, sample_run
     from autotune.training.step import AdapterOptimizer, StepOutcome, live_tensors, optimizer_step, to_device
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -106,7 +106,7 @@ def _cache(
 @torch.no_grad()
 def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> None:
     """Captions, then pixels, in training's order. A function of its own: what holds the pipeline keeps it in memory."""
-    pipeline, bucket = encoders.pipeline(), preview.bucket
+    pipeline, bucket = encoders.load_pipeline(), preview.bucket
     controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths]
     model.family.encode_caption(pipeline, preview.prompt, controls)
     encoders.release_text()
