@@ -273,7 +273,7 @@ def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
 
     monkeypatch.setattr(sampler, "_sample", sample)
     monkeypatch.setattr(sampler, "pipeline", SimpleNamespace(vae=object()))
-    monkeypatch.setattr("autotune.training.preview.give_back_memory", lambda: left.append(made[-1]()))
+    monkeypatch.setattr("autotune.training.preview.release_memory", lambda: left.append(made[-1]()))
     assert sampler.sample(Preview(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert left == [None]
 
