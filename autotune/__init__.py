@@ -42,8 +42,10 @@ if TYPE_CHECKING:
         prune_records,
         pull_records,
         push_records,
+        read_record,
         sample,
         save_plan,
+        shipped_profiles,
         train,
         verify_records,
     )
@@ -81,7 +83,7 @@ if TYPE_CHECKING:
         plan_text,
     )
     from autotune.search import SearchSpace
-    from autotune.sharing import Record, Summary
+    from autotune.sharing import Record, RecordSummary
     from autotune.weights import FileSummary
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,4 +1,4 @@
-"""The errors that users meet: each says what, why, and a hint that names the mending command.
+"""The errors that users see: each tells what happened, why, and by a hint what to do.
 
     AutotuneError            1   something failed
     ├── InvalidInput         2   an argument, a data folder or a model folder that cannot be used
@@ -7,7 +7,7 @@
     ├── DoesNotFit           4   a valid plan, but not for this machine
     └── Preempted           75   stopped by a signal with a checkpoint written
 
-The number is the exit status of the command line. Anything else that escapes is a bug.
+The number is the exit status of the command line. Any other exception that reaches the user is a bug.
 """
 
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ from difflib import get_close_matches
 
 
 def suggest_nearest(value: str, known: Iterable[str], listing: str | None = None) -> str:
-    """A hint for a name that is not known: the nearest that is, if one is near, and all, or where they are listed."""
+    """A hint for an unknown name: the nearest known one, if any is near, and all of them, or where they are listed."""
     names = sorted(known)
     near = get_close_matches(value, names, n=1, cutoff=0.4)
     return f"{f'nearest: {near[0]}; ' if near else ''}{listing or 'known: ' + ', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, without the listing that may follow."""
+    """The first line of a library's error message, without the listing that may follow."""
     return str(error).strip().partition("\n")[0]
 
 
@@ -31,7 +31,7 @@ class AutotuneError(Exception):
 
     Args:
         message: what happened and why, in one line.
-        hint: what to do about it, best a command; shown on a line of its own.
+        hint: what to do about it, preferably a command; shown on its own line.
     """
 
     exit_status = 1
@@ -42,7 +42,7 @@ class AutotuneError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Survive the trip between processes with the hint intact."""
+        """Pickle the hint too, so that it reaches another process."""
         return _rebuild, (type(self), self.message, self.hint)
 
 
@@ -75,6 +75,6 @@ class DoesNotFit(AutotuneError):
 
 
 class Preempted(AutotuneError):
-    """The run was told to stop; what it had is checkpointed."""
+    """A signal stopped the run; its state is checkpointed."""
 
     exit_status = 75

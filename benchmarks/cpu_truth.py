@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
 from autotune.knobs.precision import torch_dtype
-from autotune.runtime.quiet import stderr_in
+from autotune.runtime.quiet import redirect_stderr
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
 from autotune.training.model import apply_knobs
@@ -56,11 +56,11 @@ def batches(family: Family, config: Mapping[str, Any], workload: Workload, candi
 
 def storage_bytes(tensors: Any) -> int:
     """Bytes behind `tensors`, each storage counted once; quantized tensors by what they are made of."""
-    plain = [part for tensor in tensors for part in parts_of(tensor)]
+    plain = [part for tensor in tensors for part in read_parts(tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 
 
-def parts_of(tensor: Any) -> list[torch.Tensor]:
+def read_parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that a tensor is made of: torchao's are wrappers, bitsandbytes' have more as attributes."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     if names:
@@ -95,7 +95,7 @@ def run(
         )
 
     step(0)
-    with stderr_in(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with redirect_stderr(os.devnull), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(1)
     level = peak = 0
     for size in memory_events(profiler):

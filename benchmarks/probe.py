@@ -15,9 +15,8 @@ import statistics
 import time
 from pathlib import Path
 
-from autotune.hardware.diagnosis import doctor
+from autotune.hardware.diagnosis import diagnose
 from autotune.hardware.probing import measure_rates, probe
-from autotune.hardware.timing import disagreement
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -28,7 +27,7 @@ def timed(call):
 
 
 def measure(num_probes):
-    _, doctor_seconds = timed(doctor)
+    _, doctor_seconds = timed(diagnose)
     _, first_quick_seconds = timed(probe)
     _, quick_seconds = timed(probe)
     load_before = os.getloadavg()[0]
@@ -40,7 +39,7 @@ def measure(num_probes):
             rates[rate.name]["values"].append(rate.value)
     for rate in rates.values():
         rate["median"] = statistics.median(rate["values"])
-        rate["moved"] = round(disagreement(rate["values"]), 4)
+        rate["moved"] = round((max(rate["values"]) - min(rate["values"])) / rate["median"], 4)
     profile = profiles[-1]
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

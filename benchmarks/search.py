@@ -26,7 +26,7 @@ from search_tasks import Task, capped_tasks, simulated_tasks, table_tasks
 from autotune.schema.candidate import Candidate
 from autotune.schema.trial import TrialResult
 from autotune.search.residual import ResidualSearch
-from autotune.search.study import Limits, run_search
+from autotune.search.study import SearchLimits, run_search
 
 AFTER = (4, 8, 12)
 NEAR = 0.05
@@ -46,7 +46,7 @@ def ours(task: Task, seed: int) -> list[TrialResult]:
 
 def ours_stopping(task: Task, seed: int) -> list[TrialResult]:
     sampler = ResidualSearch(task.space, task.cost, task.budget_bytes)
-    limits = Limits(max_trials=max(AFTER), max_seconds=math.inf)
+    limits = SearchLimits(max_trials=max(AFTER), max_seconds=math.inf)
     return list(run_search(sampler, task.truth.__getitem__, limits, lambda result: None))
 
 

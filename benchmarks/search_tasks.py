@@ -24,7 +24,7 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Bucket, Workload
-from autotune.search.space import SearchSpace, search_space
+from autotune.search.space import SearchSpace, build_search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
 DEVELOPMENT_TABLES = ("flux1-dev-80",)
@@ -130,7 +130,7 @@ def _base(family: str, gpu: str) -> tuple[SearchSpace, CostModel, HardwareProfil
         effective_batch_size=8,
         quality="high",
     )
-    space = search_space(TuningContext(hardware, model.family, workload))
+    space = build_search_space(TuningContext(hardware, model.family, workload))
     return space, CostModel.build(hardware, workload, model.family, model.config), hardware
 
 

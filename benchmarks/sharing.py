@@ -33,10 +33,10 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import Expected
 from autotune.schema.trial import TrialResult
 from autotune.search.residual import ResidualSearch
-from autotune.search.study import Limits, run_search
+from autotune.search.study import SearchLimits, run_search
 from autotune.sharing.keys import compare, usable_trials
 from autotune.sharing.query import MatchedRecord, StoreMatches
-from autotune.sharing.record import Record, machine_of, shared_part
+from autotune.sharing.record import Record, shareable_machine, shareable_trial
 from autotune.sharing.warm_start import NO_WARM_START, WarmStart, build_warm_start
 
 NEAR = 0.05
@@ -92,15 +92,17 @@ def bob(task: Task, pace: float, seed: int) -> Bench:
 
 
 def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[TrialResult, ...]:
-    task, advice, limits = bench.task, NO_WARM_START, Limits(max_trials=12, max_seconds=1e9)
+    task, advice, limits = bench.task, NO_WARM_START, SearchLimits(max_trials=12, max_seconds=1e9)
     if known:
         found = StoreMatches(known, (), ())
         advice: WarmStart = build_warm_start(
             found, task.space.candidates, task.budget_bytes, bench.cost.workload, bench.cost
         )[1]
-        assert advice.grounds, "the record is not believed"
-    planned = ResidualSearch(task.space, bench.cost, task.budget_bytes, priors=advice.priors, first=advice.first)
-    return run_search(planned, bench.run(seed), limits, lambda result: None, enough=advice.kept)
+        assert advice.sources, "the record is not credible"
+    planned = ResidualSearch(
+        task.space, bench.cost, task.budget_bytes, priors=advice.priors, first=advice.first_candidates
+    )
+    return run_search(planned, bench.run(seed), limits, lambda result: None, is_enough=advice.is_reproduced)
 
 
 def record_of_search(bench: Bench, trials: tuple[TrialResult, ...]) -> Record:
@@ -115,14 +117,14 @@ def record_of_search(bench: Bench, trials: tuple[TrialResult, ...]) -> Record:
         process_memory_bytes=0,
     )
     return Record(
-        schema_version=1,
+        schema_version=2,
         autotune_version=__version__,
         measured_on=date(2026, 11, 21),
-        machine=machine_of(bench.cost.hardware),
+        machine=shareable_machine(bench.cost.hardware),
         workload=work,
         settings=best.candidate,
         expected=expected,
-        trials=tuple(map(shared_part, trials)),
+        trials=tuple(map(shareable_trial, trials)),
         search_seconds=0.0,
         calibration=tuple(bench.cost.residual(trial) for trial in trials),
     )

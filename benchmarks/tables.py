@@ -33,7 +33,7 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Bucket, Workload
-from autotune.search.space import search_space
+from autotune.search.space import build_search_space
 from autotune.trials.runner import ProcessTrialRunner
 
 FOLDER = Path(__file__).parent / "results" / "tables"
@@ -80,7 +80,7 @@ def write_model(folder: Path, family: Family, config: Mapping[str, Any]) -> None
 
 def workload_of(folder: Path, table: Table) -> Workload:
     spec, family = resolve_model(str(folder)).spec, FAMILIES[table.family]
-    frames = 5 if family.takes_clips else 1
+    frames = 5 if family.can_train_clips else 1
     return Workload(
         model=spec.model_copy(update={"name": f"{table.family} mid-size"}),
         resolution_px=table.side_px,
@@ -97,7 +97,7 @@ def workload_of(folder: Path, table: Table) -> Workload:
 
 def configurations(table: Table, hardware: HardwareProfile, workload: Workload) -> list[Candidate]:
     """Those kept of the search space, those that share a loaded model side by side."""
-    space = search_space(TuningContext(hardware, FAMILIES[table.family], workload))
+    space = build_search_space(TuningContext(hardware, FAMILIES[table.family], workload))
     kept = [c for c in space.candidates if all(getattr(c, knob) in table.keep[knob] for knob in table.keep)]
     return sorted(kept, key=lambda candidate: [str(value) for value in reload_key(candidate)])
 

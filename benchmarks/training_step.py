@@ -29,11 +29,11 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from peft import LoraConfig
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.hardware.store import cached_profile
 from autotune.planning.planner import make_plan as plan_job
 from autotune.planning.request import PlanRequest
-from autotune.runtime.memory import host_memory_bytes
+from autotune.runtime.memory import resident_bytes
 from autotune.schema.candidate import Candidate
 from autotune.schema.events import StepFinished
 from autotune.training.describe import WorkloadOverrides
@@ -246,7 +246,7 @@ def long_run(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         model, images = make_model(Path(name), "demo")
         plan = make_plan(model, images, hardware, num_steps=steps, output=f"{name}/out", checkpointing_steps=100)
-        train(plan, hardware, Path(name) / "cache", steps_to(lambda event: held.append(host_memory_bytes())))
+        train(plan, hardware, Path(name) / "cache", steps_to(lambda event: held.append(resident_bytes())))
     early, late = statistics.median(held[200:250]), statistics.median(held[-50:])
     return {
         "what": f"memory over {steps} steps, demo, checkpoint every 100",
@@ -268,7 +268,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     silence_progress_bars()
-    assert family_named("qwen-image").defaults.timestep_shift == SHIFT
+    assert get_family("qwen-image").defaults.timestep_shift == SHIFT
     if options.which == "step":
         result = compare_steps(options.size, options.steps or 40, options.rounds, options.resolution)
     elif options.which == "planned":

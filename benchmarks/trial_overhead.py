@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from autotune.demo.folders import draw_images
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.runtime.quiet import silence_libraries, silence_progress_bars
@@ -30,7 +30,7 @@ def main() -> None:
     silence_libraries()
     silence_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
-        family_named("qwen-image").write_small_pipeline(Path(folder) / "model", draw_images(Path(folder) / "i"), seed=0)
+        get_family("qwen-image").write_small_pipeline(Path(folder) / "model", draw_images(Path(folder) / "i"), seed=0)
         model = str(Path(folder) / "model")
         machine = cached_profile()
         rows: dict[str, list[tuple[float, float]]] = {"cold": [], "reload": [], "shared": []}

@@ -102,8 +102,8 @@ def load(method, storage, folder, num_layers):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     from autotune.quantization.layers import quantize_inside
-    from autotune.weights.building import dtype_of_from_pretrained
-    from autotune.weights.sources import open_source
+    from autotune.weights.building import from_pretrained_dtypes
+    from autotune.weights.sources import open_weights
     from autotune.weights.streaming import load_into
 
     if method in ("from_pretrained", THEN_QUANTIZE):
@@ -116,9 +116,9 @@ def load(method, storage, folder, num_layers):
     chosen = QUANTIZED.get(storage)
     load_into(
         model,
-        open_source(folder),
+        open_weights(folder),
         loader=method,
-        dtype_policy=dtype_of_from_pretrained(model, torch.bfloat16),
+        dtype_policy=from_pretrained_dtypes(model, torch.bfloat16),
         transform=quantize_inside([model], chosen) if chosen else None,
     )
     return model

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.knobs.base import TuningContext
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Capability, Device, HardwareProfile, Host, Versions
@@ -23,7 +23,7 @@ def storages() -> list[Any]:
     """Every way to quantize weights, for `parametrize`; what needs a package that is not installed is skipped."""
     names = [name for name in WEIGHT_FORMATS if name != "none"]
     return [
-        pytest.param(name, marks=BITSANDBYTES) if WEIGHT_FORMATS[name].library == "bitsandbytes" else name
+        pytest.param(name, marks=BITSANDBYTES) if WEIGHT_FORMATS[name].needs.library == "bitsandbytes" else name
         for name in names
     ]
 
@@ -88,7 +88,7 @@ def workload(**changes: object) -> Workload:
 def context(machine: HardwareProfile | None = None, work: Workload | None = None) -> TuningContext:
     """A setting for knobs."""
     work = work or workload()
-    return TuningContext(machine or hardware(), family_named(work.model.family), work)
+    return TuningContext(machine or hardware(), get_family(work.model.family), work)
 
 
 def candidate(**changes: object) -> Candidate:

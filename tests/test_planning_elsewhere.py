@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from autotune.api.machines import hardware_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families.registry import FAMILIES
-from autotune.families.resolve import parts_of, resolve_model
+from autotune.families.resolve import read_parts, resolve_model
 from autotune.hardware.store import hardware_named
 from autotune.planning.planner import PlanningResult
 from autotune.planning.problem import list_choices
 from autotune.planning.request import PlanRequest
+from autotune.schema.events import Event, Notice
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import read_plan
@@ -74,13 +76,24 @@ def test_an_estimate_of_what_does_not_fit_says_so() -> None:
     assert (bucket.width_px, bucket.height_px) == (512, 768)
 
 
+def test_a_card_without_bf16_is_planned_for_in_fp32() -> None:
+    events: list[Event] = []
+    card = hardware_for("T4", on_event=events.append)
+    told = [event.text for event in events if isinstance(event, Notice)]
+    assert told[0] == "planning for nvidia-t4"
+    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, it takes 8.0): it trains in fp32")
+    space = list_choices(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL), card)
+    assert space.choices["precision"] == ("fp32",)
+    assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]
+
+
 def test_an_estimate_for_a_folder_counts_the_folders_own_encoders(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     FAMILIES["qwen-image"].write_small_pipeline(tmp_path, ["a red circle"], seed=0)
     asked = ("--model", tmp_path, "--hardware", "nvidia-rtx-4090", "--resolution", 64, "--json")
     estimate = Estimate.model_validate_json(autotune_here(capfd, "estimate", *asked).stdout)
-    parts = parts_of(resolve_model(str(tmp_path)))
+    parts = read_parts(resolve_model(str(tmp_path)))
     assert parts is not None
     caching = next(phase for phase in estimate.prediction.phases if phase.name == "cache")
     assert caching.breakdown.weight_bytes >= 2 * sum(parts.text_encoder_parameters) > 0

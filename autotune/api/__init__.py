@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         prune_records,
         pull_records,
         push_records,
+        read_record,
+        shipped_profiles,
         verify_records,
     )
     from autotune.api.runs import sample, train

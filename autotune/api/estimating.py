@@ -7,9 +7,9 @@ from autotune.api.machines import hardware_for
 from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families import parts_of, resolve_model
+from autotune.families import read_parts, resolve_model
 from autotune.knobs import KNOBS, TuningContext
-from autotune.schema import Candidate, Estimate, HardwareProfile, OnEvent, PhaseStarted, ignore_event
+from autotune.schema import Candidate, Estimate, HardwareProfile, OnEvent, StatusChanged, ignore_event
 from autotune.training import WorkloadOverrides, describe_workload
 
 CHOSEN_BY_MACHINE = ("precision", "allocator")
@@ -59,7 +59,7 @@ def estimate(
         >>> answer.fits, answer.peak_memory_bytes, answer.step_seconds
     """
     profile = hardware_for(hardware, on_event=on_event)
-    on_event(PhaseStarted(name="tracing the model"))
+    on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)
     default_batch = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
     overrides = WorkloadOverrides(
@@ -73,7 +73,7 @@ def estimate(
     context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
     blocks = context.workload.model.num_blocks if checkpointed_blocks is None else checkpointed_blocks
     candidate = _candidate(context, {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks, **settings})
-    cost = CostModel.build(profile, context.workload, resolved.family, resolved.config, parts_of(resolved))
+    cost = CostModel.build(profile, context.workload, resolved.family, resolved.config, read_parts(resolved))
     return estimate_candidate(cost, candidate, num_steps=num_steps, price_per_hour=price_per_hour)
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import get_args
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
-from autotune.data import DataReport, Reading, check_dataset
+from autotune.data import DataReport, DatasetOptions, check_dataset
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families import build_on_meta, family_named, resolve_model
-from autotune.schema import OnEvent, PhaseStarted, Progressed, ignore_event
+from autotune.families import build_on_meta, get_family, resolve_model
+from autotune.schema import OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.weights import (
     AdapterFormat,
     FileSummary,
     inspect_file,
-    is_whole_model,
+    is_model_path,
     read_adapter,
     reshard,
     write_adapter,
@@ -50,11 +50,11 @@ def check_data(
         >>> report = autotune.check_data("photos")
         >>> report.can_train, report.problems
     """
-    family = family_named(model)
+    family = get_family(model)
     control_folder = None if control is None else Path(control)
     return check_dataset(
         Path(folder),
-        Reading(caption, trigger, control_folder, num_frames=num_frames or family.defaults.num_frames),
+        DatasetOptions(caption, trigger, control_folder, num_frames=num_frames or family.defaults.num_frames),
         resolution_px=resolution_px or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
         max_side_px=family.max_side_px,
@@ -77,7 +77,7 @@ def inspect_weights(path: str | Path, *, count_values: bool = True, on_event: On
         >>> autotune.inspect_weights("pytorch_lora_weights.safetensors").num_not_finite
     """
     name = "counting NaN and infinite values"
-    on_event(PhaseStarted(name=name))
+    on_event(StatusChanged(text=name))
     return inspect_file(Path(path), values=count_values, on_progress=_progress_to(on_event, name))
 
 
@@ -110,7 +110,7 @@ def convert_weights(
     source, target = Path(source), Path(target)
     if to not in get_args(AdapterFormat):
         raise InvalidInput(f"there is no format {to!r}", hint=suggest_nearest(to, get_args(AdapterFormat)))
-    if is_whole_model(source):
+    if is_model_path(source):
         if to != "diffusers":
             raise InvalidInput(f"only adapters are written for {to}", hint="leave the format out, or name an adapter")
         return reshard(source, target, max_shard_bytes=memory_bytes(max_shard_size))

@@ -5,18 +5,19 @@ from collections.abc import Callable
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.hardware import (
-    NOT_KEPT,
+    NO_BF16,
+    NOT_SAVED,
     CatalogGpu,
     Finding,
     cached_profile,
+    diagnose,
     hardware_named,
     limited_budget,
     load_catalog,
 )
-from autotune.hardware import doctor as diagnose
 from autotune.hardware import probe as read_machine
-from autotune.schema import HardwareProfile, MemoryBudget, Notice, OnEvent, PhaseStarted, StatusChanged, ignore_event
-from autotune.sharing import own_store, profile_of_record
+from autotune.schema import HardwareProfile, MemoryBudget, Notice, OnEvent, StatusChanged, ignore_event
+from autotune.sharing import hardware_from_record, user_store
 
 RECORD_NAME = re.compile(r"[0-9a-f]{8,64}")
 """A shared record's name, or how it begins."""
@@ -57,7 +58,7 @@ def probe(*, quick: bool = False, device: int = 0, on_event: OnEvent = ignore_ev
         >>> machine = autotune.probe()
         >>> machine.device.name, machine.device.budget_bytes
     """
-    on_event(PhaseStarted(name="reading the machine"))
+    on_event(StatusChanged(text="reading the machine"))
     on_progress = _status_to(on_event)
     if quick:
         return read_machine(index=device, on_progress=on_progress)
@@ -68,13 +69,18 @@ def hardware_for(hardware: str | HardwareProfile | None, *, on_event: OnEvent = 
     """The profile to plan with: of this machine, or the one that is named.
 
     Args:
-        hardware: None for this machine; else a profile, a catalog name, a saved probe's file or a record's name.
+        hardware: None for this machine; else a profile, a catalog name or enough of one (`4090`), a saved probe's file
+            or a record's name.
         on_event: listener to progress.
 
     Raises:
         InvalidInput: there is no such hardware.
     """
-    return _this_machine(on_event) if hardware is None else _named(hardware)
+    profile = _named(hardware, on_event) if hardware is not None else _this_machine(on_event)
+    for note in profile.notes:
+        if note.startswith((NOT_SAVED, NO_BF16)):
+            on_event(Notice(text=note))
+    return profile
 
 
 def memory_budget_for(
@@ -85,12 +91,12 @@ def memory_budget_for(
     reserve_memory: MemoryAmount | None = None,
     cap_memory: MemoryAmount | None = None,
 ) -> MemoryBudget:
-    """What a run may take of each device of the machine.
+    """What a run may use of each of the devices that train together.
 
     Args:
-        profile: of the machine's first device.
-        num_devices: GPUs of this machine that train together; the budget is that of the one with the least memory.
-        max_memory: the most that a run may take.
+        profile: of the machine, with its first device.
+        num_devices: GPUs of this machine that train together; the one with the least memory decides.
+        max_memory: the most that a run may use.
         reserve_memory: memory to leave to other programs.
         cap_memory: rehearse a device that has only so much memory.
 
@@ -99,27 +105,26 @@ def memory_budget_for(
     """
     amounts = {"max_bytes": max_memory, "reserve_bytes": reserve_memory, "cap_bytes": cap_memory}
     limits = {name: memory_bytes(amount) for name, amount in amounts.items() if amount is not None}
-    several = profile.device.kind == "cuda"
-    others = range(1, min(num_devices, profile.device.count) if several else 1)
-    devices = [profile.device, *(read_machine(index=index).device for index in others)]
+    count = min(num_devices, profile.device.count) if profile.device.kind == "cuda" else 1
+    devices = [profile.device, *(read_machine(index=index).device for index in range(1, count))]
     return min((limited_budget(device, **limits) for device in devices), key=lambda budget: budget.num_bytes)
 
 
-def _named(hardware: str | HardwareProfile) -> HardwareProfile:
+def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfile:
     if isinstance(hardware, HardwareProfile):
         return hardware
     if RECORD_NAME.fullmatch(hardware):
-        return profile_of_record(own_store().find(hardware)[1])
-    return hardware_named(hardware)
+        file, record = user_store().find(hardware)
+        return hardware_from_record(file.name, record)
+    profile = hardware_named(hardware)
+    if profile.origin == "catalog" and profile.datasheet and profile.datasheet.id != hardware.lower():
+        on_event(Notice(text=f"planning for {profile.datasheet.id}"))  # a part of the name was enough
+    return profile
 
 
 def _this_machine(on_event: OnEvent) -> HardwareProfile:
-    on_event(PhaseStarted(name="reading the machine"))
-    profile = cached_profile(on_progress=_status_to(on_event))
-    for note in profile.notes:
-        if note.startswith(NOT_KEPT):
-            on_event(Notice(text=note))
-    return profile
+    on_event(StatusChanged(text="reading the machine"))
+    return cached_profile(on_progress=_status_to(on_event))
 
 
 def _status_to(on_event: OnEvent) -> Callable[[str], None]:

@@ -33,8 +33,8 @@ from autotune.schema import (
     read_plan,
     write_plan,
 )
-from autotune.search import SearchSpace, StudyPlace
-from autotune.sharing import remember, why_no_evidence
+from autotune.search import SearchSpace, StudyLocation
+from autotune.sharing import save_record, unshareable_reason
 from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
@@ -94,13 +94,8 @@ def plan(
         _write(result.plan, Path(path))
     if (record := options.get("record")) is not None:
         shared = request.study is not None
-        recorded = recording_of(
-            result.plan,
-            result.hardware,
-            result.matches.known,
-            shared=shared,
-            memory_budget=request.memory_budget,
-        )
+        matched, budget = result.matches.records, request.memory_budget
+        recorded = recording_of(result.plan, result.hardware, matched, shared=shared, memory_budget=budget)
         write_recording(Path(record), recorded)
     return result.plan
 
@@ -197,7 +192,7 @@ def _request(model: str | None, data: str | Path | None, options: PlanOptions) -
         price_per_hour=asked.get("price_per_hour", base.price_per_hour),
         max_trials=asked.get("max_trials", base.max_trials),
         search_seconds=asked.get("search_seconds", base.search_seconds),
-        study=StudyPlace(study or "search", join) if study or join else None,
+        study=StudyLocation(study or "search", join) if study or join else None,
         interrupted="ignored" if "replay" in asked else ("forgotten" if asked.get("fresh") else "resumed"),
     )
 
@@ -219,10 +214,10 @@ def _pairs(values: Any) -> tuple[tuple[str, str], ...]:
 
 def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEvent) -> None:
     """Keep what was measured for later searches; a store that fails costs no plan."""
-    if why_no_evidence(result.plan, profile) is not None:
+    if unshareable_reason(result.plan, profile) is not None:
         return
     try:
-        remember(result.plan, profile, result.residuals)
+        save_record(result.plan, profile, result.residuals)
     except AutotuneError as error:
         text = f"not kept for the next search: {error.message}"
         on_event(Notice(text=text, topic="profiles", level="warning"))

@@ -8,22 +8,23 @@ from pathlib import Path
 
 from autotune.errors import InvalidInput
 from autotune.hardware import probe as read_machine
+from autotune.runtime import shipped_path
 from autotune.schema import Frozen
 from autotune.sharing import (
-    Merged,
+    MergeResult,
     Record,
+    RecordSummary,
     Store,
-    Summary,
     compare_machine,
-    export_to,
-    implausible,
-    import_from,
-    merge,
+    export_store,
+    find_impossibilities,
+    import_file,
+    merge_stores,
     open_store,
-    own_store,
-    prune,
-    summaries,
-    verify,
+    prune_store,
+    summarize_records,
+    user_store,
+    verify_store,
 )
 
 
@@ -38,7 +39,7 @@ class RecordVerdict(Frozen):
 class RecordList(Frozen):
     """The records of a store."""
 
-    records: tuple[Summary, ...]
+    records: tuple[RecordSummary, ...]
     verdicts: dict[str, RecordVerdict]
     """By the record's name; empty unless asked for."""
     num_damaged: int
@@ -56,13 +57,22 @@ class Transfer(Frozen):
     """Where the records went."""
 
 
+def shipped_profiles() -> Path:
+    """The folder that ships with autotune: the catalog of GPUs, and a store of records that every search reads.
+
+    Example:
+        >>> autotune.verify_records(str(autotune.shipped_profiles()))
+    """
+    return shipped_path()
+
+
 def push_records(url: str) -> Transfer:
     """Copy your records to a team's store; only new ones travel.
 
     Example:
         >>> autotune.push_records("s3://team/records").num_new
     """
-    return _transfer(merge(own_store(), team := open_store(url)), team)
+    return _transfer(merge_stores(user_store(), team := open_store(url)), team)
 
 
 def pull_records(url: str) -> Transfer:
@@ -74,9 +84,11 @@ def pull_records(url: str) -> Transfer:
     Example:
         >>> autotune.pull_records("s3://team/records").num_new
     """
-    merged = merge(team := open_store(url), own := own_store())
-    if merged == Merged(0, 0, ()):
-        raise InvalidInput(f"there are no records at {team.where}", hint="check the address; `push` fills a new store")
+    merged = merge_stores(team := open_store(url), own := user_store())
+    if merged == MergeResult(0, 0, ()):
+        raise InvalidInput(
+            f"there are no records at {team.address}", hint="check the address; `push` fills a new store"
+        )
     return _transfer(merged, own)
 
 
@@ -87,7 +99,7 @@ def list_records(store: str | None = None, *, compare_here: bool = False) -> Rec
         >>> [(record.device_name, record.step_seconds) for record in autotune.list_records().records]
     """
     chosen = _store(store)
-    found = summaries(chosen)
+    found = summarize_records(chosen)
     verdicts = _verdicts(chosen) if compare_here else {}
     return RecordList(records=found, verdicts=verdicts, num_damaged=len(chosen.sizes()) - len(found))
 
@@ -98,17 +110,27 @@ def find_record(name: str, store: str | None = None) -> tuple[str, Record]:
     Raises:
         InvalidInput: no record, or several, have such a name.
     """
-    return _store(store).find(name)
+    file, record = _store(store).find(name)
+    return file.name, record
+
+
+def read_record(name: str, store: str | None = None) -> bytes:
+    """The file of the record whose name begins so, exactly as it travels between stores.
+
+    Raises:
+        InvalidInput: no record, or several, have such a name.
+    """
+    return _store(store).find(name)[0].content
 
 
 def export_records(path: str | Path, store: str | None = None) -> int:
     """Write all records of a store into one file; returns their number."""
-    return export_to(_store(store), Path(path))
+    return export_store(_store(store), Path(path))
 
 
 def import_records(path: str | Path) -> Transfer:
     """Add the records of an exported file to your own store; what is wrong is refused."""
-    return _transfer(import_from(Path(path), own := own_store()), own)
+    return _transfer(import_file(Path(path), own := user_store()), own)
 
 
 def prune_records(
@@ -119,27 +141,27 @@ def prune_records(
     Returns:
         one line for each record, with the reason.
     """
-    return tuple(prune(_store(store), names, older_than_days=older_than_days, dry_run=dry_run))
+    return tuple(prune_store(_store(store), names, older_than_days=older_than_days, dry_run=dry_run))
 
 
 def verify_records(store: str | None = None) -> tuple[int, tuple[str, ...]]:
     """Check that every record is whole, unaltered and possible: their number, and a line for each that is not."""
-    return verify(_store(store))
+    return verify_store(_store(store))
 
 
 def _store(url: str | None) -> Store:
-    return own_store() if url is None else open_store(url)
+    return user_store() if url is None else open_store(url)
 
 
-def _transfer(merged: Merged, target: Store) -> Transfer:
-    return Transfer(num_new=merged.new, num_present=merged.present, refused=merged.refused, target=target.where)
+def _transfer(merged: MergeResult, target: Store) -> Transfer:
+    return Transfer(num_new=merged.new, num_present=merged.present, refused=merged.refused, target=target.address)
 
 
 def _verdicts(store: Store) -> dict[str, RecordVerdict]:
     hardware = read_machine()
     verdicts = {}
     for name, record in store.records():
-        matched, impossible = compare_machine(record, hardware), implausible(record)
+        matched, impossible = compare_machine(record, hardware), find_impossibilities(record)
         kind = "impossible" if impossible else matched.kind
         verdicts[name] = RecordVerdict(match=kind, reasons=tuple(impossible or matched.reasons))
     return verdicts

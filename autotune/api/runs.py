@@ -4,27 +4,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-import platformdirs
-
 from autotune.api.options import require_known
-from autotune.hardware import held_for_run
+from autotune.hardware import lock_for_run
 from autotune.hardware import probe as read_machine
 from autotune.planning import measured_here
-from autotune.runtime import forget_other_launchers, silence_progress_bars, started_by_launcher
+from autotune.runtime import cache_path, ignore_other_launchers, silence_progress_bars, started_by_launcher
 from autotune.schema import (
     HardwareProfile,
     JobOverrides,
     Notice,
     OnEvent,
-    PhaseStarted,
     RunReport,
     RunStarted,
+    StatusChanged,
     TrainingPlan,
     ignore_event,
     read_plan,
     with_job,
 )
-from autotune.training import Wanted, fetch_weights, prepare, sample_run, train_in_processes
+from autotune.training import SampleRequest, fetch_weights, prepare, sample_run, train_in_processes
 from autotune.training import train as train_in_process
 
 ENCODED = "encoded"
@@ -68,23 +66,23 @@ def train(
     require_known(job, JobOverrides.__annotations__, "argument of train")
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
     chosen = with_job(plan if isinstance(plan, TrainingPlan) else read_plan(Path(plan)), **changes)
-    on_event(PhaseStarted(name="reading the machine"))
-    forget_other_launchers()
+    on_event(StatusChanged(text="reading the machine"))
+    ignore_other_launchers()
     silence_progress_bars()
     hardware = read_machine()
     file = None if isinstance(plan, TrainingPlan) else Path(plan)
     chosen = measured_here(fetch_weights(chosen, hardware), hardware, file, on_event)
     number = chosen.frozen.hardware.num_processes
     on_event(RunStarted(plan=chosen))
-    with held_for_run(hardware.device, number, lambda text: on_event(Notice(text=text))):
+    with lock_for_run(hardware.device, number, lambda text: on_event(Notice(text=text))):
         return _train(chosen, hardware, on_event, resume=resume, trace=trace)
 
 
 def _train(plan: TrainingPlan, hardware: HardwareProfile, on_event: OnEvent, *, resume: bool, trace: bool) -> RunReport:
-    cache = platformdirs.user_cache_path("autotune") / ENCODED
+    cache = cache_path(ENCODED)
     if plan.frozen.hardware.num_processes == 1 or started_by_launcher():
         return train_in_process(plan, hardware, cache, on_event, resume=resume, trace=trace)
-    prepare(plan, hardware, resume=resume).claim.release()  # so that what is wrong is said once, before any starts
+    prepare(plan, hardware, resume=resume).lock.release()  # so that what is wrong is said once, before any starts
     return train_in_processes(plan, cache, on_event, resume=resume, trace=trace)
 
 
@@ -119,6 +117,8 @@ def sample(
         >>> autotune.sample("first-run", "a photo of sks dog in the snow", count=2)
     """
     silence_progress_bars()
-    on_event(PhaseStarted(name="sampling"))
-    wanted = Wanted(prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path))
-    return sample_run(Path(run), read_machine(), wanted, platformdirs.user_cache_path("autotune") / ENCODED, on_event)
+    on_event(StatusChanged(text="sampling"))
+    wanted = SampleRequest(
+        prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path)
+    )
+    return sample_run(Path(run), read_machine(), wanted, cache_path(ENCODED), on_event)

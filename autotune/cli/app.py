@@ -26,10 +26,10 @@ from autotune.cli.probe import probe
 from autotune.cli.train import sample, train
 
 INTERRUPTED = 130
-"""What typer ends with on Ctrl-C."""
+"""Exit status of typer on Ctrl-C."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""Typer exports only this subclass of click's, and since 0.26 has a click of its own."""
+"""Click's error for wrong usage. Typer exports only a subclass of it, and since 0.26 has a click of its own."""
 
 app = typer.Typer(
     help="Measures which settings train a diffusion-model LoRA fastest on this machine, and freezes them into a plan.",
@@ -66,7 +66,7 @@ for listing in (app, data.app, profiles.app, weights.app):
 def main() -> None:
     """Run the command line and exit with the status that errors.py lists."""
     _open_streams()
-    sys.unraisablehook = _again
+    sys.unraisablehook = _repeat_interrupt
     autotune.prepare_process()
     try:
         status = app(standalone_mode=False, prog_name="autotune")
@@ -87,16 +87,16 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Where a stream was closed, the next file to be opened would take its number, and what libraries print."""
+    """Open streams that were closed: the next file would take their number, and what libraries print."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
-def _again(lost: Any) -> None:
-    """Python drops what is raised in a weak reference's callback, of which tracing makes many: Ctrl-C comes again."""
+def _repeat_interrupt(lost: Any) -> None:
+    """Send Ctrl-C again if it was raised in a weak reference's callback (tracing makes many): Python drops it."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
-        # Sent to the thread itself, as the keyboard does: what it waits for ends at once.
+        # Sent to the main thread, as the keyboard does, so that whatever it waits for ends at once.
         threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(lost)
@@ -109,7 +109,7 @@ def _fail(message: str, hint: str, status: int) -> NoReturn:
 
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:
-    """End with `status`; a script that reads JSON finds there what people read on stderr."""
+    """Exit with `status`; a script that reads JSON gets the error on stdout as well."""
     if "--json" in sys.argv:
         try:
             typer.echo(json.dumps({"error": message, "hint": hint, "exit_status": status}, indent=1))
@@ -119,5 +119,5 @@ def _exit(message: str, hint: str, status: int) -> NoReturn:
 
 
 def _forget_stdout() -> None:
-    """What could not be written is not tried again at the end."""
+    """Make Python not try again at its end what could not be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -37,7 +37,7 @@ class PlanOptions:
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Make this plan again; other options replace what it was made for.")
     ] = None
-    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU instead (see probe --list).")] = None
+    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list).")] = None
     path: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
     resolution: Resolution = None
     num_frames: Frames = None

@@ -1,5 +1,6 @@
 """`autotune profiles`: records of what machines measured, kept here and exchanged with teams."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def list_records(
         print_remark(f"left out, no sound records: {found.num_damaged}; `autotune profiles verify` names them")
     verdicts = {name: verdict.model_dump(mode="json") for name, verdict in found.verdicts.items()}
     rows = [record.model_dump(mode="json") | verdicts.get(record.name, {}) for record in found.records]
-    print_result(rows, as_json, lambda _: reporting.list_lines(found.records, verdicts))
+    print_result(rows, as_json, lambda _: reporting.record_list_lines(found.records, verdicts))
 
 
 @app.command()
@@ -54,7 +55,8 @@ def show(
 ) -> None:
     """Show one record: its machine, its work, every trial."""
     found, record = autotune.find_record(name, store)
-    print_result(record, raw, lambda _: reporting.record_lines(found, record))
+    content = json.loads(autotune.read_record(found, store)) if raw else None
+    print_result(content, raw, lambda _: reporting.record_lines(found, record))
 
 
 @app.command()

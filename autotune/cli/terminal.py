@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from autotune import (
@@ -40,11 +40,11 @@ from autotune.reporting import (
 )
 
 QUIET_SECONDS = 60.0
-"""Longest silence of a training run whose output goes to a file."""
+"""Longest time between two lines of a training run whose output goes to a file."""
 
 
-class _Plain(Console):
-    """Shows text as it is, but for control characters: what is printed may hold words from strangers' files."""
+class PlainConsole(Console):
+    """Prints text as it is, without markup or control characters: some of it comes from untrusted files."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -64,7 +64,7 @@ class _Plain(Console):
             super().on_broken_pipe()
 
     def _fall_silent(self) -> None:
-        """Whoever listened is gone: what is told on the way is worth no run, what is left of it no exit with 120."""
+        """Print nothing any more: nobody reads stderr, and that must neither end a run nor make it exit with 120."""
         self.quiet = True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -73,14 +73,21 @@ class _Plain(Console):
         return super().render_str(printable_lines(text), **style)
 
 
-out, err = _Plain(), _Plain(stderr=True)
+out, err = PlainConsole(), PlainConsole(stderr=True)
+
+
+class _Count(MofNCompleteColumn):
+    """`3/10` for work with a known number of parts."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total else Text()
 
 
 def _bar() -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        _Count(),
         TextColumn("{task.fields[note]}", markup=False),
         TimeRemainingColumn(compact=True),
         console=err,

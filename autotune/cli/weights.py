@@ -23,7 +23,7 @@ def inspect(
     """Show keys, shapes, dtypes, metadata, size, and how many values are NaN or infinite."""
     with show_events() as show:
         summary = autotune.inspect_weights(file, count_values=not no_values, on_event=show)
-    print_result(summary, as_json, reporting.render_file)
+    print_result(summary, as_json, reporting.weights_lines)
 
 
 @app.command()

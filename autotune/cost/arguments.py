@@ -35,7 +35,7 @@ def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: in
                 hint=f"the nearest valid {name} is {nearest} px",
             )
     positive("frames", num_frames)
-    family.require_frames(num_frames)
+    family.check_num_frames(num_frames)
     return Bucket(width_px=width_px, height_px=height_px, num_frames=num_frames, num_items=1)
 
 

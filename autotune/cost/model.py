@@ -106,7 +106,7 @@ class TracedModel:
 
     def masked(self, micro_batch_size: int) -> bool:
         """Whether attention gets a mask."""
-        return self.family.masks(micro_batch_size, self.workload.text_padding)
+        return self.family.has_attention_mask(micro_batch_size, self.workload.text_padding)
 
     def _model(self, precision: str, quantization: str) -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from autotune.backends import ATTENTION_BACKENDS
 from autotune.cost.kernels import CLASSES, Work
 from autotune.schema import Datasheet, HardwareProfile, Host
 
@@ -123,9 +124,13 @@ def host_flops_per_second(host: Host) -> float:
 
 
 def _reached(sheet: Datasheet | None, precision: str) -> float | None:
-    """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does."""
+    """FLOP/s of large products alone, by the datasheet; TF32 falls short of its peak as bf16 does.
+
+    Before compute capability 8.0 there is neither: whatever the dtype is called, plain fp32 units do the work.
+    """
     if sheet is None or sheet.bf16_flops_per_second is None:
-        return None
+        plain = sheet.fp32_flops_per_second if sheet is not None else None
+        return None if plain is None else REACHED_OF_PEAK * plain
     bf16 = sheet.reached_bf16_flops_per_second or REACHED_OF_PEAK * sheet.bf16_flops_per_second
     if precision == "bf16":
         return bf16
@@ -168,7 +173,8 @@ def _measured_attention(
 
     The probe measures without a mask: `native` with one may run the efficient kernel instead, measured by itself.
     """
-    for name in ("_native_efficient" if backend == "native" and kernel == "efficient" else backend, "native"):
+    same = [each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"]
+    for name in (*(same if backend == "native" else (backend,)), "native"):
         prefix = f"attention.{name}.{precision}."
         points = [(int(r.name.removeprefix(prefix)), r.value) for r in hardware.rates if r.name.startswith(prefix)]
         if points:

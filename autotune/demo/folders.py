@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.errors import InvalidInput
-from autotune.families import family_named
+from autotune.families import get_family
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,14 +37,14 @@ def make_demo(output: Path, family_name: str) -> Demo:
     Raises:
         InvalidInput: the folder is already in use, or the family is unknown.
     """
-    family = family_named(family_name)
+    family = get_family(family_name)
     if output.exists() and any(output.iterdir()):
         raise InvalidInput(f"the folder {output} is not empty", hint="choose another with --output, or remove it")
     demo = Demo(
         model=output / "model",
         images=output / "images",
         control=output / "control" if family.max_controls else None,
-        num_frames=CLIP_FRAMES if family.takes_clips else 1,
+        num_frames=CLIP_FRAMES if family.can_train_clips else 1,
     )
     captions = draw_images(demo.images, num_frames=demo.num_frames)
     if demo.control:

@@ -1,23 +1,23 @@
-"""One file per model family; `base.py` says what a family must answer."""
+"""One file per model family; `base.py` says what a family must implement."""
 
 from typing import TYPE_CHECKING
 
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.families.adapter import ADAPTER, add_adapter, dropouts, without_dropout
+    from autotune.families.adapter import ADAPTER_NAME, add_adapter, disable_dropout, find_dropout_layers
     from autotune.families.base import VIEWS_PER_IMAGE, Batch, Family, Parts, Sample
     from autotune.families.loss import flow_matching_loss
     from autotune.families.packing import PATCH
-    from autotune.families.registry import FAMILIES, family_named
+    from autotune.families.registry import FAMILIES, get_family
     from autotune.families.resolve import (
         ResolvedModel,
         build_on_meta,
+        check_weights,
         fetch_model,
-        is_family,
+        is_family_name,
         is_on_hub,
-        parts_of,
-        require_weights,
+        read_parts,
         resolve_model,
     )
 else:

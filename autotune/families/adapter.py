@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 
 
 def add_adapter(
@@ -21,35 +21,32 @@ def add_adapter(
 
     The adapter lives in the compute `dtype`: with another one, peft would copy every layer's input into it and keep
     the copy for the backward pass. `seed` decides the initial values (`lora_A` random, `lora_B` zero). Dropout works
-    even in a transformer in evaluation mode, which is how all are trained here; `without_dropout` turns it off.
+    even in a transformer in evaluation mode, as all are trained; `disable_dropout` turns it off.
 
-    Raises:
-        InvalidInput: the family has no target set of that name.
+    Raises InvalidInput if the family has no target set of that name.
     """
     import torch
     from peft import LoraConfig
 
     modules = family.target_set(workload.targets)
+    config = LoraConfig(
+        r=workload.rank,
+        lora_alpha=workload.lora_alpha,
+        lora_dropout=workload.lora_dropout,
+        init_lora_weights=True,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+    )
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformer.add_adapter(  # type: ignore[operator]
-            LoraConfig(
-                r=workload.rank,
-                lora_alpha=workload.lora_alpha,
-                lora_dropout=workload.lora_dropout,
-                init_lora_weights=True,
-                target_modules=modules if isinstance(modules, str) else list(modules),
-            ),
-            adapter_name=ADAPTER,
-        )
+        transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
     parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
     return parameters
 
 
-def dropouts(transformer: "nn.Module") -> list["nn.Module"]:
+def find_dropout_layers(transformer: "nn.Module") -> list["nn.Module"]:
     """The layers that draw random numbers in a training step: none without an adapter with dropout."""
     from torch import nn
 
@@ -59,13 +56,13 @@ def dropouts(transformer: "nn.Module") -> list["nn.Module"]:
 
 
 @contextlib.contextmanager
-def without_dropout(transformer: "nn.Module") -> Iterator[None]:
-    """The adapter as it will be used."""
-    dropping = dropouts(transformer)
-    for module in dropping:
-        module.eval()
+def disable_dropout(transformer: "nn.Module") -> Iterator[None]:
+    """Compute with the adapter as it will be used, without dropout."""
+    layers = find_dropout_layers(transformer)
+    for layer in layers:
+        layer.eval()
     try:
         yield
     finally:
-        for module in dropping:
-            module.train()
+        for layer in layers:
+            layer.train()

@@ -1,10 +1,12 @@
-"""What a model family must answer, so that everything else can stay ignorant of model names.
+"""What a model family must implement, so that everything else can stay ignorant of model names.
 
 A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, what the transformer is
-called with. It knows nothing of devices, memory or search. Adding one is one file and one line in the registry.
+called with. It knows nothing of devices, memory or search. To add one: one file, and one line in the registry.
 
-Every family here is trained by flow matching: noisy = (1 - sigma) * clean + sigma * noise, and the transformer
+Every family is trained by flow matching: noisy = (1 - sigma) * clean + sigma * noise, and the transformer
 predicts the velocity noise - clean.
+
+Every command imports families, so torch and diffusers are imported inside methods.
 """
 
 import inspect
@@ -29,7 +31,7 @@ Batch = dict[str, "Tensor"]
 """Several samples of one shape, with a leading batch dimension."""
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of every tensor in a sample, by name."""
+"""Shape of every tensor in a sample, by name."""
 
 Sizes = Sequence[tuple[int, int]]
 """(width, height) in px of an item's control images."""
@@ -40,35 +42,35 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a job of this family uses when the user says nothing. Sources stand beside each family's values."""
+    """Values that a job of this family uses unless the user sets them; `sources` says where they come from."""
 
     learning_rate: float
     resolution_px: int
     text_tokens: int
-    """Assumed length of an encoded caption where no data is at hand."""
+    """Assumed length of an encoded caption if there is no data yet."""
     timestep_shift: float
     preview_steps: int
     sampling_guidance: float
-    """By the model's card or pipeline."""
+    """Guidance scale of the model's card or pipeline."""
     rank: int = 16
     lora_alpha: float = 16.0
     weight_decay: float = 1e-3
     """Between diffusers' 1e-4 and torch's 1e-2."""
     effective_batch_size: int = 4
     preview_calls: int = 2
-    """Of the transformer in a denoising step: with and without the prompt, unless guidance is one of its inputs."""
+    """Calls of the transformer per denoising step: with and without the prompt, unless guidance is an input of it."""
     num_frames: int = 1
-    """Frames of a clip where no data is at hand."""
+    """Frames of a clip if there is no data yet."""
     training_guidance: float | None = None
-    """What the transformer is told while it trains; None where it takes no guidance."""
+    """Guidance that the transformer gets as an input in training; None if it has no such input."""
     shift_by_tokens: tuple[tuple[int, float], tuple[int, float]] | None = None
     """Two points (tokens of an image, logarithm of the shift) of the straight line that the pipeline's scheduler
-    follows; None where it knows no shift by resolution."""
+    follows; None if its shift does not depend on the resolution."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where values come from, by field."""
 
     def shift_at(self, tokens: int) -> float:
-        """The shift for so many tokens, where the family has one by resolution: `calculate_shift` in diffusers."""
+        """The shift for so many tokens, if it depends on the resolution: `calculate_shift` in diffusers."""
         assert self.shift_by_tokens is not None  # checked with the job
         (low, start), (high, end) = self.shift_by_tokens
         return math.exp(start + (end - start) * (tokens - low) / (high - low))
@@ -89,9 +91,9 @@ class Parts:
     """The models around the transformer: they decide what caching and previews take."""
 
     text_encoder_parameters: tuple[int, ...] = ()
-    """Parameters of each text encoder."""
+    """Number of parameters of each text encoder."""
     vae_class: str = ""
-    """Class name in diffusers; empty where it is unknown."""
+    """Class name in diffusers; empty if it is unknown."""
     vae_config: Mapping[str, Any] = field(default_factory=dict)
     """Constructor arguments of the published autoencoder."""
 
@@ -111,23 +113,30 @@ FLUX_VAE: Mapping[str, Any] = {
 """The autoencoder of FLUX.1, which Kandinsky 5.0 Image uses, too."""
 
 VIEWS_PER_IMAGE = 100
-"""20 images then make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples."""
+"""Times that an image is seen: 20 images make 2,000 views, the 2,000 steps at batch size 1 of ai-toolkit's examples."""
 
 
-def unwrapped(transformer: "nn.Module") -> Any:
+def unwrap_model(transformer: "nn.Module") -> Any:
     """The diffusers model itself, whether or not it is wrapped for several processes or compiled as a whole."""
     while (inner := getattr(transformer, "module", getattr(transformer, "_orig_mod", None))) is not None:
         transformer = inner
     return transformer
 
 
-def bare_pipeline(pipeline_class: str, **parts: Any) -> Any:
-    """A stock pipeline with these components and no others: for what its constructor knows, such as its template."""
+def build_empty_pipeline(pipeline_class: str) -> Any:
+    """A stock pipeline without components: for what its constructor sets, such as its prompt template."""
     import diffusers
 
     stock = getattr(diffusers, pipeline_class)
-    names = [name for name in inspect.signature(stock.__init__).parameters if name != "self"]
-    return stock(**{**dict.fromkeys(names), **parts})
+    return stock(**{name: None for name in inspect.signature(stock.__init__).parameters if name != "self"})
+
+
+def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
+    """Length of each text in tokens, by the tokenizer in a model's folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+    return [len(ids) for ids in tokenizer(list(texts))["input_ids"]]
 
 
 class Family(ABC):
@@ -136,18 +145,18 @@ class Family(ABC):
     name: ClassVar[str]
     hub_id: ClassVar[str]
     pipeline_class: ClassVar[str]
-    """Class name in diffusers, as `model_index.json` says it."""
+    """Class name in diffusers, as in `model_index.json`."""
     transformer_class: ClassVar[str]
     transformer_config: ClassVar[Config]
-    """Those that give the published model; enough to build it without downloading anything."""
+    """Arguments that build the published model without downloading anything."""
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
     """Keys of published configurations that the class no longer takes and that never had an effect. Any other unknown
     key would be another model."""
     tiny_config: ClassVar[Config]
-    """Changes to a configuration that leave its class, its head size and every kind of block, and little else: for
-    checks that must not wait."""
+    """Changes to a configuration that make it tiny but leave its class, head size and every kind of block: for quick
+    checks."""
     components: ClassVar[tuple[str, ...]]
-    """Folders that a complete pipeline has, in the diffusers layout."""
+    """Folders of a complete pipeline in the diffusers layout."""
     defaults: ClassVar[Defaults]
     size_multiple_px: ClassVar[int]
     """Width and height must be multiples of this: VAE factor times patch size."""
@@ -156,35 +165,35 @@ class Family(ABC):
     block_lists: ClassVar[tuple[str, ...]]
     """Attributes of the transformer that hold its repeated blocks, in the order they run."""
     max_text_tokens: ClassVar[int]
-    """Of an encoded caption: where the pipeline cuts it, or the transformer has no more positions."""
+    """Maximum length of an encoded caption: the pipeline cuts it there, or the transformer has no more positions."""
     max_controls: ClassVar[int] = 0
-    """Control images that an item may have; where this is not 0 every item needs at least one."""
+    """Maximum number of control images of an item; if it is not 0, every item needs at least one."""
     parts: ClassVar[Parts]
-    """The published model's other parts."""
+    """The other models of the published pipeline."""
     casts_to_weight_dtype: ClassVar[bool] = False
-    """Whether a text encoder casts activations to the dtype in which a weight lies, as T5 does: it would take
-    bitsandbytes' packed bytes for numbers, without an error."""
+    """Whether a text encoder casts activations to the dtype of a weight, as T5 does: it would take bitsandbytes' packed
+    bytes for numbers, without an error."""
     max_side_px: ClassVar[int] = 8192
-    """Of a picture: as many positions as the transformer knows, and no more than anybody trains."""
+    """Maximum side of a picture: as many positions as the transformer knows, and no more than anybody trains."""
     max_frames: ClassVar[int] = 1
-    """Of an item."""
+    """Maximum number of frames of an item."""
 
     @property
-    def takes_clips(self) -> bool:
+    def can_train_clips(self) -> bool:
         """Whether an item may have several frames."""
         return self.max_frames > 1
 
     @property
     def text_encoders(self) -> tuple[str, ...]:
-        """Those of the components that encode captions."""
+        """The components that encode captions."""
         return tuple(name for name in self.components if name.startswith("text_encoder"))
 
     def tokens_per_frame(self, bucket: Bucket) -> int:
-        """What the transformer makes of one frame: a token for each square of `size_multiple_px`."""
+        """Tokens that the transformer makes of one frame: one for each square of `size_multiple_px`."""
         return bucket.width_px * bucket.height_px // self.size_multiple_px**2
 
     def build_transformer(self, config: Config) -> "nn.Module":
-        """The transformer with random weights, on torch's current default device and dtype."""
+        """Build the transformer with random weights, on torch's current default device and dtype."""
         import diffusers
 
         cls = getattr(diffusers, self.transformer_class)
@@ -197,7 +206,7 @@ class Family(ABC):
         return [block for name in self.block_lists for block in getattr(transformer, name)]
 
     def last_block(self, transformer: "nn.Module") -> str:
-        """Name of the block that runs last, as `named_modules` has it.
+        """Name in `named_modules` of the block that runs last.
 
         Double-stream models make nothing of the text that comes out of it, so some of its layers never get a gradient.
         """
@@ -205,30 +214,29 @@ class Family(ABC):
         return f"{name}.{len(getattr(transformer, name)) - 1}"
 
     def target_set(self, name: str) -> Sequence[str] | str:
-        """The adapted layers of that name. Raises InvalidInput where there is none."""
+        """The set of adapted layers with that name. Raises InvalidInput if there is none."""
         if name not in self.target_sets:
             hint = suggest_nearest(name, self.target_sets)
             raise InvalidInput(f"{self.name} has no target set called {name!r}", hint=hint)
         return self.target_sets[name]
 
-    def require_frames(self, number: int) -> None:
-        """Raise InvalidInput where an item cannot have that many frames."""
+    def check_num_frames(self, number: int) -> None:
+        """Raise InvalidInput if an item cannot have that many frames."""
         if number > self.max_frames:
-            makes = f"takes up to {self.max_frames} frames" if self.takes_clips else "makes images"
+            makes = f"takes up to {self.max_frames} frames" if self.can_train_clips else "makes images"
             hint = f"use --frames {self.max_frames}; in a plan's job, num_frames is {self.max_frames}"
             raise InvalidInput(f"{self.name} {makes}, not a clip of {number}", hint=hint)
 
-    def require_controls(self, number: int, of: str) -> None:
-        """Raise InvalidInput where that many control images `of` something are not what the family takes."""
-        most = self.max_controls
-        if not min(1, most) <= number <= most:
-            takes, hint = "none", "leave --control out, or use a model for editing"
-            if most:
-                takes, hint = f"1 to {most}", "give the images that belong to each with --control"
-            raise InvalidInput(f"{of} has {number} control image(s); {self.name} takes {takes}", hint=hint)
+    def check_num_controls(self, number: int, of: str) -> None:
+        """Raise InvalidInput if `of`, an item or a prompt, cannot have that many control images."""
+        allowed = f"1 to {self.max_controls}" if self.max_controls else "none"
+        if not min(1, self.max_controls) <= number <= self.max_controls:
+            give = "give the images that belong to each with --control"
+            hint = give if self.max_controls else "leave --control out, or use a model for editing"
+            raise InvalidInput(f"{of} has {number} control image(s); {self.name} takes {allowed}", hint=hint)
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        """The pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
+        """Load the pipeline in `folder` with the stock class; `components` go to its `from_pretrained`."""
         import diffusers
 
         pipeline = getattr(diffusers, self.pipeline_class).from_pretrained(folder, **components)
@@ -244,9 +252,9 @@ class Family(ABC):
 
     @abstractmethod
     def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
-        """What the transformer is conditioned on: the caption at its own length, in the pipeline's own template.
+        """Encode what the transformer is conditioned on: the caption at its own length, in the pipeline's template.
 
-        Alone it has no padding, so what is cached is exact and needs no mask.
+        It has no padding, so what is cached is exact and needs no mask.
 
         `controls` are the pixels of its control images, each (3, 1, height, width) in [-1, 1]: what they show is part
         of the prompt. Families without control images ignore them.
@@ -266,10 +274,9 @@ class Family(ABC):
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Stack every tensor; prompts are padded with zeros at the end to the longest.
 
-        Where prompts differ in length, `prompt_mask` (batch, longest) is True on their own tokens.
+        If prompts differ in length, `prompt_mask` (batch, longest) is True on their own tokens.
 
-        Raises:
-            RuntimeError: other tensors differ in shape: the samples are not of one bucket.
+        Raises RuntimeError if other tensors differ in shape: the samples are not of one bucket.
         """
         import torch
         from torch.nn.utils.rnn import pad_sequence
@@ -278,11 +285,11 @@ class Family(ABC):
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in others}
         prompts = [sample["prompt_embeds"] for sample in samples]
         lengths = [len(prompt) for prompt in prompts]
-        if min(lengths) == max(lengths):
-            return {**batch, "prompt_embeds": torch.stack(prompts)}
-        positions = torch.arange(max(lengths), device=prompts[0].device)
-        batch["prompt_mask"] = positions[None] < torch.tensor(lengths, device=positions.device)[:, None]
-        return {**batch, "prompt_embeds": pad_sequence(prompts, batch_first=True)}
+        batch["prompt_embeds"] = pad_sequence(prompts, batch_first=True)
+        if min(lengths) < max(lengths):
+            positions = torch.arange(max(lengths), device=prompts[0].device)
+            batch["prompt_mask"] = positions < torch.tensor(lengths, device=positions.device)[:, None]
+        return batch
 
     @abstractmethod
     def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
@@ -302,15 +309,15 @@ class Family(ABC):
         seed: int,
         controls: Sequence["Image.Image"] = (),
     ) -> list["Image.Image"]:
-        """The frames of an image or a clip in the shape of `bucket`, by the pipeline's own loop.
+        """Sample the frames of an image or a clip in the shape of `bucket`, by the pipeline's own loop.
 
         Args:
-            pipeline: all of it, its adapter loaded or not.
+            pipeline: a whole pipeline, with or without an adapter.
             prompt: what to show.
             bucket: width, height and frames; each must suit the family.
             num_steps: denoising steps; at least 2, since with one the schedule of Qwen-Image divides by zero.
-            seed: of the noise, drawn on the CPU: the same picture on every device.
-            controls: control images, where the family takes them.
+            seed: seed of the noise, drawn on the CPU: the same picture on every device.
+            controls: control images, if the family takes them.
         """
         import torch
 
@@ -328,12 +335,12 @@ class Family(ABC):
     def sampling_arguments(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        """What else the pipeline is called with to sample: prompt, guidance, control images, frames."""
+        """Further arguments of the pipeline's call to sample: prompt, guidance, control images, frames."""
         return {"prompt": prompt, "guidance_scale": self.defaults.sampling_guidance}
 
-    @abstractmethod
-    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        """Whether attention gets a mask at this batch size: some backends refuse any."""
+    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
+        """Whether attention gets a mask at this batch size, which some backends refuse; False unless overridden."""
+        return False
 
     @abstractmethod
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:

@@ -4,19 +4,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import FLUX_VAE, Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, unwrapped
-from autotune.families.packing import PATCH, pack, unpack
-from autotune.schema import Bucket, TextPadding
+from autotune.families.base import FLUX_VAE, Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, unwrap_model
+from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-VAE_FACTOR = 8
 TEXT_TOKENS = 512
-"""The pipeline pads every prompt to this and masks nothing: the model was trained to attend to the padding."""
+"""Length that the pipeline pads every prompt to. It masks nothing: the model was trained to attend to the padding."""
 
 BLOCK = r"(single_)?transformer_blocks\.\d+"
-ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 MLP = r"ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out"
 
 
@@ -93,13 +91,12 @@ class Flux1Dev(Family):
         # An image token's position is (0, row, column); text has none.
         grid = torch.meshgrid(torch.arange(1), torch.arange(rows), torch.arange(columns), indexing="ij")
         positions = torch.stack(grid, dim=-1).reshape(rows * columns, 3).to(noisy)
-        distilled = unwrapped(transformer).config.guidance_embeds
-        usual = torch.full_like(sigmas, self.defaults.training_guidance or 1.0, dtype=torch.float32)
-        guidance = batch.get("guidance", usual)
+        default = torch.full_like(sigmas, self.defaults.training_guidance or 1.0, dtype=torch.float32)
+        takes_guidance = unwrap_model(transformer).config.guidance_embeds
         velocity: Tensor = transformer(
             hidden_states=pack(noisy),
             timestep=sigmas.to(noisy.dtype),
-            guidance=guidance if distilled else None,
+            guidance=batch.get("guidance", default) if takes_guidance else None,
             pooled_projections=batch["pooled_prompt_embeds"],
             encoder_hidden_states=prompt,
             txt_ids=noisy.new_zeros(prompt.shape[1], 3),
@@ -107,9 +104,6 @@ class Flux1Dev(Family):
             return_dict=False,
         )[0]
         return unpack(velocity, noisy.shape)
-
-    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return False
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
         from autotune.families.small.flux1_dev import write_pipeline

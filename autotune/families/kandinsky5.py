@@ -1,7 +1,7 @@
 """Kandinsky 5.0 for images and for video: text blocks, then visual blocks that attend to the text; no mask anywhere.
 
-The transformer takes latents with the channels last and cannot be told which prompt tokens are padding, so captions of
-different lengths go through it one length at a time.
+The transformer takes latents with the channels last and no mask of the prompt, so captions of different lengths go
+through it one length at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,22 +19,25 @@ from autotune.families.base import (
     Sample,
     Shapes,
     Sizes,
-    bare_pipeline,
-    unwrapped,
+    build_empty_pipeline,
+    count_tokens,
+    unwrap_model,
 )
-from autotune.schema import Bucket, TextPadding
+from autotune.families.packing import PATCH, VAE_FACTOR
+from autotune.schema import Bucket
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-VAE_FACTOR = 8
-PATCH = 2
 FRAMES_PER_LATENT = 4
 MAX_TEXT_TOKENS = 512
-"""What the pipelines' calls cut prompts to."""
+"""Length to which the pipelines cut prompts."""
 POSITIONS = 128
-"""Rows, columns and latent frames that the transformer's rotations are made for."""
+"""Maximum rows, columns and latent frames of the transformer's rotary embedding."""
+
+LITE_CONFIG: Config = {"in_visual_dim": 16, "out_visual_dim": 16, "time_dim": 512, "num_text_blocks": 2}
+"""Constructor arguments that both Lite models share."""
 
 BLOCK = r"(text|visual)_transformer_blocks\.\d+"
 ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
@@ -69,7 +72,7 @@ class Kandinsky5(Family):
         attention = config.get("attention_type", "regular")
         if attention != "regular":
             raise InvalidInput(
-                f"this {self.name} uses {attention} attention, which cannot be trained here",
+                f"this {self.name} uses {attention} attention, which autotune cannot train",
                 hint="use a checkpoint with regular attention: the 5-second models have it",
             )
         return super().build_transformer(config)
@@ -95,14 +98,11 @@ class Kandinsky5(Family):
 
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
         from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
-        from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
-        pipeline = bare_pipeline(self.pipeline_class)
-        texts = [pipeline.prompt_template.format(prompt_clean(caption)) for caption in captions]
-        dropped = pipeline.prompt_template_encode_start_idx
-        # Of a prompt that is too long the pipeline cuts characters, so a token or two fewer may remain.
-        return [min(len(ids) - dropped, MAX_TEXT_TOKENS) for ids in tokenizer(texts)["input_ids"]]
+        stock = build_empty_pipeline(self.pipeline_class)
+        lengths = count_tokens(folder, [stock.prompt_template.format(prompt_clean(caption)) for caption in captions])
+        # The pipeline cuts characters of a prompt that is too long, so a token or two fewer may remain.
+        return [min(length - stock.prompt_template_encode_start_idx, MAX_TEXT_TOKENS) for length in lengths]
 
     def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
         import torch
@@ -125,7 +125,7 @@ class Kandinsky5(Family):
 
         _, _, frames, height, width = noisy.shape
         visual = noisy.permute(0, 2, 3, 4, 1)
-        if unwrapped(transformer).visual_cond:
+        if unwrap_model(transformer).visual_cond:
             # Text to video conditions on no image: zeros, and a mask channel that says so.
             visual = torch.cat([visual, torch.zeros_like(visual), torch.zeros_like(visual[..., :1])], dim=-1)
         prompt = batch["prompt_embeds"]
@@ -143,16 +143,13 @@ class Kandinsky5(Family):
         )
         return velocity.permute(0, 4, 1, 2, 3)
 
-    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
-        return False
-
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
         from autotune.families.small.kandinsky5 import write_pipeline
 
         write_pipeline(self.pipeline_class, folder, captions, seed)
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
-        """Factors that the pipeline divides positions in time, height and width by."""
+        """Factors by which the pipeline divides positions in time, height and width."""
         return (1.0, 1.0, 1.0)
 
 
@@ -163,12 +160,9 @@ class Kandinsky5Image(Kandinsky5):
     hub_id = "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers"
     pipeline_class = "Kandinsky5T2IPipeline"
     transformer_config: ClassVar[Config] = {
-        "in_visual_dim": 16,
-        "out_visual_dim": 16,
-        "time_dim": 512,
+        **LITE_CONFIG,
         "model_dim": 2560,
         "ff_dim": 10240,
-        "num_text_blocks": 2,
         "num_visual_blocks": 50,
         "axes_dims": (32, 48, 48),
     }
@@ -203,18 +197,15 @@ class Kandinsky5Image(Kandinsky5):
 
 class Kandinsky5Video(Kandinsky5):
     """Video Lite of 5 seconds, text to video; single images train it as well. 32 visual blocks, and HunyuanVideo's VAE,
-    which packs four frames into one: of a clip the first 4k + 1 frames count."""
+    which packs four frames into one: of a clip, the first 4k + 1 frames are used."""
 
     name = "kandinsky5-video-lite"
     hub_id = "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers"
     pipeline_class = "Kandinsky5T2VPipeline"
     transformer_config: ClassVar[Config] = {
-        "in_visual_dim": 16,
-        "out_visual_dim": 16,
-        "time_dim": 512,
+        **LITE_CONFIG,
         "model_dim": 1792,
         "ff_dim": 7168,
-        "num_text_blocks": 2,
         "num_visual_blocks": 32,
         "axes_dims": (16, 24, 24),
         "visual_cond": True,
@@ -260,5 +251,5 @@ def _num_latent_frames(num_frames: int) -> int:
 
 
 def _whole_frames(num_frames: int) -> int:
-    """As many of a clip's frames as latents are made of."""
+    """Number of a clip's frames that latents are made of."""
     return (_num_latent_frames(num_frames) - 1) * FRAMES_PER_LATENT + 1

@@ -1,4 +1,4 @@
-"""Latents as sequences of 2x2 patches, as FLUX and Qwen-Image take them. Pure."""
+"""What families have in common: sizes of latents and tokens, FLUX's and Qwen-Image's packing and joint attention."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+VAE_FACTOR = 8
+"""Pixels per latent, along each side."""
 PATCH = 2
+"""Latents per token, along each side."""
+ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+"""Attention layers of a double-stream block: the image's, then the text's."""
 
 
 def pack(latents: "Tensor") -> "Tensor":

@@ -4,19 +4,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, bare_pipeline
-from autotune.families.packing import PATCH, pack, unpack
+from autotune.families.base import (
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    Parts,
+    Sample,
+    Shapes,
+    Sizes,
+    build_empty_pipeline,
+    count_tokens,
+)
+from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-VAE_FACTOR = 8
 BLOCK = r"transformer_blocks\.\d+"
-ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 CONTROL = "control_latents_"
-"""Names of control images in a sample: this and a number from 1, so at most nine in the order of their names."""
+"""Prefix of control images in a sample, before a number from 1; nine at most, so that names sort in order."""
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
 
 
@@ -72,14 +81,9 @@ class QwenImage(Family):
         return {"prompt_embeds": pipeline.encode_prompt(prompt=[caption])[0][0]}
 
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
-        from transformers import AutoTokenizer
-
-        pipeline = bare_pipeline(self.pipeline_class)
-        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
-        template, dropped = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
-        longest = pipeline.tokenizer_max_length
-        ids = tokenizer([template.format(caption) for caption in captions])["input_ids"]
-        return [min(len(tokens) - dropped, longest) for tokens in ids]
+        stock = build_empty_pipeline(self.pipeline_class)
+        lengths = count_tokens(folder, [stock.prompt_template_encode.format(caption) for caption in captions])
+        return [min(n - stock.prompt_template_encode_start_idx, stock.tokenizer_max_length) for n in lengths]
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         vae = pipeline.vae
@@ -109,7 +113,7 @@ class QwenImage(Family):
         # Without a negative prompt the pipeline leaves guidance out; the model's card uses a blank one.
         return {"prompt": prompt, "true_cfg_scale": self.defaults.sampling_guidance, "negative_prompt": " "}
 
-    def masks(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
+    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
         return micro_batch_size > 1 and text_padding == "masked"
 
     def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:

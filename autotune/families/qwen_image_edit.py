@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-from autotune.families.base import Sample, Sizes, bare_pipeline
+from autotune.families.base import Sample, Sizes, build_empty_pipeline
 from autotune.families.qwen_image import QwenImage
 from autotune.schema import Bucket
 
@@ -20,13 +20,9 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-CONDITION_AREA = 1024 * 1024
-PLUS_CONDITION_AREA = 384 * 384
-"""Pixels that the pipelines resize images for the text encoder to."""
-
 
 class QwenImageEdit(QwenImage):
-    """One control image. The text encoder sees it with a megapixel, so captions take some 1,400 tokens."""
+    """One control image. The text encoder sees it at one megapixel, so captions take some 1,400 tokens."""
 
     name = "qwen-image-edit"
     hub_id = "Qwen/Qwen-Image-Edit"
@@ -36,15 +32,19 @@ class QwenImageEdit(QwenImage):
     max_text_tokens = 3840  # nothing is cut; of 4096 positions a picture's side takes up to 256
     # Rate and shift as for Qwen-Image: musubi-tuner's guide names one set for both.
     defaults = replace(QwenImage.defaults, text_tokens=1536)
+    condition_area_px: ClassVar[int] = 1024 * 1024
+    """Pixels to which the pipeline resizes images for the text encoder."""
     picture_prompt: ClassVar[str] = ""
-    """What the pipeline writes before the caption for each control image, apart from its template."""
+    """Text that the pipeline puts before the caption for each control image, apart from its template."""
 
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
-        return super().load_pipeline(folder, **{"processor": _processor(folder), **components})
+        return super().load_pipeline(folder, **{"processor": _load_processor(folder), **components})
 
     def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
-        self.require_controls(len(controls), f"the caption {caption!r}")
-        return {"prompt_embeds": self._encode(pipeline, caption, [_to_image(pixels) for pixels in controls])[0]}
+        self.check_num_controls(len(controls), f"the caption {caption!r}")
+        to_images = pipeline.image_processor.postprocess
+        images = [to_images(pixels.movedim(1, 0).float())[0] for pixels in controls]
+        return {"prompt_embeds": self._encode(pipeline, caption, images)[0]}
 
     def _encode(self, pipeline: Any, caption: str, images: Sequence["Image.Image"]) -> "Tensor":
         resized = []
@@ -55,11 +55,11 @@ class QwenImageEdit(QwenImage):
         return prompt
 
     def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
-        processor = _processor(folder)
-        pipeline = bare_pipeline(self.pipeline_class)
+        processor = _load_processor(folder)
+        pipeline = build_empty_pipeline(self.pipeline_class)
         counts = []
         for caption, sizes in zip(captions, controls, strict=True):
-            self.require_controls(len(sizes), f"the caption {caption!r}")
+            self.check_num_controls(len(sizes), f"the caption {caption!r}")
             pictures = "".join(self.picture_prompt.format(number) for number in range(1, len(sizes) + 1))
             text = pipeline.prompt_template_encode.format(pictures + caption)
             num_image_tokens = sum(processor.num_image_tokens(*self._condition_size(*size)) for size in sizes)
@@ -75,7 +75,7 @@ class QwenImageEdit(QwenImage):
     def sampling_arguments(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
-        self.require_controls(len(controls), "the prompt")
+        self.check_num_controls(len(controls), "the prompt")
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
         return {
             "true_cfg_scale": usual["true_cfg_scale"],
@@ -85,10 +85,10 @@ class QwenImageEdit(QwenImage):
         }
 
     def _control_area(self, area_px: int) -> AbstractContextManager[object]:
-        """Makes the pipeline encode control images with this many pixels, as training does, instead of a megapixel.
+        """Make the pipeline encode control images with this many pixels, as training does, instead of a megapixel.
 
         A preview then needs the memory that was planned, and sees what the adapter was trained on. The pipeline has no
-        argument for it, so a name in its module is replaced for a moment: one preview at a time.
+        argument for it, so a name in its module is replaced while one preview runs.
         """
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock
 
@@ -96,7 +96,10 @@ class QwenImageEdit(QwenImage):
         return mock.patch.object(stock, "calculate_dimensions", lambda _, ratio: stock_size(area_px, ratio))
 
     def _condition_size(self, width: int, height: int) -> tuple[int, int]:
-        return _stock_size(CONDITION_AREA, width / height)
+        """(width, height) in px that the text encoder sees, in multiples of 32, as the pipelines' own function."""
+        ratio = width / height
+        new_width = math.sqrt(self.condition_area_px * ratio)
+        return round(new_width / 32) * 32, round(new_width / ratio / 32) * 32
 
 
 class QwenImageEditPlus(QwenImageEdit):
@@ -107,6 +110,7 @@ class QwenImageEditPlus(QwenImageEdit):
     pipeline_class = "QwenImageEditPlusPipeline"
     max_controls = 3  # the model's card: best with one to three
     defaults = replace(QwenImage.defaults, text_tokens=384)
+    condition_area_px = 384 * 384
     picture_prompt = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 
     def _control_area(self, area_px: int) -> AbstractContextManager[object]:
@@ -114,25 +118,8 @@ class QwenImageEditPlus(QwenImageEdit):
 
         return mock.patch.object(stock, "VAE_IMAGE_SIZE", area_px)
 
-    def _condition_size(self, width: int, height: int) -> tuple[int, int]:
-        return _stock_size(PLUS_CONDITION_AREA, width / height)
 
-
-def _stock_size(area_px: int, ratio: float) -> tuple[int, int]:
-    """(width, height) of about this area, in multiples of 32 px, as both pipelines' `calculate_dimensions`."""
-    width = math.sqrt(area_px * ratio)
-    return round(width / 32) * 32, round(width / ratio / 32) * 32
-
-
-def _processor(folder: Path) -> Any:
+def _load_processor(folder: Path) -> Any:
     from autotune.families.qwen_processor import Qwen2VLProcessor
 
     return Qwen2VLProcessor.from_pretrained(folder / "processor")
-
-
-def _to_image(pixels: "Tensor") -> "Image.Image":
-    """A PIL image of pixels (3, 1, height, width) in [-1, 1]."""
-    from PIL import Image
-
-    values = ((pixels[:, 0].float().cpu() + 1) * 127.5).round().clamp(0, 255).byte()
-    return Image.fromarray(values.permute(1, 2, 0).numpy())

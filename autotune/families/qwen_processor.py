@@ -1,10 +1,9 @@
-"""Qwen2.5-VL's processor without torchvision: the stock one builds a video processor that needs it, and nobody here
-shows the encoder a video. Imports transformers: import it inside functions."""
+"""Qwen2.5-VL's processor without torchvision: the stock one builds a video processor that needs it, and no family shows
+its encoder a video. Imports transformers: import it inside functions."""
 
 from typing import Any
 
 from transformers import Qwen2VLProcessor as StockProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
 IMAGE_TOKEN = "<|image_pad|>"
@@ -29,5 +28,3 @@ class Qwen2VLProcessor(StockProcessor):  # type: ignore[misc]
 
 # diffusers writes a component's module into model_index.json: a saved pipeline must name the stock class.
 Qwen2VLProcessor.__module__ = StockProcessor.__module__
-
-__all__ = ["Qwen2VLImageProcessorPil", "Qwen2VLProcessor"]

@@ -1,4 +1,4 @@
-"""The families that autotune knows, by name. Adding one: its file, and one line here."""
+"""The families that autotune supports, by name. To add one: its file, and one line in this table."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -25,12 +25,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def family_named(name: str) -> Family:
-    """The family called `name`.
-
-    Raises:
-        InvalidInput: no family has that name.
-    """
+def get_family(name: str) -> Family:
+    """The family called `name`. Raises InvalidInput if no family has that name."""
     if name not in FAMILIES:
         raise InvalidInput(f"there is no model family called {name!r}", hint=suggest_nearest(name, FAMILIES))
     return FAMILIES[name]

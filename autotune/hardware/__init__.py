@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.hardware.capabilities import older
-    from autotune.hardware.catalog import CatalogGpu, load_catalog, matching, profile_of_gpu
-    from autotune.hardware.device_lock import DeviceLock, held_for_run, lock_path, locked
-    from autotune.hardware.diagnosis import Finding, doctor
+    from autotune.hardware.capabilities import NO_BF16
+    from autotune.hardware.catalog import CatalogGpu, find_gpu, load_catalog, profile_of_gpu
+    from autotune.hardware.device_lock import DeviceLock, lock_for_run, lock_path
+    from autotune.hardware.diagnosis import Finding, diagnose
     from autotune.hardware.memory import (
-        LEAST_MARGIN_BYTES,
+        MIN_MARGIN_BYTES,
+        default_reserve_bytes,
         host_floor_bytes,
         limited_budget,
         process_overhead_bytes,
         shares_host_memory,
-        usual_reserve,
     )
-    from autotune.hardware.probing import probe, with_budget, with_rates
+    from autotune.hardware.probing import probe, with_budget
     from autotune.hardware.sources import memory_bytes, memory_limits
-    from autotune.hardware.store import NOT_KEPT, cached_profile, hardware_named
+    from autotune.hardware.store import NOT_SAVED, cached_profile, hardware_named
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,21 +1,21 @@
-"""The GPUs that autotune knows without seeing them: published figures, one file each in `profiles/hardware`.
+"""The GPUs that can be planned for without owning one: published figures, one file each in `profiles/hardware`.
 
-A catalog profile plans for a card that nobody here owns. It has no rates, only a datasheet; its host and versions
-are assumed, and its notes say so.
+A catalog profile has no rates, only a datasheet; its host and versions are assumed, as its notes tell.
 """
 
 import importlib.metadata
 import platform
 import re
 from functools import cache
-from importlib.resources import files
 
 import yaml
 from pydantic import Field
 
-from autotune.hardware.capabilities import capabilities_of
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.hardware.capabilities import CUDA_13, capabilities_of, without_bf16
 from autotune.hardware.facts import PACKAGES
-from autotune.hardware.memory import budget
+from autotune.hardware.memory import device_with_budget
+from autotune.runtime import shipped_path
 from autotune.schema import Datasheet, Device, Frozen, HardwareProfile, Host, MemoryKind, Versions
 
 ASSUMED_HOST_BYTES = 64 * 2**30
@@ -27,10 +27,16 @@ ASSUMED_VERSIONS = {
     "driver": "580",
     "triton": "3.5",
 }
+OLD_CARDS_CUDA = "12.6"
+"""CUDA version of torch's last builds for cards that CUDA 13 no longer supports (pytorch#172352)."""
 PCIE_BYTES_PER_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Per second, one direction, after line encoding (PCI-SIG)."""
-SAME_MEMORY = 0.15
-"""Names are shared by cards of other sizes (RTX 3060 8 GB): sizes may differ by this share at most."""
+"""PCIe generation: bytes per second and lane in one direction, after line encoding (PCI-SIG)."""
+MEMORY_TOLERANCE = 0.15
+"""Relative difference in memory size up to which a card is the same: an RTX 3060 of 8 GB has the name of another."""
+SERIES = ("nvidia", "geforce", "rtx", "tesla")
+"""Words that may be omitted from a GPU's name."""
+VARIANTS = frozenset({"ti", "super"})
+"""Words that name another card."""
 
 
 class CatalogGpu(Frozen):
@@ -38,41 +44,53 @@ class CatalogGpu(Frozen):
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
     name: str
-    """As CUDA reports it."""
+    """Name that CUDA reports."""
     match: str
-    """Expression that finds this card, and no sibling, in the name that CUDA reports."""
+    """Regular expression that matches the name that CUDA reports for this card, and for no sibling."""
     architecture: str
     compute_capability: str = Field(pattern=r"^\d+\.\d$")
     memory_kind: MemoryKind
     memory: str
     memory_nominal_gb: float
     memory_cuda_mib: int | None = None
-    """What CUDA reports, where somebody saw it."""
+    """What CUDA reports, if known."""
     memory_gb_per_second: float
     sm_count: int
     l2_mib: float | None = None
     power_watts: float
     pcie_generation: int | None = None
+    pcie_lanes: int = 16
     host_gb_per_second: float | None = None
-    """One direction to the host's memory, where something faster than PCIe leads there (NVLink-C2C)."""
+    """To the host's memory in one direction, if the link is faster than PCIe (NVLink-C2C)."""
     dense_tflops: dict[str, float]
+    """By dtype of the inputs; `fp32`, without tensor cores, is given for cards that cannot train in bf16."""
     measured_tflops: dict[str, float] = Field(default_factory=dict)
-    """Products measured by others with cuBLASLt."""
+    """Measured by others, with products of cuBLASLt."""
     confidence: str
     source: str
     notes: str = ""
 
     @property
     def memory_bytes(self) -> int:
-        """What CUDA reports, or else 97% of the nominal size: the driver keeps some."""
+        """What CUDA reports, or else 97% of the nominal size: the driver reserves some."""
         if self.memory_cuda_mib is not None:
             return self.memory_cuda_mib * 2**20
         return int(self.memory_nominal_gb * 2**30 * 0.97)
 
     @property
+    def training_dtype(self) -> str:
+        """The dtype that training computes in: bf16 if the card has units for it."""
+        return "bf16" if "bf16" in self.dense_tflops else "fp32"
+
+    @property
+    def training_tflops(self) -> float:
+        """Peak in the dtype that training computes in."""
+        return self.dense_tflops.get(self.training_dtype, 0.0)
+
+    @property
     def _reached_bf16(self) -> float | None:
-        """FLOP/s of large bf16 products alone. Cards that accumulate fp32 at half rate are not held back by power:
-        those measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak."""
+        """FLOP/s of large bf16 products. Cards that accumulate in fp32 at half rate are not limited by power: those
+        measured reach 1.08 (RTX 4090) and 1.21 (RTX 5090) of their peak."""
         if "bf16" in self.measured_tflops:
             return self.measured_tflops["bf16"] * 1e12
         peak, half = self.dense_tflops.get("bf16"), self.dense_tflops.get("fp16_fp16_accumulate", 0)
@@ -80,7 +98,7 @@ class CatalogGpu(Frozen):
 
     @property
     def datasheet(self) -> Datasheet:
-        """The figures that profiles carry."""
+        """The figures that profiles contain."""
         peaks = {name: value * 1e12 for name, value in self.dense_tflops.items()}
         lane = PCIE_BYTES_PER_LANE.get(self.pcie_generation or 0)
         link = None if self.host_gb_per_second is None else self.host_gb_per_second * 1e9
@@ -89,8 +107,9 @@ class CatalogGpu(Frozen):
             bf16_flops_per_second=peaks.get("bf16"),
             reached_bf16_flops_per_second=self._reached_bf16,
             tf32_flops_per_second=peaks.get("tf32"),
+            fp32_flops_per_second=peaks.get("fp32"),
             memory_bytes_per_second=self.memory_gb_per_second * 1e9,
-            pcie_bytes_per_second=link or (None if lane is None else 16 * lane),
+            pcie_bytes_per_second=link or (None if lane is None else self.pcie_lanes * lane),
             power_watts=self.power_watts,
             confidence=self.confidence,
             source=self.source,
@@ -100,29 +119,63 @@ class CatalogGpu(Frozen):
 @cache
 def load_catalog() -> tuple[CatalogGpu, ...]:
     """Every GPU of the catalog, by compute capability and then peak."""
-    folder = files("autotune") / "profiles" / "hardware"
+    folder = shipped_path("hardware")
     gpus = [
         CatalogGpu.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
         for entry in folder.iterdir()
         if entry.name.endswith(".yaml")
     ]
-    return tuple(sorted(gpus, key=lambda gpu: (float(gpu.compute_capability), gpu.dense_tflops.get("bf16", 0))))
+    return tuple(sorted(gpus, key=lambda gpu: (float(gpu.compute_capability), gpu.training_tflops, gpu.id)))
 
 
-def matching(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
-    """The catalog's card for a name that CUDA reports, or None: siblings, slices and other sizes match nothing."""
+def find_gpu(name: str, total_memory_bytes: int | None) -> CatalogGpu | None:
+    """The catalog's card for a name that CUDA reports; None for siblings, MIG slices and cards of other sizes."""
     if "MIG" in name:
         return None
     for gpu in load_catalog():
         if not re.search(gpu.match, name):
             continue
-        if total_memory_bytes is None or abs(total_memory_bytes / gpu.memory_bytes - 1) <= SAME_MEMORY:
+        if total_memory_bytes is None or abs(total_memory_bytes / gpu.memory_bytes - 1) <= MEMORY_TOLERANCE:
             return gpu
     return None
 
 
+def is_gpu_name(name: str) -> bool:
+    """Whether `name` is the whole name of a GPU in the catalog."""
+    return any(name.lower() in (gpu.id, gpu.name.lower()) for gpu in load_catalog())
+
+
+def gpu_named(name: str) -> CatalogGpu:
+    """The one GPU that `name`, or a part of a name, identifies: `4080`, `RTX 4080`, `4080_super`, `h200`.
+
+    A card with exactly these words goes before those with more (`4080 super`). A Ti or Super has to be named as such:
+    who has a 4060 has another card than the 4060 Ti.
+
+    Raises:
+        InvalidInput: no GPU matches, or several do.
+    """
+    words = _words(name)
+    same = [gpu for gpu in load_catalog() if name.lower() == gpu.name.lower() or words == _words(gpu.id)]
+    containing = [gpu for gpu in load_catalog() if words and set(words) <= set(_words(gpu.id))]
+    found = same or [gpu for gpu in containing if VARIANTS.isdisjoint({*_words(gpu.id)} - {*words})]
+    if len(found) == 1:
+        return found[0]
+    listing = "`autotune probe --list` shows the catalog"
+    if found:
+        names = ", ".join(gpu.id for gpu in found)
+        raise InvalidInput(f"{name!r} may be any of {names}", hint=f"name one of them; {listing}")
+    others = ", ".join(gpu.id for gpu in containing)
+    nearest = suggest_nearest(name, (gpu.id for gpu in load_catalog()), listing)
+    hint = f"another card is {others}; {listing}" if others else nearest
+    raise InvalidInput(f"no hardware called {name!r}: neither a catalog name nor a saved profile", hint=hint)
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[\s_-]+", name.lower()) if word and word not in SERIES]
+
+
 def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
-    """A profile to plan with, for a Linux host of 64 GiB with this environment's packages and CUDA 13."""
+    """A profile to plan with: on a Linux host of 64 GiB, with this environment's packages and CUDA 13 or 12.6."""
     device = _device(gpu)
     shared = gpu.memory_kind == "integrated"
     memory = gpu.memory_bytes if shared else ASSUMED_HOST_BYTES
@@ -136,7 +189,7 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
         compiler="assumed",
         gpu_direct_storage=False,
     )
-    versions = _assumed_versions()
+    versions = _assumed_versions(device)
     return HardwareProfile(
         origin="catalog",
         device=device,
@@ -146,8 +199,9 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
         datasheet=gpu.datasheet,
         notes=(
             f"from the catalog, not measured; figures: {gpu.confidence} confidence",
-            f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA 13.0, driver 580, a C compiler, no display,"
-            " and this environment's packages",
+            f"assumed: {memory / 2**30:.0f} GiB of host memory, CUDA {versions.cuda_runtime}, driver 580, a C compiler,"
+            " no display, and this environment's packages",
+            *without_bf16(device),
             *((gpu.notes,) if gpu.notes else ()),
         ),
     )
@@ -155,34 +209,33 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
 
 def _device(gpu: CatalogGpu) -> Device:
     total = gpu.memory_bytes
-    free = int(0.9 * total) if gpu.memory_kind == "integrated" else total
-    budget_bytes, why = budget(gpu.memory_kind, total, free, None)
     major, minor = gpu.compute_capability.split(".")
-    return Device(
+    return device_with_budget(
+        gpu.memory_kind,
         kind="cuda",
         index=0,
         name=gpu.name,
         compute_capability=(int(major), int(minor)),
         sm_count=gpu.sm_count,
         l2_bytes=None if gpu.l2_mib is None else int(gpu.l2_mib * 2**20),
-        memory_kind=gpu.memory_kind,
-        memory_kind_reason=f"the catalog says: {gpu.memory}",
+        memory_kind_reason=f"from the catalog: {gpu.memory}",
         total_memory_bytes=total,
-        free_memory_bytes=free,
-        budget_bytes=budget_bytes,
-        budget_reason=why,
+        free_memory_bytes=int(0.9 * total) if gpu.memory_kind == "integrated" else total,
         pcie_generation=gpu.pcie_generation,
         power_limit_watts=gpu.power_watts,
         default_power_limit_watts=gpu.power_watts,
     )
 
 
-def _assumed_versions() -> Versions:
+def _assumed_versions(device: Device) -> Versions:
     """This environment's packages; what only a GPU machine has is assumed."""
-    found: dict[str, str] = {}
+    old = device.compute_capability is not None and device.compute_capability < CUDA_13
+    found = {"cuda_runtime": OLD_CARDS_CUDA} if old else {}
     for field, package in PACKAGES.items():
         try:
-            found[field] = importlib.metadata.version(package).split("+")[0]  # not how this one was built
+            found[field] = importlib.metadata.version(package).split("+")[
+                0
+            ]  # without the local part, which names this build
         except importlib.metadata.PackageNotFoundError:
             continue
     return Versions(python=platform.python_version(), **(ASSUMED_VERSIONS | found))

@@ -1,8 +1,11 @@
-"""Keeps searches and runs off each other: an advisory lock that the system drops when its holder dies, however it dies.
+"""An advisory lock for each device, which keeps searches and training runs from disturbing each other.
 
-Searches that ran at once would measure each other; they take turns, trial by trial. Training runs share the lock among
-themselves: a run waits for a search to end, a search is refused while a run lasts. The lock file names its holder;
-whoever waits for a turn holds a shared lock on a second file.
+Searches that ran at the same time would measure each other, so they take turns, trial by trial. Training runs share the
+lock: a run waits for a search to end, and a search is refused while a run lasts. The system drops the lock when its
+holder dies, however it dies. The lock file names its holder; a search that waits holds a shared lock on a second file.
+
+This is flock(2) rather than filelock: a GPU's lock lies in the temporary folder and belongs to several users, for which
+`filelock.ReadWriteLock` refuses another user's file, and `filelock.FileLock` cannot be shared.
 """
 
 import contextlib
@@ -13,166 +16,152 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
-import platformdirs
 import psutil
 
 from autotune.errors import AutotuneError
 from autotune.hardware.nvidia import DriverSource
 from autotune.hardware.system import Unavailable
-from autotune.runtime import started_by_launcher
+from autotune.runtime import cache_path, started_by_launcher
 from autotune.schema import Device
 
 SEARCH, RUN = "search", "training run"
-"""What holders call themselves."""
-LONGEST_WAIT_SECONDS = 1800.0
+"""What the lock file calls its holder."""
+MAX_WAIT_SECONDS = 1800.0
 RETRY_SECONDS = 0.2
+
+_logger = logging.getLogger(__name__)
 
 
 def lock_path(device: Device) -> Path:
-    """Where the lock of a device lies: a GPU may have several users, a processor is tried by one.
+    """The lock file of a device: in the temporary folder for a GPU, which several users may share.
 
-    Where nobody can write to the cache folder, that of a processor lies in the temporary folder, too.
+    A CPU's lies in the user's cache folder, or in the temporary folder if that cannot be written.
     """
-    folder = platformdirs.user_cache_path("autotune")
-    if device.kind == "cuda" or not _takes_files(folder):
-        folder = Path(tempfile.gettempdir())
-    return folder / f"autotune-{device.kind}-{_card(device)}-{device.file_name}.lock"
-
-
-def _takes_files(folder: Path) -> bool:
+    folder = cache_path()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    return os.access(folder, os.W_OK)
+    if device.kind == "cuda" or not os.access(folder, os.W_OK):
+        folder = Path(tempfile.gettempdir())
+    return folder / f"autotune-{device.kind}-{_card_id(device)}-{device.file_name}.lock"
 
 
-def _card(device: Device) -> str:
-    """Which card it is, whatever CUDA_VISIBLE_DEVICES makes of its index; the index where no driver tells."""
+def _card_id(device: Device) -> str:
+    """The GPU's UUID, which is the same whatever CUDA_VISIBLE_DEVICES makes of its index; the index if unknown."""
     if device.kind == "cuda":
         with contextlib.suppress(Unavailable, OSError, AttributeError):
             return DriverSource().uuid(device.index)
     return str(device.index)
 
 
-_logger = logging.getLogger(__name__)
-
-
 class DeviceLock:
-    """The right to use one device; taken and given back any number of times."""
+    """The right to use one device, which can be acquired and released any number of times."""
 
-    def __init__(self, path: Path, on_wait: Callable[[str], None] = _logger.warning, *, trains: bool = False) -> None:
-        """`on_wait` is told once who is being waited for. `trains`: for a training run, not for trials."""
-        self.path, self.on_wait, self.trains = path, on_wait, trains
+    def __init__(
+        self, path: Path, on_wait: Callable[[str], None] = _logger.warning, *, for_training: bool = False
+    ) -> None:
+        """Lock `path` for trials, or `for_training`. `on_wait` is called once, with whom the lock waits for."""
+        self.path, self.on_wait, self.for_training = path, on_wait, for_training
         self._waiting = path.with_suffix(".waiting")
-        self._handle: int | None = None
+        self._file: TextIO | None = None
 
-    def take(self) -> None:
-        """Take the lock, after whoever has it; nothing happens where it is held already.
+    def acquire(self) -> None:
+        """Wait for whoever holds the lock, and take it; if this object already holds it, return at once.
 
         Raises:
-            AutotuneError: a run has it, a search kept it too long, or the lock file cannot be opened.
+            AutotuneError: a run holds it, a search did not end in time, or the lock file cannot be opened.
         """
-        if self._handle is not None:
+        if self._file is not None:
             return
-        handle = _open(self.path)
+        file = _open(self.path)
         try:
-            if not self._locked(handle):
-                self._wait(handle)
+            if not self._try_lock(file):
+                self._wait(file)
+            file.truncate(0)
+            user = psutil.Process().username()
+            file.write(f"{RUN if self.for_training else SEARCH} (process {os.getpid()} of {user})")
+            file.flush()
         except BaseException:
-            os.close(handle)
+            file.close()
             raise
-        os.ftruncate(handle, 0)
-        os.pwrite(
-            handle,
-            f"{RUN if self.trains else SEARCH} (process {os.getpid()} of {psutil.Process().username()})".encode(),
-            0,
-        )
-        self._handle = handle
+        self._file = file
 
-    def _locked(self, handle: int) -> bool:
-        """Whether the lock could be had at once. A run lets searches that wait for a turn go first."""
-        if self.trains:
-            return not self.is_wanted() and locked(handle, fcntl.LOCK_SH)
-        return locked(handle, fcntl.LOCK_EX)
+    def _try_lock(self, file: TextIO) -> bool:
+        """Lock at once, if possible. A run lets searches that wait for a turn go first."""
+        if self.for_training:
+            return not self.has_waiting_search() and _flock(file, fcntl.LOCK_SH)
+        return _flock(file, fcntl.LOCK_EX)
 
-    def _wait(self, handle: int) -> None:
-        named = self.path.read_text(errors="replace").strip() or f"{SEARCH} (unknown process)"
-        if named.startswith(RUN) and not self.trains and locked(handle, fcntl.LOCK_SH):  # which only runs share
-            if self._locked(handle):
+    def _wait(self, file: TextIO) -> None:
+        holder = self.path.read_text(errors="replace").strip() or f"{SEARCH} (unknown process)"
+        if holder.startswith(RUN) and not self.for_training and _flock(file, fcntl.LOCK_SH):  # which only runs share
+            if self._try_lock(file):
                 return  # it has just ended
             raise AutotuneError(
-                f"a {named} uses this device",
-                hint="wait for it, or stop it: it writes a checkpoint, and `autotune train PLAN --resume` goes on; "
-                "trials beside it would measure it",
+                f"a {holder} uses this device",
+                hint="wait for it, or stop it: it writes a checkpoint, and `autotune train PLAN --resume` continues; "
+                "trials at the same time would measure it",
             )
-        holder = f"{'a' if self.trains else 'another'} {named} runs trials on this device"
-        self.on_wait(f"{holder}: waiting for {'its end' if self.trains else 'a turn'}")
+        holder = f"{'a' if self.for_training else 'another'} {holder} runs trials on this device"
+        self.on_wait(f"{holder}: waiting for {'its end' if self.for_training else 'a turn'}")
         started = time.monotonic()
-        with _opened(self._waiting) as turns:
-            if not self.trains:
-                locked(turns, fcntl.LOCK_SH)
-            while not self._locked(handle):
-                if time.monotonic() - started > LONGEST_WAIT_SECONDS:
+        with _open(self._waiting) as waiting:
+            if not self.for_training:
+                _flock(waiting, fcntl.LOCK_SH)
+            while not self._try_lock(file):
+                if time.monotonic() - started > MAX_WAIT_SECONDS:
                     raise AutotuneError(
-                        f"{holder} and has not ended in {LONGEST_WAIT_SECONDS:.0f} s",
-                        hint="wait for it, or end it; what runs beside trials is measured with them",
+                        f"{holder} and has not ended in {MAX_WAIT_SECONDS:.0f} s",
+                        hint="wait for it, or stop it; what runs at the same time as trials is measured with them",
                     )
                 time.sleep(RETRY_SECONDS)
 
-    def is_wanted(self) -> bool:
-        """Whether another process waits for the lock."""
-        with _opened(self._waiting) as turns:
-            return not locked(turns, fcntl.LOCK_EX)
+    def has_waiting_search(self) -> bool:
+        """Whether another process's search waits for the lock."""
+        with _open(self._waiting) as waiting:
+            return not _flock(waiting, fcntl.LOCK_EX)
 
-    def give_back(self) -> None:
-        """Let others have the device; whoever waits gets it before this process can take it again."""
-        if self._handle is None:
+    def release(self) -> None:
+        """Release the lock; a search that waits for it gets it before this process can acquire it again."""
+        if self._file is None:
             return
-        os.close(self._handle)  # which unlocks it
-        self._handle = None
+        self._file.close()
+        self._file = None
         started = time.monotonic()
-        while self.is_wanted() and time.monotonic() - started < 5 * RETRY_SECONDS:
+        while self.has_waiting_search() and time.monotonic() - started < 5 * RETRY_SECONDS:
             time.sleep(RETRY_SECONDS / 4)
 
 
 @contextlib.contextmanager
-def held_for_run(device: Device, num_processes: int, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Keep searches off the devices of a training run while it lasts.
+def lock_for_run(device: Device, num_processes: int, on_wait: Callable[[str], None]) -> Iterator[None]:
+    """Keep searches off all devices of a training run while it lasts.
 
     Raises:
         AutotuneError: a search does not end, or a lock file cannot be opened.
     """
-    if started_by_launcher():  # which holds them for all its processes
+    if started_by_launcher():  # which holds the locks for all its processes
         yield
         return
     several = device.kind == "cuda" and num_processes > 1
-    used = [device.changed(index=i) for i in range(num_processes)] if several else [device]
-    with contextlib.ExitStack() as held:
-        for one in used:
-            lock = DeviceLock(lock_path(one), on_wait, trains=True)
-            lock.take()
-            held.callback(lock.give_back)
+    devices = [device.changed(index=i) for i in range(num_processes)] if several else [device]
+    with contextlib.ExitStack() as stack:
+        for one in devices:
+            lock = DeviceLock(lock_path(one), on_wait, for_training=True)
+            lock.acquire()
+            stack.callback(lock.release)
         yield
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    handle = _open(path)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _open(path: Path) -> int:
+def _open(path: Path) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unlinked = os.O_RDWR | os.O_NOFOLLOW  # through a stranger's link in /tmp any file would be emptied
-        if path.exists():  # of another user, maybe: opening to create would be refused in a shared folder
-            return os.open(path, unlinked)
-        handle = os.open(path, unlinked | os.O_CREAT, 0o666)
-        os.fchmod(handle, 0o666)
-        return handle
+        # No links: through one that somebody put into /tmp, any file would be emptied. No O_CREAT for a file that
+        # exists: Linux refuses it for another user's file in a shared folder (fs.protected_regular).
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (0 if path.exists() else os.O_CREAT), 0o666)
+        with contextlib.suppress(PermissionError):  # another user's, who has done this
+            os.fchmod(descriptor, 0o666)
+        return os.fdopen(descriptor, "r+")
     except OSError as error:
         raise AutotuneError(
             f"the lock of this device, {path}, cannot be opened: {error.strerror}",
@@ -180,10 +169,10 @@ def _open(path: Path) -> int:
         ) from error
 
 
-def locked(handle: int, how: int) -> bool:
-    """Whether the open file `handle` could be locked at once, LOCK_SH or LOCK_EX; the lock goes when it is closed."""
+def _flock(file: TextIO, mode: int) -> bool:
+    """Whether `file` could be locked at once, LOCK_SH or LOCK_EX; closing it releases the lock."""
     try:
-        fcntl.flock(handle, how | fcntl.LOCK_NB)
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

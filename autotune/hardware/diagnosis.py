@@ -1,32 +1,29 @@
 """What on this machine will hurt a training run, worst first, each with its fix.
 
-It imports no torch and opens no CUDA context, so it is safe beside someone's run, and it can say which build of torch
-this driver needs before one is installed. A check is pure: a patient in, findings out.
+It imports no torch and opens no CUDA context, so it is safe while someone trains, and it can name the build of torch
+that a driver needs before one is installed. Each check is pure: facts in, findings out.
 """
 
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from autotune.hardware.capabilities import older
-from autotune.hardware.catalog import matching
-from autotune.hardware.doctor_facts import DoctorFacts, Gpu, examine
+from autotune.hardware.capabilities import CUDA_13, older
+from autotune.hardware.catalog import find_gpu
+from autotune.hardware.doctor_facts import DoctorFacts, Gpu, read_doctor_facts
 from autotune.hardware.sources import RealSystem
 from autotune.schema import Frozen
 
 GIB = 2**30
-LITTLE_HOST_BYTES = 32 * GIB
+MIN_HOST_BYTES = 32 * GIB
 """Streaming a large text encoder through the host needs about 20 GiB, the rest of the machine a few more."""
 BUSY_BYTES = GIB
-"""Other processes below this are a desktop, not a run."""
-DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
-"""CUDA major to the oldest driver that runs it (minor-version compatibility, CUDA release notes)."""
+"""Other processes that hold less are a desktop, not a run."""
+MIN_DRIVERS = {"13": "580", "12": "525", "11": "450.80.02"}
+"""CUDA major version: the oldest driver that runs it (minor-version compatibility, CUDA release notes)."""
 
-LEAST = {"diffusers": "0.42", "transformers": "5.0", "peft": "0.20", "accelerate": "1.10"}
-"""Oldest versions that work. With peft 0.18 no layer is adapted where torchao is 0.18 or newer, with 0.19 none whose
-weights torchao stores."""
-
-CUDA_13 = (7, 5)
-"""The oldest compute capability that it runs on."""
+MIN_VERSIONS = {"diffusers": "0.42", "transformers": "5.0", "peft": "0.20", "accelerate": "1.10"}
+"""Oldest versions that work. With peft 0.18 no layer is adapted if torchao is 0.18 or newer, with 0.19 none whose
+weights torchao quantized."""
 DEFAULT_DISK_BYTES = 90 * GIB
 """Qwen-Image in bf16 (58 GB on the hub), its caches, checkpoints and room to write a shard twice."""
 
@@ -44,13 +41,13 @@ class Finding(Frozen):
     fix: str
 
 
-def doctor() -> tuple[Finding, ...]:
+def diagnose() -> tuple[Finding, ...]:
     """Findings about this machine, worst first; empty when nothing will hurt.
 
     Raises:
-        AutotuneError: the operating system does not say how much memory there is.
+        AutotuneError: the operating system does not report how much memory there is.
     """
-    return findings(examine(RealSystem(torch=False), DEFAULT_DISK_BYTES))
+    return findings(read_doctor_facts(RealSystem(torch=False), DEFAULT_DISK_BYTES))
 
 
 def findings(facts: DoctorFacts) -> tuple[Finding, ...]:
@@ -59,40 +56,40 @@ def findings(facts: DoctorFacts) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: get_args(Severity).index(finding.severity)))
 
 
-def torch_for(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
-    """How to get a torch (>= 2.11) that runs here. Builds of 2.13: cu126, cu129, cu130, cu132, rocm and cpu."""
+def torch_fix(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
+    """How to install a torch (>= 2.11) that runs here. Builds of 2.13: cu126, cu129, cu130, cu132, rocm and cpu."""
     capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
-    outdated = driver is not None and older(driver, DRIVERS["12"])  # it runs none of them
+    outdated = driver is not None and older(driver, MIN_DRIVERS["12"])  # it runs none of them
     first = "update the driver to 580 or newer, then " if outdated else ""
     build = "cu129" if any(own >= (10, 0) for own in capabilities) else "cu126"
     if driver is None and not gpus:
         build = "cpu"
-    elif (outdated or not older(driver, DRIVERS["13"])) and not any(own < CUDA_13 for own in capabilities):
+    elif (outdated or not older(driver, MIN_DRIVERS["13"])) and not any(map(_needs_cuda_12, gpus)):
         build = "cu130"
     return f"{first}install the {build} build of torch 2.11 or newer (pytorch.org, 'Get started', 'Compute platform')"
 
 
 def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
-    """Torch is there, is for NVIDIA, and the driver can run it."""
+    """Torch is installed, is built for NVIDIA, and the driver can run it."""
     versions, cuda = facts.versions, facts.versions.cuda_runtime
-    get = torch_for(versions.driver, facts.gpus)
+    get = torch_fix(versions.driver, facts.gpus)
     if versions.torch is None:
         yield Finding(severity="blocks", name="no-torch", what="torch is not installed", fix=get)
     elif facts.rocm is not None:
-        what = f"torch {versions.torch} is a ROCm build: AMD GPUs are not supported here, only the processor is used"
+        what = f"torch {versions.torch} is a ROCm build: AMD GPUs are not supported here, only the CPU is used"
         yield Finding(severity="blocks", name="rocm-torch", what=what, fix=get)
     elif cuda is None and facts.gpus:
-        what = f"torch {versions.torch} is built without CUDA, so {facts.gpus[0].name} lies idle"
+        what = f"torch {versions.torch} is built without CUDA, so {facts.gpus[0].name} is not used"
         yield Finding(severity="blocks", name="cpu-only-torch", what=what, fix=get)
     elif cuda is not None and versions.driver is not None:
-        least = DRIVERS.get(cuda.split(".")[0])
+        least = MIN_DRIVERS.get(cuda.split(".")[0])
         if least is not None and older(versions.driver, least):
             what = (
                 f"driver {versions.driver} is too old for torch {versions.torch} (CUDA {cuda}): needs {least} or newer"
             )
             fix = get if get.startswith("update") else f"update the driver; or {get}"
             yield Finding(severity="blocks", name="driver-too-old", what=what, fix=fix)
-        elif cuda.startswith("12."):
+        elif cuda.startswith("12.") and not any(map(_needs_cuda_12, facts.gpus)):
             what = f"torch {versions.torch} is built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
             yield Finding(severity="note", name="cuda-12", what=what, fix="driver 580 or newer runs CUDA 13 builds")
     if versions.torch is not None and older(versions.torch, "2.11"):
@@ -100,21 +97,24 @@ def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
         yield Finding(severity="hurts", name="old-torch", what=what, fix=get)
 
 
+def _needs_cuda_12(gpu: Gpu) -> bool:
+    return gpu.compute_capability is not None and gpu.compute_capability < CUDA_13
+
+
 def check_old_card(facts: DoctorFacts) -> Iterator[Finding]:
     """CUDA 13 dropped everything before 7.5."""
     cuda13 = not older(facts.versions.cuda_runtime, "13.0")
     for gpu in facts.gpus:
-        own = gpu.compute_capability
-        if cuda13 and own is not None and own < CUDA_13:
-            what = f"{gpu.name} has compute capability {own[0]}.{own[1]}; CUDA 13 needs 7.5"
+        if cuda13 and _needs_cuda_12(gpu):
+            what = "{} has compute capability {}.{}; CUDA 13 needs 7.5".format(gpu.name, *gpu.compute_capability or ())
             fix = "install the cu126 build of torch"
             yield Finding(severity="blocks", name="card-too-old", what=what, fix=fix)
 
 
 def check_driver(facts: DoctorFacts) -> Iterator[Finding]:
-    """A card needs a driver, and without NVML much of this report is blind."""
+    """A card needs a driver, and without NVML many checks find nothing."""
     if facts.nvidia_cards and not facts.gpus:
-        what = f"{facts.nvidia_cards} NVIDIA card(s) on the bus, and no driver answers"
+        what = f"{facts.nvidia_cards} NVIDIA card(s) on the bus, and no driver responds"
         fix = "install NVIDIA's driver 580 or newer; in a container, pass the GPUs through (--gpus all)"
         yield Finding(severity="blocks", name="no-driver", what=what, fix=fix)
     if facts.nvml_absent and facts.gpus:
@@ -123,7 +123,7 @@ def check_driver(facts: DoctorFacts) -> Iterator[Finding]:
 
 
 def check_visible_devices(facts: DoctorFacts) -> Iterator[Finding]:
-    """CUDA stops at the first entry that is no device; what the driver counts without NVML is what is left then."""
+    """CUDA stops at the first entry that is no device; without NVML, the GPUs that it hides are not counted."""
     value = facts.visible_devices
     if value is None:
         return
@@ -144,7 +144,7 @@ def _names_device(entry: str, count: int | None) -> bool:
 
 
 def check_busy(facts: DoctorFacts) -> Iterator[Finding]:
-    """Memory that others hold cannot be planned with."""
+    """Memory that other processes hold cannot be planned with."""
     for gpu in facts.gpus:
         held = gpu.other_process_bytes
         if held is not None and held >= BUSY_BYTES:
@@ -153,22 +153,23 @@ def check_busy(facts: DoctorFacts) -> Iterator[Finding]:
             yield Finding(severity="hurts", name="gpu-busy", what=what, fix=fix)
         if gpu.drives_display:
             what = f"GPU {gpu.index} ({gpu.name}) drives a display, which takes memory as windows open"
-            fix = "move the display to another GPU or log out of the desktop; --reserve changes the 1 GiB kept for it"
+            fix = "move the display to another GPU or log out of the desktop; --reserve changes its reserve of 1 GiB"
             yield Finding(severity="note", name="drives-display", what=what, fix=fix)
 
 
 def check_link_and_power(facts: DoctorFacts) -> Iterator[Finding]:
-    """A card that cannot do what it was sold for."""
+    """A card that is slower than its datasheet."""
     for gpu in facts.gpus:
         limit, usual = gpu.power_limit_watts, gpu.default_power_limit_watts
-        sheet = matching(gpu.name, gpu.total_memory_bytes)
+        sheet = find_gpu(gpu.name, gpu.total_memory_bytes)
         usual = usual or (sheet.power_watts if sheet else None)
         if limit is not None and usual is not None and limit < 0.95 * usual:
             what = f"GPU {gpu.index} ({gpu.name}) is limited to {limit:.0f} W of {usual:.0f} W: slower in long runs"
             fix = f"sudo nvidia-smi -i {gpu.index} -pl {usual:.0f}, unless the limit is wanted"
             yield Finding(severity="hurts", name="power-limited", what=what, fix=fix)
-        # NVML's greatest width is what card and slot can do together; every card of the catalog has 16 lanes.
-        width, full = gpu.pcie_width, 16 if sheet and sheet.pcie_generation else gpu.pcie_max_width or 16
+        # NVML's greatest width is what card and slot can do together; the catalog knows what the card can.
+        lanes = sheet.pcie_lanes if sheet and sheet.pcie_generation else None
+        width, full = gpu.pcie_width, lanes or gpu.pcie_max_width or 16
         if width is not None and width < full:
             what = f"GPU {gpu.index} ({gpu.name}) has {width} PCIe lanes of {full}: copies from the host are slow"
             fix = "move the card to a full slot; avoid plans that offload"
@@ -176,7 +177,7 @@ def check_link_and_power(facts: DoctorFacts) -> Iterator[Finding]:
 
 
 def check_shared_memory(facts: DoctorFacts) -> Iterator[Finding]:
-    """On GB10 and its like the page cache counts as used, and an over-allocation hangs the machine."""
+    """On GB10 and similar machines the page cache counts as used, and an over-allocation hangs the machine."""
     for gpu in facts.gpus:
         if gpu.integrated:
             what = (
@@ -187,7 +188,7 @@ def check_shared_memory(facts: DoctorFacts) -> Iterator[Finding]:
 
 
 def check_host(facts: DoctorFacts) -> Iterator[Finding]:
-    """The system can run plans at all; and the host's memory kills runs as often as the GPU's."""
+    """The system can run plans at all, and has enough host memory, whose lack kills runs as often as the GPU's."""
     host = facts.host
     if host.memory_model == "windows":
         what = "plan and train need Linux or macOS: their locks and warm trial processes do not exist on Windows"
@@ -197,7 +198,7 @@ def check_host(facts: DoctorFacts) -> Iterator[Finding]:
         what = "WSL spills GPU memory to the host without an error: steps become ten times slower"
         fix = "in the NVIDIA control panel set 'CUDA - Sysmem Fallback Policy' to 'Prefer No Sysmem Fallback'"
         yield Finding(severity="hurts", name="wsl-spill", what=what, fix=fix)
-    if host.available_memory_bytes < LITTLE_HOST_BYTES:
+    if host.available_memory_bytes < MIN_HOST_BYTES:
         what = (
             f"{host.available_memory_bytes / GIB:.0f} GiB of host memory available: loading large models may be killed"
         )
@@ -206,17 +207,17 @@ def check_host(facts: DoctorFacts) -> Iterator[Finding]:
 
 
 def check_disk(facts: DoctorFacts) -> Iterator[Finding]:
-    """Room for a model and its caches."""
+    """Free disk space for a model and its caches."""
     free = facts.disk_free_bytes
     if free is not None and free < facts.disk_needed_bytes:
-        what = f"{free / GIB:.0f} GiB free where models are kept; the largest take {facts.disk_needed_bytes / GIB:.0f}"
+        what = f"{free / GIB:.0f} GiB free on the disk for models; the largest take {facts.disk_needed_bytes / GIB:.0f}"
         fix = "free space, or set HF_HOME to a larger disk; smaller models need less"
         yield Finding(severity="hurts", name="little-disk", what=what, fix=fix)
 
 
 def check_packages(facts: DoctorFacts) -> Iterator[Finding]:
-    """Packages that are chosen and harm, are too old, or are missing and would help."""
-    for name, least in LEAST.items():
+    """Packages that are too old, do harm, or are missing and would help."""
+    for name, least in MIN_VERSIONS.items():
         version = getattr(facts.versions, name)
         if version is not None and older(version, least):
             what = f"{name} {version} is installed; autotune needs {least} or newer"

@@ -1,13 +1,13 @@
-"""The patient of the doctor: what can be known of a machine without torch and without a CUDA context."""
+"""What the doctor examines: the facts of a machine that can be read without torch and without a CUDA context."""
 
 from autotune.hardware.facts import CUDA, MEMORY_SIGNALS, read_host, read_versions
-from autotune.hardware.reader import FREE, TEXT, Facts, Reader, whole
+from autotune.hardware.reader import FREE, TEXT, Facts, Reader, integer
 from autotune.hardware.system import System
 from autotune.schema import Frozen, Host, Versions
 
 
 class Gpu(Frozen):
-    """What can be known of a GPU without a CUDA context; fields as in `Device`."""
+    """The facts of one GPU; fields as in `Device`."""
 
     index: int
     name: str = "GPU"
@@ -23,21 +23,21 @@ class Gpu(Frozen):
 
 
 GPU: Facts = {
-    name: (kind, *(question for question in asked if not question.startswith("torch:")))
-    for name, (kind, *asked) in {**CUDA, **MEMORY_SIGNALS}.items()
+    name: (kind, *(query for query in queries if not query.startswith("torch:")))
+    for name, (kind, *queries) in {**CUDA, **MEMORY_SIGNALS}.items()
     if name in Gpu.model_fields
 }
-PATIENT: Facts = {
+OTHER: Facts = {
     "rocm": (TEXT, "packages:torch_hip"),
     "attention": (TEXT, "environment:DIFFUSERS_ATTN_BACKEND"),
     "disk_free_bytes": (FREE, "os:disk_free_bytes"),
     "torchvision_needs": (TEXT, "packages:torchvision_needs"),
-    "nvidia_cards": (whole(0, 1024), "os:nvidia_cards"),
+    "nvidia_cards": (integer(0, 1024), "os:nvidia_cards"),
 }
 
 
 class DoctorFacts(Frozen):
-    """Everything the checks look at."""
+    """Everything that the checks examine."""
 
     host: Host
     versions: Versions
@@ -46,7 +46,7 @@ class DoctorFacts(Frozen):
     """HIP version that torch was built with."""
     visible_devices: str | None
     attention: str | None = None
-    """Backend chosen in the environment (DIFFUSERS_ATTN_BACKEND)."""
+    """Attention backend chosen in the environment (DIFFUSERS_ATTN_BACKEND)."""
     disk_free_bytes: int | None = None
     disk_needed_bytes: int
     torchvision_needs: str | None = None
@@ -54,17 +54,17 @@ class DoctorFacts(Frozen):
     nvidia_cards: int | None = None
     """NVIDIA cards on the bus, with or without a driver."""
     nvml_absent: str | None
-    """Why NVML gives no answers."""
+    """Why NVML is unavailable; None if it is available."""
 
 
-def examine(system: System, disk_needed_bytes: int) -> DoctorFacts:
-    """Read what the checks need; asks everything but torch.
+def read_doctor_facts(system: System, disk_needed_bytes: int) -> DoctorFacts:
+    """Read what the checks need, from every source but torch.
 
     Raises:
-        AutotuneError: the operating system does not say how much memory there is.
+        AutotuneError: the operating system does not report how much memory there is.
     """
     reader = Reader(system)
-    count = reader.fact("gpus", whole(0, 64), "nvml:count", "driver:count") or 0
+    count = reader.fact("gpus", integer(0, 64), "nvml:count", "driver:count") or 0
     nvml = reader.provenance[-1]
     visible = reader.raw("environment:CUDA_VISIBLE_DEVICES")
     return DoctorFacts(
@@ -73,6 +73,6 @@ def examine(system: System, disk_needed_bytes: int) -> DoctorFacts:
         gpus=tuple(Gpu(index=index, **Reader(system, index).facts("device", GPU)) for index in range(count)),
         visible_devices=visible if isinstance(visible, str) else None,
         disk_needed_bytes=disk_needed_bytes,
-        nvml_absent=None if nvml.source == "NVML" else "NVML gives no answers: " + (nvml.absent_because or "missing"),
-        **reader.facts("patient", PATIENT),
+        nvml_absent=None if nvml.source == "NVML" else "NVML is unavailable: " + (nvml.absent_because or "missing"),
+        **reader.facts("machine", OTHER),
     )

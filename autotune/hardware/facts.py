@@ -1,15 +1,15 @@
-"""The facts of a machine, from whatever its sources answer. No effects but the questions asked."""
+"""The facts of a machine, from whatever its sources report. Has no effects but the queries."""
 
 import platform
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.hardware.memory import budget, memory_kind
-from autotune.hardware.reader import FLAG, FREE, SIZE, TEXT, Facts, Reader, number, whole
-from autotune.schema import Device, DeviceKind, Host, Link, MemoryKind, Versions
+from autotune.hardware.memory import classify_memory, device_with_budget
+from autotune.hardware.reader import FLAG, FREE, SIZE, TEXT, Facts, Reader, integer, positive_number
+from autotune.schema import Device, Host, Link, Versions
 
 PACKAGES: Mapping[str, str] = {
     "torch": "torch",
@@ -26,15 +26,15 @@ PACKAGES: Mapping[str, str] = {
     "kernels": "kernels",
     "sageattention": "sageattention",
 }
-"""Field of `Versions` to name of the distribution."""
+"""Field of `Versions`: name of the distribution."""
 
 HOST: Facts = {
     "memory_bytes": (SIZE, "os:memory_bytes"),
     "available_memory_bytes": (FREE, "os:available_bytes"),
     "container_free_bytes": (FREE, "os:container_free_bytes"),
     "cpu": (TEXT, "os:cpu"),
-    "physical_cores": (whole(1, 4096), "os:physical_cores"),
-    "logical_cores": (whole(1, 8192), "os:logical_cores"),
+    "physical_cores": (integer(1, 4096), "os:physical_cores"),
+    "logical_cores": (integer(1, 8192), "os:logical_cores"),
     "swap_bytes": (FREE, "os:swap_bytes"),
     "system": (TEXT, "os:system"),
     "wsl": (FLAG, "os:wsl"),
@@ -54,7 +54,7 @@ MEMORY_SIGNALS: Facts = {
     "integrated": (FLAG, "driver:integrated", "torch:integrated"),
     "host_page_tables": (FLAG, "driver:host_page_tables"),
 }
-WATTS, LANES = number(1e5), whole(1, 64)
+WATTS, LANES = positive_number(1e5), integer(1, 64)
 CUDA: Facts = {
     "total_memory_bytes": (SIZE, "torch:total_bytes", "nvml:total_bytes"),
     "drives_display": (FLAG, "nvml:display_active"),
@@ -64,9 +64,9 @@ CUDA: Facts = {
         "torch:capability",
         "nvml:capability",
     ),
-    "sm_count": (whole(1, 4096), "torch:sm_count"),
+    "sm_count": (integer(1, 4096), "torch:sm_count"),
     "l2_bytes": (SIZE, "torch:l2_bytes"),
-    "pcie_generation": (whole(1, 16), "nvml:pcie_generation"),
+    "pcie_generation": (integer(1, 16), "nvml:pcie_generation"),
     "pcie_width": (LANES, "nvml:pcie_width"),
     "pcie_max_width": (LANES, "nvml:pcie_max_width"),
     "power_limit_watts": (WATTS, "nvml:power_limit_watts"),
@@ -81,18 +81,18 @@ def read_host(reader: Reader) -> Host:
     """The computer around the device.
 
     Raises:
-        AutotuneError: the operating system does not say how much memory there is; nothing could be planned.
+        AutotuneError: the operating system does not report how much memory there is; nothing could be planned.
     """
-    unknown = {"cpu": "unknown processor", "logical_cores": 1, "system": "unknown"}
-    known = {**unknown, **reader.facts("host", HOST)}
-    limit, wsl = known.pop("container_free_bytes", None), known.pop("wsl", False)
+    facts: dict[str, Any] = {"cpu": "unknown CPU", "logical_cores": 1, "system": "unknown"}
+    facts |= reader.facts("host", HOST)
+    limit, wsl = facts.pop("container_free_bytes", None), facts.pop("wsl", False)
     for name in ("memory_bytes", "available_memory_bytes"):
-        if name not in known:
+        if name not in facts:
             reason = next(p.absent_because for p in reader.provenance if p.fact == f"host.{name}")
             raise AutotuneError(f"the host's memory is unknown ({reason})", hint="check /proc/meminfo and psutil")
-    sizes = (known["available_memory_bytes"], known["memory_bytes"], limit)
-    known["available_memory_bytes"] = min(size for size in sizes if size is not None)
-    return Host(memory_model="wsl" if wsl else _memory_model(known["system"]), **known)
+    sizes = (facts["available_memory_bytes"], facts["memory_bytes"], limit)
+    facts["available_memory_bytes"] = min(size for size in sizes if size is not None)
+    return Host(memory_model="wsl" if wsl else _memory_model(facts["system"]), **facts)
 
 
 def _memory_model(system: str) -> Literal["linux", "windows", "macos"]:
@@ -105,15 +105,15 @@ def read_versions(reader: Reader) -> Versions:
 
 
 def read_device(reader: Reader, host: Host) -> Device:
-    """The device that torch would train on: CUDA before MPS before the processor.
+    """The device that torch would train on: CUDA if there is one, else MPS, else the CPU.
 
     Raises:
         InvalidInput: there is no device with the reader's index, or AUTOTUNE_MEMORY_KIND is no kind.
-        AutotuneError: a CUDA device whose memory nobody knows.
+        AutotuneError: a CUDA device whose memory no source reports.
     """
     kind = reader.raw("torch:kind")
     kind = kind if kind in ("cuda", "mps") else "cpu"
-    count = (reader.fact("device.count", whole(1, 1024), "torch:count") or 1) if kind == "cuda" else 1
+    count = (reader.fact("device.count", integer(1, 1024), "torch:count") or 1) if kind == "cuda" else 1
     if reader.index >= count:
         raise InvalidInput(
             f"there is no {kind} device {reader.index}: {count} visible",
@@ -122,51 +122,41 @@ def read_device(reader: Reader, host: Host) -> Device:
     if kind == "cuda":
         return _cuda_device(reader, count)
     if kind == "mps":
-        total = reader.fact("device.total_memory_bytes", SIZE, "torch:recommended_bytes")
-        name = reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU"
-        return _device_of_host("mps", name, "integrated", "Apple GPUs share the host's memory", total, host)
-    why = "the processor trains in the host's memory"
-    return _device_of_host("cpu", host.cpu, "host", why, host.memory_bytes, host)
+        return device_with_budget(
+            "integrated",
+            kind="mps",
+            index=0,
+            total_memory_bytes=reader.fact("device.total_memory_bytes", SIZE, "torch:recommended_bytes"),
+            name=reader.fact("device.name", TEXT, "os:cpu") or "Apple GPU",
+            memory_kind_reason="Apple GPUs share the host's memory",
+            free_memory_bytes=host.available_memory_bytes,
+        )
+    return device_with_budget(
+        "host",
+        kind="cpu",
+        index=0,
+        name=host.cpu,
+        memory_kind_reason="the CPU trains in the host's memory",
+        total_memory_bytes=host.memory_bytes,
+        free_memory_bytes=host.available_memory_bytes,
+    )
 
 
 def _cuda_device(reader: Reader, count: int) -> Device:
     signals = reader.facts("device", MEMORY_SIGNALS)
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
-    told = override if isinstance(override, str) else None
-    kind, why = memory_kind(signals.get("integrated"), signals.get("host_page_tables"), told)
-    # NVML before torch: it opens no context, so free memory is what it was before us. Where memory is shared, the
-    # host's counts, and not a container's part of it: a limit there does not contain CUDA's allocations.
-    questions = ("os:available_bytes",) if kind == "integrated" else ("nvml:free_bytes", "torch:free_bytes")
-    free = reader.fact("device.free_memory_bytes", FREE, *questions)
-    known = {"name": "unknown GPU"} | reader.facts("device", CUDA)
-    known["links"] = tuple(Link(peer_index=peer, path=path) for peer, path in known.get("links", ()))
-    total = known.get("total_memory_bytes")
+    kind, why = classify_memory(
+        signals.get("integrated"), signals.get("host_page_tables"), override if isinstance(override, str) else None
+    )
+    # NVML before torch: it opens no context, so free memory does not include ours. If memory is shared, the host's
+    # counts, and not a container's part of it: a limit there does not contain CUDA's allocations.
+    queries = ("os:available_bytes",) if kind == "integrated" else ("nvml:free_bytes", "torch:free_bytes")
+    free = reader.fact("device.free_memory_bytes", FREE, *queries)
+    facts = {"name": "unknown GPU"} | reader.facts("device", CUDA)
+    facts["links"] = tuple(Link(peer_index=peer, path=path) for peer, path in facts.get("links", ()))
+    total = facts.get("total_memory_bytes")
     if total is not None and free is not None:
         free = min(free, total)
-    budget_bytes, budget_reason = budget(kind, total, free, known.get("drives_display"))
-    return Device(
-        kind="cuda",
-        index=reader.index,
-        count=count,
-        memory_kind=kind,
-        memory_kind_reason=why,
-        free_memory_bytes=free,
-        budget_bytes=budget_bytes,
-        budget_reason=budget_reason,
-        **known,
-    )
-
-
-def _device_of_host(kind: DeviceKind, name: str, memory: MemoryKind, why: str, total: int | None, host: Host) -> Device:
-    budget_bytes, budget_reason = budget(memory, total, host.available_memory_bytes, None)
-    return Device(
-        kind=kind,
-        name=name,
-        index=0,
-        memory_kind=memory,
-        memory_kind_reason=why,
-        total_memory_bytes=total,
-        free_memory_bytes=host.available_memory_bytes,
-        budget_bytes=budget_bytes,
-        budget_reason=budget_reason,
+    return device_with_budget(
+        kind, kind="cuda", index=reader.index, count=count, memory_kind_reason=why, free_memory_bytes=free, **facts
     )

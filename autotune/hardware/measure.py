@@ -1,6 +1,7 @@
-"""The probe's child: reads a profile, measures its device, and reports each result as soon as it has it.
+"""The probe's child process: reads a profile, measures its device, and reports each result as soon as it has it.
 
-Reports are JSON objects of one entry, a line each: `measuring`, `rate`, `note`, `noisy`; `measuring: done` is the last.
+Each report is a line of JSON, an object of one entry: `measuring`, `rate`, `note` or `noisy`. The last one is
+`measuring: done`.
 """
 
 import contextlib
@@ -12,8 +13,7 @@ from collections.abc import Callable
 
 import psutil
 
-from autotune.hardware.rates import KERNELS, NOISY_ABOVE, Meter, is_noisy
-from autotune.hardware.reader import Facts, Reader, number, whole
+from autotune.hardware.reader import Facts, Reader, integer, positive_number
 from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import System
 from autotune.runtime import silence_libraries
@@ -21,15 +21,15 @@ from autotune.schema import Conditions, HardwareProfile, Rate
 
 Report = Callable[[str, str], None]
 CONDITIONS: Facts = {
-    "clock_mhz": (whole(1, 10_000), "nvml:clock_mhz"),
-    "temperature_celsius": (whole(1, 150), "nvml:temperature_celsius"),
-    "power_watts": (number(1e5), "nvml:power_watts"),
+    "clock_mhz": (integer(1, 10_000), "nvml:clock_mhz"),
+    "temperature_celsius": (integer(1, 150), "nvml:temperature_celsius"),
+    "power_watts": (positive_number(1e5), "nvml:power_watts"),
 }
 
 
 def main() -> None:
     """Measure the device of the profile on stdin."""
-    for ending in (signal.SIGINT, signal.SIGPIPE):  # the probe ends too, and says so itself
+    for ending in (signal.SIGINT, signal.SIGPIPE):  # the probe ends too, and reports it
         signal.signal(ending, signal.SIG_DFL)
     silence_libraries()
     profile = HardwareProfile.model_validate_json(sys.stdin.buffer.read())
@@ -37,25 +37,21 @@ def main() -> None:
 
 
 def measure(profile: HardwareProfile, system: System, report: Report) -> None:
-    """Report every rate of the profile's device; what fails, or finds no time, is a note."""
+    """Report every rate of the profile's device, and a note on each that fails or for which no time is left."""
     report("measuring", "the start of a process")
+    if (overhead := process_overhead(profile)) is not None:
+        report("rate", overhead.model_dump_json())
+    # After the overhead, to which they would add; importing takes a second or two, which are no measurement's.
+    from autotune.hardware.rates import NOISY_ABOVE, PACKED, Meter, is_noisy, stored_dtypes
+
+    if PACKED in stored_dtypes(profile):
+        with contextlib.suppress(Exception):  # its measurement will report it
+            import bitsandbytes  # noqa: F401
+
     meter = Meter(profile, lambda: conditions_of(profile, system))
     rates: list[Rate] = []
     first: Callable[[], Rate] | None = None
-    overhead = process_overhead(profile)
-    if overhead is not None:
-        report("rate", overhead.model_dump_json())
-    import diffusers.models.attention_dispatch  # noqa: F401  # a second or two each, that are no measurement's
-
-    if any(
-        capability.available
-        for capability in profile.capabilities
-        if capability.name == KERNELS["dequantization.uint8"]
-    ):
-        with contextlib.suppress(Exception):  # then its measurement says so
-            import bitsandbytes  # noqa: F401
-
-    begin, others = time.perf_counter(), BackgroundLoad()
+    begin, background = time.perf_counter(), BackgroundLoad()
     for name, call in meter.measurements():
         if time.perf_counter() - begin > meter.sizes.total_seconds:
             report("note", f"not measured for lack of time: {name}")
@@ -63,7 +59,7 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
         report("measuring", name)
         try:
             rates.append(call())
-        except Exception as error:  # a kernel that fails here says so, and the rest is still worth having
+        except Exception as error:  # a kernel that fails costs its own rate only
             report("note", f"not measured: {name}: {error or type(error).__name__}".split("\n")[0][:200])
         else:
             first = first or call
@@ -74,20 +70,20 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
             again = first()
     if is_noisy(tuple(rates), again):
         report("noisy", "timings disagreed by more than 10%")
-    share = others.share()
+    share = background.share()
     if profile.device.kind == "cpu" and share > NOISY_ABOVE:
-        report("noisy", f"other processes took {share:.0%} of the processor")
+        report("noisy", f"other processes took {share:.0%} of the CPU")
     report("measuring", "done")
 
 
 class BackgroundLoad:
-    """How much of the processor other processes take, from its making until now."""
+    """How much CPU time other processes take, from the creation of this object until now."""
 
     def __init__(self) -> None:
         self._begin = self._times()
 
     def share(self) -> float:
-        """Their share of all processor time, in [0, 1]."""
+        """Their share of all CPU time, in [0, 1]."""
         busy, idle, own = (now - before for now, before in zip(self._times(), self._begin, strict=True))
         return max(0.0, busy - own) / max(busy + idle, 1e-9)
 
@@ -100,22 +96,22 @@ class BackgroundLoad:
 
 
 def process_overhead(profile: HardwareProfile) -> Rate | None:
-    """Bytes that a process costs before its first tensor: a CUDA context, or the libraries in the host's memory."""
-    if profile.device.kind == "cuda":
-        import torch
+    """Bytes that a process takes before its first tensor: a CUDA context, or torch in the host's memory."""
+    import torch
 
-        index, before = profile.device.index, profile.device.free_memory_bytes
-        if before is None or profile.device.memory_kind == "integrated":
+    if profile.device.kind == "cuda":
+        index, free_before = profile.device.index, profile.device.free_memory_bytes
+        if free_before is None or profile.device.memory_kind == "integrated":
             return None
-        some = torch.ones(8, 8, device=f"cuda:{index}")
-        some @ some
+        matrix = torch.ones(8, 8, device=f"cuda:{index}")
+        matrix @ matrix  # loads cuBLAS
         torch.cuda.synchronize(index)
-        num_bytes = before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index)
+        num_bytes = free_before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index)
     else:
         num_bytes = psutil.Process().memory_info().rss
-    return (
-        Rate(name="process.overhead", value=num_bytes, unit="B", spread=0.0, num_samples=1) if num_bytes > 0 else None
-    )
+    if num_bytes <= 0:
+        return None
+    return Rate(name="process.overhead", value=num_bytes, unit="B", spread=0.0, num_samples=1)
 
 
 def conditions_of(profile: HardwareProfile, system: System) -> Conditions | None:

@@ -1,4 +1,4 @@
-"""What NVML and the CUDA driver API answer. Neither opens a CUDA context, so both are safe beside someone's run."""
+"""What NVML and the CUDA driver API report. Neither opens a CUDA context, so both are safe while someone trains."""
 
 import ctypes
 import os
@@ -6,9 +6,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pynvml
+
 from autotune.hardware.system import Unavailable
 
-Answer = Callable[[int], object]
+Query = Callable[[int], object]
+"""Reads one value of the device with that index."""
 
 CU_ATTRIBUTE_INTEGRATED = 18
 CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES = 100
@@ -25,13 +28,13 @@ TOPOLOGY_PATHS = {
 
 
 class NvmlSource:
-    """NVML. `uuid_of` maps CUDA's device index to a UUID (NVML counts in another order, and past
-    CUDA_VISIBLE_DEVICES); None takes NVML's own order."""
+    """NVML. `uuid_of` maps CUDA's device index to a UUID, because NVML numbers devices in another order and ignores
+    CUDA_VISIBLE_DEVICES; None means NVML's own order."""
 
     def __init__(self, uuid_of: Callable[[int], str] | None) -> None:
         self._uuid_of = uuid_of
-        self._module: Any = None
-        self.questions: Mapping[str, Answer] = {
+        self._initialized = False
+        self.queries: Mapping[str, Query] = {
             "driver": lambda _: _text(self._nvml().nvmlSystemGetDriverVersion()),
             "cuda_driver": lambda _: cuda_version_text(self._nvml().nvmlSystemGetCudaDriverVersion_v2()),
             "count": lambda _: self._nvml().nvmlDeviceGetCount(),
@@ -44,7 +47,7 @@ class NvmlSource:
             "pcie_max_width": self._get("nvmlDeviceGetMaxPcieLinkWidth"),
             "power_limit_watts": self._get("nvmlDeviceGetEnforcedPowerLimit", _watts),
             "default_power_limit_watts": self._get("nvmlDeviceGetPowerManagementDefaultLimit", _watts),
-            "mig": self._get("nvmlDeviceIsMigDeviceHandle", lambda told: getattr(told, "value", told)),  # a c_uint
+            "mig": self._get("nvmlDeviceIsMigDeviceHandle", lambda flag: getattr(flag, "value", flag)),  # a c_uint
             "display_active": self._get("nvmlDeviceGetDisplayActive"),
             "other_process_bytes": self._other_process_bytes,
             "links": self._links,
@@ -54,15 +57,13 @@ class NvmlSource:
         }
 
     def _nvml(self) -> Any:
-        if self._module is None:
-            import pynvml
-
+        if not self._initialized:
             try:
                 pynvml.nvmlInit()
             except pynvml.NVMLError as error:
                 raise Unavailable(str(error)) from error
-            self._module = pynvml
-        return self._module
+            self._initialized = True
+        return pynvml
 
     def _handle(self, index: int) -> Any:
         nvml = self._nvml()
@@ -76,7 +77,7 @@ class NvmlSource:
                 continue
         raise Unavailable(f"no device with UUID {name}")
 
-    def _get(self, function: str, convert: Callable[[Any], object] = lambda value: value, *arguments: int) -> Answer:
+    def _get(self, function: str, convert: Callable[[Any], object] = lambda value: value, *arguments: int) -> Query:
         return lambda index: convert(getattr(self._nvml(), function)(self._handle(index), *arguments))
 
     def _memory(self, index: int) -> Any:
@@ -89,10 +90,10 @@ class NvmlSource:
             *nvml.nvmlDeviceGetComputeRunningProcesses(handle),
             *nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
         ]
-        held = {process.pid: process.usedGpuMemory for process in processes if process.pid != os.getpid()}
-        if any(num_bytes is None for num_bytes in held.values()):
-            raise Unavailable(f"{len(held)} other processes, whose memory the driver does not tell")
-        return sum(held.values())
+        bytes_of = {process.pid: process.usedGpuMemory for process in processes if process.pid != os.getpid()}
+        if any(num_bytes is None for num_bytes in bytes_of.values()):
+            raise Unavailable(f"{len(bytes_of)} other processes, whose memory the driver does not report")
+        return sum(bytes_of.values())
 
     def _links(self, index: int) -> list[tuple[int, str]]:
         nvml, handle = self._nvml(), self._handle(index)
@@ -112,35 +113,31 @@ class DriverSource:
 
     def __init__(self) -> None:
         self._library: Any = None
-        self.questions: Mapping[str, Answer] = {
+        self.queries: Mapping[str, Query] = {
             "count": lambda _: self._integer("cuDeviceGetCount"),
             "cuda_driver": lambda _: cuda_version_text(self._integer("cuDriverGetVersion")),
             "integrated": lambda index: self._attribute(CU_ATTRIBUTE_INTEGRATED, index),
             "host_page_tables": lambda index: self._attribute(CU_ATTRIBUTE_PAGEABLE_USES_HOST_PAGE_TABLES, index),
         }
 
-    def _cuda(self) -> Any:
+    def _call(self, function: str, *arguments: Any) -> None:
         if self._library is None:
             library = ctypes.CDLL("libcuda.so.1")
-            status = library.cuInit(0)
-            if status != 0:
+            if status := library.cuInit(0):
                 raise Unavailable(f"cuInit failed with error {status}")
             self._library = library
-        return self._library
+        if status := getattr(self._library, function)(*arguments):
+            raise Unavailable(f"{function} failed with error {status}")
 
     def _integer(self, function: str, *arguments: int) -> int:
         value = ctypes.c_int()
-        status = getattr(self._cuda(), function)(ctypes.byref(value), *arguments)
-        if status != 0:
-            raise Unavailable(f"{function} failed with error {status}")
+        self._call(function, ctypes.byref(value), *arguments)
         return value.value
 
     def uuid(self, index: int) -> str:
         """UUID of CUDA device `index`; of the slice, under MIG."""
         buffer = (ctypes.c_ubyte * 16)()
-        status = self._cuda().cuDeviceGetUuid_v2(buffer, self._integer("cuDeviceGet", index))
-        if status != 0:
-            raise Unavailable(f"cuDeviceGetUuid failed with error {status}")
+        self._call("cuDeviceGetUuid_v2", buffer, self._integer("cuDeviceGet", index))
         return str(uuid.UUID(bytes=bytes(buffer)))
 
     def _attribute(self, attribute: int, index: int) -> int:

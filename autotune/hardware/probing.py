@@ -1,4 +1,4 @@
-"""The probe: everything autotune knows about a machine, read and measured in under half a minute."""
+"""The probe: reads and measures everything autotune knows about a machine, in under half a minute."""
 
 import contextlib
 import json
@@ -7,8 +7,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from autotune.hardware.capabilities import capabilities_of
-from autotune.hardware.catalog import matching
+from autotune.hardware.capabilities import CUDA_13, capabilities_of, without_bf16
+from autotune.hardware.catalog import find_gpu
 from autotune.hardware.facts import read_device, read_host, read_versions
 from autotune.hardware.reader import Reader
 from autotune.hardware.sources import RealSystem
@@ -17,8 +17,8 @@ from autotune.runtime import silence_libraries
 from autotune.schema import Device, HardwareProfile, Rate, Versions
 
 Progress = Callable[[str], None]
-ABOUT_RATES = ("not measured", "measuring ended", "noisy")
-"""How notes begin that belong to the rates, and are kept with them."""
+RATE_NOTES = ("not measured", "measuring ended", "noisy")
+"""How notes about the rates begin; they are saved and reused with the rates."""
 MEASURE = (sys.executable, "-m", "autotune.hardware.measure")
 
 
@@ -27,59 +27,54 @@ def probe(*, index: int = 0, on_progress: Progress | None = None) -> HardwarePro
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
-        AutotuneError: nobody says how much memory the host or the device has.
+        AutotuneError: no source reports how much memory the host or the device has.
     """
     silence_libraries()
     if on_progress:
         on_progress("reading facts")
-    return profile_of(RealSystem(), index)
+    return read_profile(RealSystem(), index)
 
 
-def profile_of(system: System, index: int = 0) -> HardwareProfile:
-    """Facts, budget and capabilities from what `system` answers; no rates.
-
-    Raises:
-        InvalidInput: as `probe`.
-        AutotuneError: as `probe`.
-    """
+def read_profile(system: System, index: int = 0) -> HardwareProfile:
+    """Facts, budget and capabilities from what `system` reports; no rates. Raises the same errors as `probe`."""
     reader = Reader(system, index)
     host = read_host(reader)
     versions = read_versions(reader)
     device = read_device(reader, host)
-    known = matching(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
+    known = find_gpu(device.name, device.total_memory_bytes) if device.kind == "cuda" else None
     return HardwareProfile(
         device=device,
         host=host,
         versions=versions,
         capabilities=capabilities_of(device, host, versions),
         datasheet=known.datasheet if known else None,
-        notes=notes_of(reader, device, versions),
+        notes=_notes(reader, device, versions),
         provenance=tuple(reader.provenance),
     )
 
 
-def notes_of(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...]:
-    """What a reader of the profile should know, each said once."""
+def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...]:
+    """What a reader of the profile should know."""
     notes = []
     if reader.raw("torch:kind") == "rocm":
-        notes.append("this torch is a ROCm build: AMD GPUs are not supported, the processor is profiled instead")
+        notes.append("this torch is a ROCm build: AMD GPUs are not supported, the CPU is profiled instead")
     elif reader.raw("torch:kind") == "cpu" and reader.raw("nvml:count"):
-        notes.append("there is an NVIDIA GPU, but torch does not use it: `autotune doctor` says why")
+        notes.append("there is an NVIDIA GPU, but torch does not use it: see `autotune doctor`")
     override = reader.raw("environment:AUTOTUNE_MEMORY_KIND")
     if override and device.kind == "cuda":
         notes.append(f"memory kind overridden by AUTOTUNE_MEMORY_KIND={override}")
-    if (versions.cuda_runtime or "").startswith("12."):
+    if (versions.cuda_runtime or "").startswith("12.") and (device.compute_capability or CUDA_13) >= CUDA_13:
         notes.append("CUDA 12 works and is deprecated: PyTorch's newest builds are for CUDA 13")
-    return tuple(notes)
+    return (*notes, *without_bf16(device))
 
 
 def measure_rates(
-    profile: HardwareProfile, tell: Progress, command: tuple[str, ...] = MEASURE, limit_seconds: float = 60.0
+    profile: HardwareProfile, on_progress: Progress, command: tuple[str, ...] = MEASURE, limit_seconds: float = 60.0
 ) -> HardwareProfile:
     """The profile with rates measured now. What cannot be measured is left out, with a note.
 
-    A child measures: a kernel that crashes or hangs costs its own rate only, and this process never holds a context
-    on a device whose memory is about to be planned.
+    A child process measures, so that a kernel that crashes or hangs costs its own rate only, and this process never
+    holds a CUDA context on a device whose memory is about to be planned.
     """
     rates, notes, noisy, last = [], list(profile.notes), False, "the start"
     with subprocess.Popen(
@@ -98,17 +93,17 @@ def measure_rates(
                     notes.append(f"noisy: {value}")
                 else:
                     last = value
-                    tell(f"measuring {value}")
+                    on_progress(f"measuring {value}")
         finally:
             timer.cancel()
             child.kill()
     if last != "done":
         notes.append(f"measuring ended early, in {last}: the process died or took over {limit_seconds:g} s")
-    return with_rates(profile, tuple(rates), tuple(notes), noisy)
+    return profile.changed(rates=tuple(rates), notes=tuple(notes), noisy=noisy)
 
 
 def _reports(child: "subprocess.Popen[str]", profile: HardwareProfile) -> Iterator[tuple[str, str]]:
-    """(kind, value) of every report; lines that are none come from libraries and are skipped."""
+    """(kind, value) of every report; other lines come from libraries and are skipped."""
     if child.stdin is None or child.stdout is None:
         return
     with contextlib.suppress(BrokenPipeError):
@@ -119,13 +114,6 @@ def _reports(child: "subprocess.Popen[str]", profile: HardwareProfile) -> Iterat
             report = json.loads(line)
             if isinstance(report, dict) and len(report) == 1:
                 yield next(iter(report.items()))
-
-
-def with_rates(
-    profile: HardwareProfile, rates: tuple[Rate, ...], notes: tuple[str, ...], noisy: bool
-) -> HardwareProfile:
-    """The profile with these rates."""
-    return HardwareProfile.model_validate({**dict(profile), "rates": rates, "notes": notes, "noisy": noisy})
 
 
 def with_budget(profile: HardwareProfile, max_bytes: int) -> HardwareProfile:

@@ -1,4 +1,4 @@
-"""Measures what a device really does, in shapes that the model families use. Every measurement is limited in time.
+"""Measures how fast a device really is, in shapes that the model families use. Every measurement has a time limit.
 
 Names: `matmul.<dtype>.<m>x<k>x<n>` (FLOP/s), `attention.<backend>.<dtype>.<tokens>` (forward and backward, FLOP/s),
 `memory.bandwidth`, `elementwise.<kernel>.<dtype>` and `dequantization.<stored>.<dtype>` (bytes read and written, B/s),
@@ -12,9 +12,13 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from autotune.hardware.disk import disk_timings
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS
+from autotune.hardware.disk import time_reads
 from autotune.hardware.system import Unavailable
-from autotune.hardware.timing import Timings, disagreement, timed
+from autotune.hardware.timing import Timings, time_calls
 from autotune.schema import Conditions, DeviceKind, HardwareProfile, Rate
 from autotune.weights import LOADERS
 
@@ -22,43 +26,46 @@ NOISY_ABOVE = 0.10
 """Spread, or drift between the first and the last measurement, above which a machine is called noisy."""
 
 HEADS, HEAD_SIZE = 24, 128
-"""Of Qwen-Image and FLUX."""
+"""Attention heads of Qwen-Image and FLUX."""
 
 ATTENTION_FLOPS = 14
 """Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's convention)."""
 
-KERNELS = {
-    "elementwise.gelu": None,
-    "elementwise.gelu_backward": None,
-    "elementwise.narrow": None,
-    "dequantization.int8": None,
-    "dequantization.float8_e4m3fn": None,
-    "dequantization.uint8": "quantization.bnb-nf4",
-}
-"""As the cost model names them (`cost/kernels.py`, Work), and the capability that one needs."""
+ELEMENTWISE = ("elementwise.gelu", "elementwise.gelu_backward", "elementwise.narrow")
+"""Kernels under the cost model's names (`cost/kernels.py`, Work)."""
+PACKED = "uint8"
+"""The dtype in which bitsandbytes packs 4-bit weights, so that it converts them."""
 
-BACKENDS = ("native", "_native_flash", "_native_cudnn", "_native_efficient", "flash", "xformers", "_native_math")
-"""Those that are measured. Hub kernels would be downloaded first, and flex compiled."""
+
+def stored_dtypes(profile: HardwareProfile) -> tuple[str, ...]:
+    """torch's names of the dtypes in which the machine can store weights and which each product converts."""
+    usable = (each for each in WEIGHT_FORMATS.values() if profile.capability(each.capability).available)
+    return tuple(dict.fromkeys(each.stored_dtype for each in usable if each.stored_dtype))
+
+
+def kernel_names(profile: HardwareProfile) -> tuple[str, ...]:
+    """Kernels that are measured by themselves on the machine, under the cost model's names."""
+    return (*ELEMENTWISE, *(f"dequantization.{stored}" for stored in stored_dtypes(profile)))
 
 
 @dataclass(frozen=True)
 class BenchmarkSizes:
     """How much to measure on a kind of device. Widths are the families': 3072, 12288 and 18432.
 
-    A processor trains small models only: two of its products are theirs.
+    A CPU trains small models only, so two of its products have their widths.
     """
 
     matmul_shapes: tuple[tuple[int, int, int], ...]
     tokens: tuple[int, int]
     heads: int
     kernel_elements: int
-    """Enough that a kernel takes far longer than its launch, which is a rate of its own."""
+    """So many that a kernel takes far longer than its launch, which is measured by itself."""
     copy_bytes: int
     file_bytes: int
     limit_seconds: float
-    """For one measurement."""
+    """Limit of one measurement."""
     total_seconds: float
-    """For all; what does not fit is left out and said."""
+    """Limit of all together; what does not fit is left out, with a note."""
 
 
 BENCHMARK_SIZES: dict[DeviceKind, BenchmarkSizes] = {
@@ -77,32 +84,29 @@ BENCHMARK_SIZES: dict[DeviceKind, BenchmarkSizes] = {
 
 
 class Meter:
-    """Measures one device and keeps the rates."""
+    """Measures one device."""
 
     def __init__(self, profile: HardwareProfile, conditions: Callable[[], Conditions | None]) -> None:
-        import torch
-
-        self.torch = torch
         self.profile = profile
         self.kind = profile.device.kind
         self.sizes = BENCHMARK_SIZES[self.kind]
         self.device = torch.device(profile.device.torch_name)
         self.conditions = conditions
 
-    def finish(self) -> None:
-        """Wait until the device has done what was asked."""
+    def synchronize(self) -> None:
+        """Wait until the device has finished its work."""
         if self.kind == "cuda":
-            self.torch.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
         elif self.kind == "mps":
-            self.torch.mps.synchronize()
+            torch.mps.synchronize()
 
     def time(self, call: Callable[[], object]) -> Timings:
-        if self.kind != "cpu":  # the first call of a kind loads libraries, and cuDNN compiles: seconds at times
+        if self.kind != "cpu":  # a first call loads libraries, and cuDNN compiles, which may take seconds
             call()
-        return timed(call, limit_seconds=self.sizes.limit_seconds, finish=self.finish)
+        return time_calls(call, limit_seconds=self.sizes.limit_seconds, synchronize=self.synchronize)
 
     def rate(self, name: str, work: float, timings: Timings, unit: Any) -> Rate:
-        """So much work per second; or, in seconds, what one of so many operations takes."""
+        """The rate of so much `work` per call; if the unit is seconds, the time of one of so many operations."""
         return Rate(
             name=name,
             value=timings.median / work if unit == "s" else work / timings.median,
@@ -112,28 +116,25 @@ class Meter:
             conditions=self.conditions(),
         )
 
-    # --- what is measured ------------------------------------------------------------------------------------
-
     def matmul(self, dtype: str, m: int, k: int, n: int) -> Rate:
-        """One product (m, k) x (k, n); where even a thin slice of it is slow, the slice is what is measured."""
+        """A product (m, k) x (k, n); if it would take too long on a CPU, a thin slice of it is measured instead."""
         thin = 8
-        before = self.torch.get_float32_matmul_precision()
-        self.torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
         try:
             pilot = self._product(dtype, thin, k, n) if self.kind == "cpu" else None
-            if pilot is not None and self.time_once(pilot) * (m / thin) > 4 * self.sizes.limit_seconds:
+            if pilot is not None and self._time_once(pilot) * (m / thin) > 4 * self.sizes.limit_seconds:
                 return self.rate(f"matmul.{dtype}.{thin}x{k}x{n}", 2 * thin * k * n, self.time(pilot), "FLOP/s")
             timings = self.time(self._product(dtype, m, k, n))
         finally:
-            self.torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision(before)
         return self.rate(f"matmul.{dtype}.{m}x{k}x{n}", 2 * m * k * n, timings, "FLOP/s")
 
-    def time_once(self, call: Callable[[], object]) -> float:
-        call()  # the first call of a kind also prepares its kernel
-        return timed(call, limit_seconds=0.0, finish=self.finish).median
+    def _time_once(self, call: Callable[[], object]) -> float:
+        call()  # the first call also prepares the kernel
+        return time_calls(call, limit_seconds=0.0, synchronize=self.synchronize).median
 
     def _product(self, dtype: str, m: int, k: int, n: int) -> Callable[[], object]:
-        torch = self.torch
         if dtype == "fp8":
             left = torch.randn(m, k, device=self.device).to(torch.float8_e4m3fn)
             right = torch.randn(n, k, device=self.device).to(torch.float8_e4m3fn).t()
@@ -150,37 +151,34 @@ class Meter:
 
     def attention(self, backend: str, dtype: str, tokens: int) -> Rate:
         """Forward and backward of self-attention without a mask, as the models call it."""
-        from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-
-        torch = self.torch
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
         scores_bytes = 24 * self.sizes.heads * tokens**2
-        if backend == "_native_math" and scores_bytes > self.profile.device.budget_bytes // 4:
-            raise Unavailable(f"keeps every score, {scores_bytes / 2**30:.0f} GiB of them")
+        if ATTENTION_BACKENDS[backend].kernel == "math" and scores_bytes > self.profile.device.budget_bytes // 4:
+            raise Unavailable(f"it stores all attention scores, {scores_bytes / 2**30:.0f} GiB")
         shape = (1, tokens, self.sizes.heads, HEAD_SIZE)
         query, key, value = (torch.randn(shape, device=self.device).to(kind).requires_grad_() for _ in range(3))
         gradient = torch.ones(shape, device=self.device, dtype=kind)
-        attend = partial(dispatch_attention_fn, backend=AttentionBackendName(backend))
+        attend = partial(dispatch_attention_fn, backend=ATTENTION_BACKENDS[backend].diffusers_name())
         work = ATTENTION_FLOPS * tokens**2 * self.sizes.heads * HEAD_SIZE
         timings = self.time(lambda: torch.autograd.grad(attend(query, key, value), (query, key, value), gradient))
         return self.rate(f"attention.{backend}.{dtype}.{tokens}", work, timings, "FLOP/s")
 
     def bandwidth(self) -> Rate:
-        """A copy within the device's memory; it reads and writes, so twice its bytes count."""
-        source = self.torch.ones(self.sizes.copy_bytes, dtype=self.torch.uint8, device=self.device)
-        target = self.torch.empty_like(source)
+        """A copy within the device's memory; it reads and writes, so its bytes count twice."""
+        source = torch.ones(self.sizes.copy_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
         timings = self.time(lambda: target.copy_(source))
         return self.rate("memory.bandwidth", 2 * self.sizes.copy_bytes, timings, "B/s")
 
     def kernel(self, name: str, dtype: str) -> Rate:
-        """A kernel that may compute for longer than it moves its bytes, or a conversion of stored weights."""
-        torch, number = self.torch, self.sizes.kernel_elements
+        """A kernel that may be bound by compute rather than memory, or a conversion of quantized weights."""
+        number = self.sizes.kernel_elements
         kind = torch.bfloat16 if dtype == "bf16" else torch.float32
         what, variant = name.split(".")
         x = torch.randn(number, device=self.device).to(kind)
         call: Callable[[], object]
         moved = 2 * x.nbytes
-        if variant == "uint8":
+        if variant == PACKED:
             from bitsandbytes import functional
 
             stored, state = functional.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
@@ -188,7 +186,7 @@ class Meter:
         elif what == "dequantization":
             stored = x.to(getattr(torch, variant))
             call, moved = partial(stored.to, kind), stored.nbytes + x.nbytes
-        elif variant == "narrow":  # pairs of channels turned by 2 x 2 matrices: four products a pair, two sums of them
+        elif variant == "narrow":  # as RoPE: 2 x 2 matrices rotate pairs of channels
             turns, pairs = torch.randn(64, 2, 2, device=self.device).to(kind), x.view(-1, 64, 1, 2)
             call, moved = (lambda: (turns * pairs).sum(-1)), 6 * x.nbytes
         elif variant == "gelu_backward":
@@ -198,8 +196,7 @@ class Meter:
         return self.rate(f"{name}.{dtype}", moved, self.time(call), "B/s")
 
     def launch(self) -> Rate:
-        """What one operation on next to no data takes: Python, dispatch, autograd and the launch, in both passes."""
-        torch = self.torch
+        """Time of one operation on next to no data: Python, dispatch, autograd and launch, in both passes."""
         links = 50
         pairs = (module for _ in range(links) for module in (torch.nn.Linear(16, 16, bias=False), torch.nn.GELU()))
         chain = torch.nn.Sequential(*pairs).requires_grad_(False).to(self.device)
@@ -210,26 +207,25 @@ class Meter:
         return self.rate("operation.launch", operations, timings, "s")
 
     def host_to_device(self, pinned: bool) -> Rate:
-        """A copy from the host's memory."""
+        """A copy from the host's memory, page-locked if `pinned`."""
         num_bytes = self.sizes.copy_bytes // 4
-        source = self.torch.ones(num_bytes, dtype=self.torch.uint8, pin_memory=pinned)
-        target = self.torch.empty_like(source, device=self.device)
+        source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        target = torch.empty_like(source, device=self.device)
         name = "host_to_device.pinned" if pinned else "host_to_device.pageable"
         return self.rate(name, num_bytes, self.time(lambda: target.copy_(source, non_blocking=pinned)), "B/s")
 
     def disk(self, loader: str, *, cold: bool) -> Rate:
-        """A safetensors file read onto the device: from disk, past the page cache, or warm from the page cache."""
+        """Reading a safetensors file onto the device: from disk if `cold`, else from the page cache."""
         limit = 2 * self.sizes.limit_seconds
-        timings = disk_timings(loader, self.sizes.file_bytes, self.device, limit, cold=cold)
+        timings = time_reads(loader, self.sizes.file_bytes, self.device, limit, cold=cold)
         name = f"disk.{loader}" if cold else f"page_cache.{loader}"
         return self.rate(name, self.sizes.file_bytes, timings, "B/s")
 
-    # --- all of it -------------------------------------------------------------------------------------------
-
     def measurements(self) -> Iterator[tuple[str, Callable[[], Rate]]]:
-        """(what, call) in the order of their worth: what the time does not reach is the least missed."""
+        """(name, call), the most important first, since there may be no time for the last."""
         available = [capability.name for capability in self.profile.capabilities if capability.available]
-        backends = [name for name in BACKENDS if f"attention.{name}" in available]
+        measured = [each for each in ATTENTION_BACKENDS.values() if each.is_probed and each.capability in available]
+        backends = [each.name for each in sorted(measured, key=lambda each: each.kernel == "math")]
         dtype = "bf16" if "precision.bf16" in available else "fp32"
         dtypes = ["bf16", "fp32"] if self.kind != "cuda" else [
             name for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if f"precision.{name}" in available
@@ -239,8 +235,7 @@ class Meter:
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         yield "launches", self.launch
-        kernels = [name for name, capability in KERNELS.items() if capability is None or capability in available]
-        for name, of in product(kernels, dtypes if self.kind == "cpu" else (dtype,)):
+        for name, of in product(kernel_names(self.profile), dtypes if self.kind == "cpu" else (dtype,)):
             yield f"{name} {of}", partial(self.kernel, name, of)
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)
@@ -261,10 +256,12 @@ class Meter:
 
 
 def is_noisy(rates: tuple[Rate, ...], again: Rate | None) -> bool:
-    """Whether timings disagree: within a measurement, or between the first one and its repetition at the end.
+    """Whether timings vary too much: within a measurement, or between the first one and its repetition at the end.
 
-    Disks are left out: their readings differ on quiet machines too.
+    Disks do not count: their readings differ on quiet machines too.
     """
     wide = any(rate.spread > NOISY_ABOVE for rate in rates if not rate.name.startswith(("disk.", "page_cache.")))
     first = next((rate for rate in rates if again is not None and rate.name == again.name), None)
-    return wide or (first is not None and again is not None and disagreement((first.value, again.value)) > NOISY_ABOVE)
+    if wide or first is None or again is None:
+        return wide
+    return abs(first.value - again.value) > NOISY_ABOVE * (first.value + again.value) / 2

@@ -1,4 +1,4 @@
-"""Turns raw answers into facts: asks the sources in order, refuses nonsense, remembers where each fact came from."""
+"""Turns raw values into facts: queries the sources in order, rejects invalid values, records where each came from."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -10,7 +10,7 @@ from autotune.schema import Provenance
 
 T = TypeVar("T")
 Facts = Mapping[str, tuple[TypeAdapter[Any], *tuple[str, ...]]]
-"""Name of each fact to what it can be and where it is asked, as `source:question`, the best source first."""
+"""Name of each fact: its type, and where it is read, as `source:query`, the best source first."""
 
 SOURCE_NAMES = {
     "torch": "CUDA runtime",
@@ -22,18 +22,18 @@ SOURCE_NAMES = {
 }
 
 
-def whole(least: int, most: int) -> TypeAdapter[int]:
-    """A whole number within [least, most]."""
-    return TypeAdapter(Annotated[int, Field(strict=True, ge=least, le=most)])
+def integer(minimum: int, maximum: int) -> TypeAdapter[int]:
+    """An integer within [minimum, maximum]."""
+    return TypeAdapter(Annotated[int, Field(strict=True, ge=minimum, le=maximum)])
 
 
-def number(most: float) -> TypeAdapter[float]:
-    """A finite number above 0 and at most `most`."""
-    return TypeAdapter(Annotated[float, Field(strict=True, gt=0, le=most, allow_inf_nan=False)])
+def positive_number(maximum: float) -> TypeAdapter[float]:
+    """A finite number above 0 and at most `maximum`."""
+    return TypeAdapter(Annotated[float, Field(strict=True, gt=0, le=maximum, allow_inf_nan=False)])
 
 
-SIZE, FREE = whole(1, 2**50), whole(0, 2**50)
-"""Bytes; more than a petabyte is nonsense. What is free may be nothing."""
+SIZE, FREE = integer(1, 2**50), integer(0, 2**50)
+"""Bytes; more than a petabyte is nonsense. What is free may be 0."""
 TEXT: TypeAdapter[str] = TypeAdapter(
     Annotated[str, StringConstraints(strict=True, strip_whitespace=True, pattern=r"^(?: |[^\p{C}\p{Z}])+$")]
 )
@@ -42,7 +42,7 @@ FLAG: TypeAdapter[Any] = TypeAdapter(Annotated[StrictBool | Literal[0, 1], After
 
 
 class Reader:
-    """Reads facts about one device; `provenance` grows with every fact read."""
+    """Reads facts about one device; `provenance` grows with every fact."""
 
     def __init__(self, system: System, index: int = 0) -> None:
         self.system = system
@@ -50,33 +50,33 @@ class Reader:
         self.provenance: list[Provenance] = []
 
     def facts(self, owner: str, wanted: Facts) -> dict[str, Any]:
-        """Those of the facts of `owner` that somebody knows, by name."""
-        found = {name: self.fact(f"{owner}.{name}", kind, *asked) for name, (kind, *asked) in wanted.items()}
+        """The facts of `owner` (`device`, `host` ...) that some source knows, by name."""
+        found = {name: self.fact(f"{owner}.{name}", kind, *queries) for name, (kind, *queries) in wanted.items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def fact(self, fact: str, kind: TypeAdapter[T], *questions: str) -> T | None:
-        """The first answer that can be, or None with every reason kept."""
+    def fact(self, fact: str, kind: TypeAdapter[T], *queries: str) -> T | None:
+        """The first valid value that the `queries` return; None, with every source's reason recorded, if none is."""
         reasons = []
-        for question in questions:
-            source, _, what = question.partition(":")
-            answer: object = None
+        for query in queries:
+            source, _, name = query.partition(":")
+            raw: object = None
             try:
-                answer = self.system.ask(source, what, self.index)
-                value = kind.validate_python(answer)
+                raw = self.system.query(source, name, self.index)
+                value = kind.validate_python(raw)
             except Unavailable as error:
                 reasons.append(f"{SOURCE_NAMES[source]}: {error}")
             except ValidationError:
-                reasons.append(f"{SOURCE_NAMES[source]}: answered {answer!r:.60}, which cannot be")
+                reasons.append(f"{SOURCE_NAMES[source]}: reports {raw!r:.60}, which is invalid")
             else:
                 self.provenance.append(Provenance(fact=fact, source=SOURCE_NAMES[source]))
                 return value
         self.provenance.append(Provenance(fact=fact, source=None, absent_because="; ".join(reasons)))
         return None
 
-    def raw(self, question: str) -> object:
-        """The answer as it came, unchecked, or None: for what is no fact of the profile."""
-        source, _, what = question.partition(":")
+    def raw(self, query: str) -> object:
+        """The value without validation or provenance, or None: for what is no fact of the profile."""
+        source, _, name = query.partition(":")
         try:
-            return self.system.ask(source, what, self.index)
+            return self.system.query(source, name, self.index)
         except Unavailable:
             return None

@@ -1,7 +1,7 @@
 """The real machine behind `System`: torch, the operating system, installed packages, environment variables.
 
 NVML and the driver API are in `nvidia.py`. Every failure becomes `Unavailable` with its reason: a machine may lack
-any of these, and none may break the probe. `torch=False` keeps torch unimported: the doctor works that way.
+any of these, and none may break the probe. With `torch=False` torch is not imported, as the doctor needs.
 """
 
 import importlib.metadata
@@ -11,97 +11,96 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
+from huggingface_hub import constants
 
-from autotune.hardware.nvidia import DriverSource, NvmlSource
+from autotune.hardware.nvidia import DriverSource, NvmlSource, Query
 from autotune.hardware.system import Unavailable
 from autotune.weights import has_gds
 
-Answer = Callable[[int], object]
-
 
 class RealSystem:
-    """Asks this machine."""
+    """This machine."""
 
     def __init__(self, *, torch: bool = True) -> None:
         driver = DriverSource()
-        self._sources: dict[str, Mapping[str, Answer]] = {
-            "os": OS_QUESTIONS,
-            # The doctor looks at every GPU in NVML's order, also at those hidden from CUDA.
-            "nvml": NvmlSource(driver.uuid if torch else None).questions,
-            "driver": driver.questions,
-            "torch": TorchSource().questions if torch else {},
+        self._sources: dict[str, Mapping[str, Query]] = {
+            "os": OS_QUERIES,
+            # The doctor examines all GPUs, in NVML's order, including those hidden from CUDA.
+            "nvml": NvmlSource(driver.uuid if torch else None).queries,
+            "driver": driver.queries,
+            "torch": TORCH_QUERIES if torch else {},
         }
 
-    def ask(self, source: str, question: str, index: int = 0) -> object:
-        """The raw answer.
+    def query(self, source: str, name: str, index: int = 0) -> object:
+        """The raw value.
 
         Raises:
-            Unavailable: the source is missing, failed, or does not support the question.
+            Unavailable: the source is missing, failed, or does not support the query.
         """
         try:
             if source == "packages":
-                return _package(question)
+                return _package(name)
             if source == "environment":
-                return os.environ[question]
-            return self._sources[source][question](index)
+                return os.environ[name]
+            return self._sources[source][name](index)
         except Unavailable:
             raise
         except importlib.metadata.PackageNotFoundError:
             raise Unavailable("not installed") from None
         except KeyError:
             raise Unavailable("not reported") from None
-        except Exception as error:  # whatever a driver or a library throws means the same here
+        except Exception as error:  # whatever a driver or a library raises means the same
             raise Unavailable(f"{type(error).__name__}: {error}".split("\n")[0][:200]) from error
 
 
-class TorchSource:
-    """The CUDA runtime (or MPS) as torch sees it; imports torch at the first question."""
-
-    def __init__(self) -> None:
-        self.questions: Mapping[str, Answer] = {
-            "kind": lambda _: self._kind(),
-            "count": lambda _: self._cuda().device_count(),
-            "cuda": lambda _: _known(_torch().version.cuda, "this torch is built without CUDA"),
-            "cudnn": lambda _: _cudnn_text(_known(_torch().backends.cudnn.version(), "no cuDNN")),
-            "recommended_bytes": lambda _: _torch().mps.recommended_max_memory(),
-            "name": lambda index: self._properties(index).name,
-            "capability": lambda index: (self._properties(index).major, self._properties(index).minor),
-            "sm_count": lambda index: self._properties(index).multi_processor_count,
-            "l2_bytes": lambda index: self._properties(index).L2_cache_size,
-            "total_bytes": lambda index: self._properties(index).total_memory,
-            "integrated": lambda index: int(self._properties(index).is_integrated),
-            "free_bytes": lambda index: self._cuda().mem_get_info(index)[0],
-        }
-
-    def _kind(self) -> str:
-        torch = _torch()
-        if torch.version.hip is not None:
-            return "rocm"
-        if torch.cuda.is_available():
-            return "cuda"
-        return "mps" if torch.backends.mps.is_available() else "cpu"
-
-    def _cuda(self) -> Any:
-        if self._kind() != "cuda":
-            raise Unavailable("torch sees no CUDA device")
-        return _torch().cuda
-
-    def _properties(self, index: int) -> Any:
-        return self._cuda().get_device_properties(index)
-
-
 def _torch() -> Any:
-    import torch
+    import torch  # only a probe of the device needs it; the doctor must not load it
 
     return torch
 
 
-def _known(value: object, otherwise: str) -> object:
+def _torch_kind() -> str:
+    torch = _torch()
+    if torch.version.hip is not None:
+        return "rocm"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _cuda() -> Any:
+    if _torch_kind() != "cuda":
+        raise Unavailable("torch sees no CUDA device")
+    return _torch().cuda
+
+
+def _property(name: str) -> Query:
+    return lambda index: getattr(_cuda().get_device_properties(index), name)
+
+
+TORCH_QUERIES: Mapping[str, Query] = {
+    "kind": lambda _: _torch_kind(),
+    "count": lambda _: _cuda().device_count(),
+    "cuda": lambda _: _require(_torch().version.cuda, "this torch is built without CUDA"),
+    "cudnn": lambda _: _cudnn_text(_require(_torch().backends.cudnn.version(), "no cuDNN")),
+    "recommended_bytes": lambda _: _torch().mps.recommended_max_memory(),
+    "name": _property("name"),
+    "capability": lambda index: _cuda().get_device_capability(index),
+    "sm_count": _property("multi_processor_count"),
+    "l2_bytes": _property("L2_cache_size"),
+    "total_bytes": _property("total_memory"),
+    "integrated": _property("is_integrated"),
+    "free_bytes": lambda index: _cuda().mem_get_info(index)[0],
+}
+"""The CUDA runtime (or MPS) as torch sees it; torch is imported at the first query."""
+
+
+def _require(value: object, otherwise: str) -> object:
     if value is None:
         raise Unavailable(otherwise)
     return value
@@ -115,31 +114,28 @@ def _cudnn_text(version: object) -> str:
 
 
 def _package(name: str) -> str:
-    """Version of a distribution. `torch_cuda` and `torch_hip` say how torch was built without importing it,
-    `torchvision_needs` which torch an installed torchvision was built for."""
+    """Version of a distribution. `torch_cuda` and `torch_hip` tell how torch was built, without importing it;
+    `torchvision_needs` is the torch that an installed torchvision was built for."""
     if name == "torchvision_needs":
         needs = importlib.metadata.requires("torchvision") or []
-        return str(_known(next((need for need in needs if need.startswith("torch==")), None), "any torch"))
+        return str(_require(next((need for need in needs if need.startswith("torch==")), None), "any torch"))
     if name in ("torch_cuda", "torch_hip"):
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
             raise Unavailable("torch is not installed")
         text = (Path(spec.origin).parent / "version.py").read_text()
         found = re.search(rf"^{name.removeprefix('torch_')}\b[^=]*=\s*'([^']+)'", text, re.MULTILINE)
-        return str(_known(found and found.group(1), "this torch is built without it"))
+        return str(_require(found and found.group(1), "this torch is built without it"))
     return importlib.metadata.version(name)
-
-
-# --- operating system --------------------------------------------------------------------------------------------
 
 
 CPUINFO = Path("/proc/cpuinfo")
 BRAND = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
-"""What tells an Apple chip from another: macOS calls the processor of each `arm`."""
+"""Prints the name of an Apple chip, which Python does not know: to it each is `arm`."""
 
 
 def _cpu(_: int) -> str:
-    """The processor's name; on Arm servers, whose kernel knows none, the numbers of maker and core."""
+    """The CPU's name; on Arm servers, whose kernel knows none, the numbers of implementer and part."""
     if platform.system() == "Darwin":
         return subprocess.run(BRAND, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     text = _content(CPUINFO)
@@ -148,19 +144,19 @@ def _cpu(_: int) -> str:
     name = platform.processor() or platform.machine()
     if found := re.search(r"^CPU implementer\s*:\s*(\w+)\n(?:.+\n)*?CPU part\s*:\s*(\w+)", text, re.MULTILINE):
         name = f"{name} {found.group(1)}/{found.group(2)}"
-    return str(_known(name or None, "no name"))
+    return str(_require(name or None, "no name"))
 
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 UNLIMITED_BYTES = 1 << 60
-"""From here on a limit of cgroup v1 is none: it writes the largest page count there is."""
+"""From this size on, a limit of cgroup v1 means that there is none."""
 
 
 def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """(control group, numbers) of the files in this process's group and all around it that hold numbers alone.
+    """(control group, numbers in its `files`) of this process's group and each group above it that sets limits.
 
-    A container sees its own group as the root; a job of Slurm or a service of systemd is a group further down. Under
-    cgroup v1 each controller has a hierarchy of its own, and a container is told where it lies in the host's.
+    A container sees its own group as the root; a Slurm job or a systemd service is a group further down. Under cgroup
+    v1 each controller has its own hierarchy, and a container reads its path as the host sees it.
     """
     lines = _content(OWN_CGROUP).splitlines() or ["0::/"]
     for _, names, own in (line.split(":", 2) for line in lines if line.count(":") > 1):
@@ -174,7 +170,7 @@ def _limits(controller: str, *files: str) -> Iterator[tuple[Path, tuple[int, ...
 
 
 def _numbers(file: Path) -> tuple[int, ...]:
-    """What a file of numbers holds; nothing where it cannot be read, or says `max`."""
+    """The numbers in a file; none if it cannot be read or holds `max`."""
     try:
         return tuple(map(int, _content(file).split()))
     except ValueError:
@@ -182,7 +178,7 @@ def _numbers(file: Path) -> tuple[int, ...]:
 
 
 def _content(file: Path) -> str:
-    """Text of a file of the kernel's, empty where it cannot be read."""
+    """Text of one of the kernel's files, empty if it cannot be read."""
     try:
         return file.read_text(errors="replace")
     except OSError:
@@ -190,7 +186,7 @@ def _content(file: Path) -> str:
 
 
 def _logical_cores(_: int) -> int:
-    """Cores that this process may run on, quotas of its control groups included."""
+    """Number of cores that this process may use, by its affinity and the quotas of its control groups."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = (*_limits("cpu", "cpu.max"), *_limits("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
     quotas = (numbers[0] // numbers[1] for _, numbers in found if len(numbers) == 2 and min(numbers) > 0)
@@ -198,27 +194,27 @@ def _logical_cores(_: int) -> int:
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """(most, what is left of it) of each group that limits memory; page cache inside it can be given back."""
+    """(limit, what is left of it) in bytes, for each group that limits memory; its page cache counts as left."""
     limits = []
-    for file, taken, idle in (
+    for file, used, idle in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        for group, (most, *_) in _limits("memory", file):
+        for group, (limit, *_) in _limits("memory", file):
             inactive = re.search(rf"^{idle} (\d+)", _content(group / "memory.stat"), re.MULTILINE)
-            left = most - sum(_numbers(group / taken)) + (int(inactive.group(1)) if inactive else 0)
-            if most < UNLIMITED_BYTES:
-                limits.append((most, max(0, left)))
+            left = limit - sum(_numbers(group / used)) + (int(inactive.group(1)) if inactive else 0)
+            if limit < UNLIMITED_BYTES:
+                limits.append((limit, max(0, left)))
     return limits
 
 
 def memory_bytes() -> int:
-    """Of the machine, or of the container or job within it."""
-    return min((psutil.virtual_memory().total, *(most for most, _ in memory_limits())))
+    """Memory of the machine, or of the container or job within it."""
+    return min((psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())))
 
 
 def _container_free_bytes(_: int) -> int:
-    """What the memory limits of a container or a job leave."""
+    """What the memory limits of the container or job leave."""
     limits = memory_limits()
     if not limits:
         raise Unavailable("no limit")
@@ -231,7 +227,7 @@ def _container(_: int) -> str:
     for marker, name in (("/.dockerenv", "docker"), ("/run/.containerenv", "podman")):
         if Path(marker).exists():
             return name
-    raise Unavailable("none seen")
+    raise Unavailable("none detected")
 
 
 def _wsl(_: int) -> bool:
@@ -240,14 +236,12 @@ def _wsl(_: int) -> bool:
 
 def _compiler(_: int) -> str:
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return str(_known(next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"))
+    return str(_require(next(filter(None, (shutil.which(name) for name in names if name)), None), "none on PATH"))
 
 
 def _disk_free_bytes(_: int) -> int:
-    """Free where models are kept: the hub's cache, or the nearest folder above it that exists."""
-    from huggingface_hub.constants import HF_HUB_CACHE  # by HF_HUB_CACHE, HF_HOME or XDG_CACHE_HOME; imports nothing
-
-    folder = Path(HF_HUB_CACHE).absolute()
+    """Free space for models: in the hub's cache, or the nearest folder above it that exists."""
+    folder = Path(constants.HF_HUB_CACHE).absolute()
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -262,7 +256,7 @@ def _nvidia_cards(_: int) -> int:
     return cards
 
 
-OS_QUESTIONS: Mapping[str, Answer] = {
+OS_QUERIES: Mapping[str, Query] = {
     "cpu": _cpu,
     "physical_cores": lambda _: psutil.cpu_count(logical=False),
     "logical_cores": _logical_cores,

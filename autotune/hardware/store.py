@@ -1,6 +1,6 @@
-"""Where this machine's profiles are kept between runs: under the user's cache folder, written atomically.
+"""This machine's profiles, saved in the user's cache folder between runs.
 
-A file carries the digest of its profile, so a damaged one is noticed and measured again, never trusted.
+A file holds the digest of its profile, so that a damaged one is detected and measured again, never trusted.
 """
 
 import json
@@ -8,113 +8,102 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import platformdirs
 from pydantic import ValidationError
 
-from autotune.errors import InvalidInput, suggest_nearest
-from autotune.hardware.catalog import load_catalog, profile_of_gpu
-from autotune.hardware.probing import ABOUT_RATES, measure_rates, probe, with_rates
-from autotune.runtime import write_text_atomic
-from autotune.schema import HardwareProfile, digest_of
+from autotune.errors import InvalidInput
+from autotune.hardware.catalog import gpu_named, is_gpu_name, profile_of_gpu
+from autotune.hardware.probing import RATE_NOTES, measure_rates, probe
+from autotune.runtime import cache_path, write_text_atomic
+from autotune.schema import HardwareProfile, digest_of, from_schema_1
 
 POWER_TOLERANCE = 0.1
-"""Share that a GPU's power limit may change by before its rates are measured again: laptops shift it all the time."""
-NOT_KEPT = "rates are not kept for the next command"
-"""How the note begins that says so."""
+"""Share by which a GPU's power limit may change before its rates are measured again: laptops change it constantly."""
+NOT_SAVED = "rates are not saved for the next command"
+"""How the note about that begins."""
 
 
 def cached_profile(
     *, index: int = 0, fresh: bool = False, on_progress: Callable[[str], None] | None = None
 ) -> HardwareProfile:
-    """This machine's profile: facts and budget as they are now, rates from the last probe while they still hold.
+    """This machine's profile: facts and budget as they are now, rates from the last probe while they are valid.
 
-    Rates are measured again when `fresh`, or when the saved file is absent, damaged, of another device or of another
-    fingerprint, or when the GPU's power limit or the number of cores that train has changed. Where the cache folder
-    cannot be written they are measured every time, and a note says so.
+    Rates are measured again if `fresh`, or if the saved file is absent, damaged or of another device, or if the match
+    keys, the GPU's power limit or the number of cores that train have changed. If the cache folder cannot be written,
+    they are measured every time, with a note.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
-        AutotuneError: nobody says how much memory the host or the device has.
+        AutotuneError: no source reports how much memory the host or the device has.
     """
     now = probe(index=index, on_progress=on_progress)
     path = profile_path(now)
-    saved = None if fresh else _readable(path)
-    if saved is not None and still_holds(saved, now):
-        about_rates = (note for note in saved.notes if note.startswith(ABOUT_RATES))
-        return with_rates(now, saved.rates, (*now.notes, *about_rates), saved.noisy)
+    saved = None if fresh else _load_sound(path)
+    if saved is not None and has_valid_rates(saved, now):
+        notes = (note for note in saved.notes if note.startswith(RATE_NOTES))
+        return now.changed(rates=saved.rates, notes=(*now.notes, *notes), noisy=saved.noisy)
     profile = measure_rates(now, on_progress or (lambda _: None))
     try:
         save_profile(profile, path)
-    except OSError as error:  # what was measured is true all the same
-        note = f"{NOT_KEPT}: the cache folder cannot be written ({error.strerror}); XDG_CACHE_HOME names another"
-        return with_rates(profile, profile.rates, (*profile.notes, note), profile.noisy)
+    except OSError as error:  # the rates are valid all the same
+        note = f"{NOT_SAVED}: the cache folder cannot be written ({error.strerror}); XDG_CACHE_HOME names another"
+        return profile.changed(notes=(*profile.notes, note))
     return profile
 
 
-def still_holds(saved: HardwareProfile, now: HardwareProfile) -> bool:
-    """Whether rates saved earlier are true of the machine as it is now."""
-    if not saved.rates or saved.fingerprint != now.fingerprint or saved.device.name != now.device.name:
+def has_valid_rates(saved: HardwareProfile, now: HardwareProfile) -> bool:
+    """Whether the saved rates hold for the machine as it is now."""
+    if not saved.rates or saved.match_keys != now.match_keys or saved.device.name != now.device.name:
         return False
     limits = (saved.device.power_limit_watts, now.device.power_limit_watts)
-    cores = (saved.host.logical_cores, now.host.logical_cores)  # a container's may be a part of the host's
+    cores = (saved.host.logical_cores, now.host.logical_cores)  # a container may have a part of the host's
     same_power = None in limits or math.isclose(limits[0] or 0, limits[1] or 0, rel_tol=POWER_TOLERANCE)
     return same_power and (now.device.kind != "cpu" or cores[0] == cores[1])
 
 
 def profile_path(profile: HardwareProfile) -> Path:
-    """Where the profile of this device is kept."""
+    """Where the profile of this device is saved."""
     device = profile.device
-    return (
-        platformdirs.user_cache_path("autotune") / "hardware" / f"{device.kind}-{device.index}-{device.file_name}.json"
-    )
+    return cache_path("hardware", f"{device.kind}-{device.index}-{device.file_name}.json")
 
 
 def save_profile(profile: HardwareProfile, path: Path) -> None:
-    """Write the profile and its digest; readers see the old file or the whole new one."""
-    text = json.dumps({"digest": digest_of(profile), "profile": profile.model_dump(mode="json")}, indent=1)
-    write_text_atomic(path, text + "\n")
+    """Write the profile and its digest, atomically."""
+    data = profile.model_dump(mode="json")
+    write_text_atomic(path, json.dumps({"digest": digest_of(data), "profile": data}, indent=1) + "\n")
 
 
 def load_profile(path: Path | str) -> HardwareProfile:
     """The profile in a file that `save_profile` wrote.
 
     Raises:
-        InvalidInput: the file cannot be read, is damaged, was edited, or is from another version of autotune.
+        InvalidInput: the file cannot be read, is damaged, was edited, or is from an incompatible version of autotune.
     """
     hint = "write a new one with `autotune probe`"
     try:
         content = json.loads(Path(path).read_text())
-        profile = HardwareProfile.model_validate_json(json.dumps(content["profile"]))
-        digest = content["digest"]
+        if content["digest"] != digest_of(content["profile"]):  # as written: an older profile has other fields
+            raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
+        return HardwareProfile.model_validate_json(json.dumps(from_schema_1(content["profile"])))
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
     except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
-        raise InvalidInput(f"{path} is no hardware profile of this autotune, or damaged", hint=hint) from error
-    if digest != digest_of(profile):
-        raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
-    return profile
+        raise InvalidInput(
+            f"{path} is damaged, or no hardware profile that this autotune can read", hint=hint
+        ) from error
 
 
 def hardware_named(name_or_path: str) -> HardwareProfile:
-    """The profile of a catalog GPU (`nvidia-rtx-4090`), or of a saved probe's file.
+    """The profile of a catalog GPU, by any part of its name that identifies it, or in a saved probe's file.
 
     Raises:
-        InvalidInput: the catalog has no such GPU and there is no such file, or the file is damaged.
+        InvalidInput: no GPU of the catalog or several match and there is no such file, or the file is damaged.
     """
-    gpu = next((gpu for gpu in load_catalog() if gpu.id == name_or_path.lower()), None)
-    if gpu is not None:
-        return profile_of_gpu(gpu)
-    if Path(name_or_path).is_file():
+    if not is_gpu_name(name_or_path) and Path(name_or_path).is_file():
         return load_profile(name_or_path)
-    raise InvalidInput(
-        f"no hardware called {name_or_path!r}: neither a catalog name nor a saved profile",
-        hint=suggest_nearest(
-            name_or_path, (gpu.id for gpu in load_catalog()), "`autotune probe --list` shows the catalog"
-        ),
-    )
+    return profile_of_gpu(gpu_named(name_or_path))
 
 
-def _readable(path: Path) -> HardwareProfile | None:
+def _load_sound(path: Path) -> HardwareProfile | None:
     try:
         return load_profile(path)
     except InvalidInput:

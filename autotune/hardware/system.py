@@ -1,22 +1,22 @@
-"""The one narrow seam to the world: a question goes to a source, an answer or a reason comes back.
+"""The one seam to the machine: a query goes to a source; a raw value comes back, or the reason why there is none.
 
 Sources: `torch` (the CUDA runtime or MPS as torch sees it), `nvml`, `driver` (CUDA driver API), `os`, `packages`
-(installed versions), `environment` (variables). `answers.py` is the real one.
+(installed versions), `environment` (variables). The real ones are in `sources.py`.
 """
 
 from typing import Protocol
 
 
 class Unavailable(Exception):
-    """A source could not answer; the message is the reason, for people."""
+    """A source has no value; the message is the reason, for people."""
 
 
 class System(Protocol):
-    """Whatever can be asked about a machine."""
+    """Whatever the facts of a machine are read from."""
 
-    def ask(self, source: str, question: str, index: int = 0) -> object:
-        """The raw answer about device `index` (sources without devices ignore it). Trust nothing: check it.
+    def query(self, source: str, name: str, index: int = 0) -> object:
+        """The raw value for device `index` (sources without devices ignore it); the caller validates it.
 
         Raises:
-            Unavailable: the source is missing, failed, or does not support the question.
+            Unavailable: the source is missing, failed, or does not support the query.
         """

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.cost import CostModel, Parallel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import Family
@@ -15,7 +16,7 @@ from autotune.hardware import host_floor_bytes
 from autotune.knobs import KNOBS
 from autotune.planning.request import PlanRequest
 from autotune.schema import Bucket, Candidate, Choice, Quality, Workload
-from autotune.search import SearchSpace, memory_upper_bound, without
+from autotune.search import SearchSpace, drop_values, memory_upper_bound
 
 GIB = 2**30
 SMALLER_SIDES = (0.75, 0.5)
@@ -47,13 +48,14 @@ def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     numbers = {candidate.swapped_blocks for candidate in fitting}
     why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
     dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if k not in numbers}
-    return replace(without(space, "swapped_blocks", dropped), candidates=tuple(fitting)) if fitting else space
+    return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting)) if fitting else space
 
 
-def keep_unquantized(space: SearchSpace) -> SearchSpace:
+def keep_shardable(space: SearchSpace) -> SearchSpace:
     """The part of the space whose weights several processes can shard; it may have no candidates."""
-    why = "the weights are sharded over the processes, which quantized weights cannot be"
-    return without(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
+    why = "the weights are sharded over the processes, and this format cannot be sharded"
+    quantized = [name for name in space.choices["quantization"] if not WEIGHT_FORMATS[str(name)].can_shard]
+    return drop_values(space, "quantization", dict.fromkeys(quantized, why))
 
 
 def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel) -> str:
@@ -109,7 +111,7 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     space = request.space(own.context, also=LAST_RESORT if number == 1 else None)
     ways = {own.parallel: space}
     if number > 1:
-        ways = {Parallel("ddp", number): space, Parallel("fsdp2", number): keep_unquantized(space)}
+        ways = {Parallel("ddp", number): space, Parallel("fsdp2", number): keep_shardable(space)}
     needed = []
     for parallel, admitted in ways.items():
         if admitted.candidates:

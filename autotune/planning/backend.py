@@ -9,7 +9,7 @@ from autotune.families import ResolvedModel
 from autotune.knobs import TuningContext
 from autotune.runtime import __version__
 from autotune.schema import Candidate, Choice, HardwareProfile, TrialResult, Workload
-from autotune.search import Run
+from autotune.search import TrialFunction
 from autotune.sharing import StoreMatches, find_matches
 from autotune.trials import ProcessTrialRunner, check_parity
 
@@ -20,7 +20,7 @@ def _trial_runner(model: str, cost: CostModel) -> ProcessTrialRunner:
 
 
 @contextmanager
-def run_in_child_processes(model: str, cost: CostModel) -> Iterator[Run]:
+def run_in_child_processes(model: str, cost: CostModel) -> Iterator[TrialFunction]:
     """Trials in child processes of this machine."""
     with _trial_runner(model, cost) as runner:
         yield runner.run
@@ -36,7 +36,7 @@ def rehearse_in_child_process(model: str, cost: CostModel, candidate: Candidate,
 class PlannerBackend:
     """The side effects of planning, as functions: a replay or a test passes its own."""
 
-    trials: Callable[[str, CostModel], AbstractContextManager[Run]] = run_in_child_processes
+    trials: Callable[[str, CostModel], AbstractContextManager[TrialFunction]] = run_in_child_processes
     """Starts trials of the model that is named."""
     find_matches: Callable[[HardwareProfile, Workload, int], StoreMatches] = find_matches
     """Looks up records for the machine, the work of one process and the bytes that it may take."""

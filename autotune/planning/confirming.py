@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from autotune.planning.problem import PlanningProblem
 from autotune.schema import Candidate, TrialResult
-from autotune.search import fallbacks_of, measured_scores, promised_scores, winner_of
+from autotune.search import choose_fallbacks, choose_winner, score_finalists, score_trials
 
 MAX_CONFIRMATIONS = 3
 """Winners that are tried for longer, if the first fails or turns out slower than the next."""
@@ -30,9 +30,9 @@ def confirm_winner(
     """`trials` and the longer ones: the winner's, and if it loses by that, those of the candidates that win instead."""
     objective = problem.workload.objective
     for _ in range(MAX_CONFIRMATIONS):
-        best = winner_of(measured_scores(trials), objective)
+        best = choose_winner(score_trials(trials), objective)
         tried = {trial.candidate for trial in trials if trial.confirms}
-        sure = winner_of([score for score in promised_scores(trials) if score.candidate in tried], objective)
+        sure = choose_winner([score for score in score_finalists(trials) if score.candidate in tried], objective)
         if best is None or best.candidate in tried:
             break
         if sure and best.step_seconds > WORTH_CONFIRMING * sure.step_seconds:
@@ -52,9 +52,9 @@ def note_missing_phases(trials: Trials, best: Candidate) -> tuple[str, ...]:
 
 def choose_untried_fallback(trials: Trials, problem: PlanningProblem) -> Candidate | None:
     """The fastest untried candidate predicted to be smaller than the winner; None if something smaller has run."""
-    scores = measured_scores(trials)
-    best = winner_of(scores, problem.workload.objective)
-    if best is None or fallbacks_of(scores, best):
+    scores = score_trials(trials)
+    best = choose_winner(scores, problem.workload.objective)
+    if best is None or choose_fallbacks(scores, best):
         return None
     cost = problem.cost.with_calibration(trials)
     tried = {trial.candidate for trial in trials}

@@ -26,6 +26,7 @@ from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
 from autotune.runtime import interrupt_on_signal
 from autotune.schema import (
+    SCHEMA_VERSION,
     Candidate,
     CandidatesPredicted,
     FrozenPart,
@@ -41,28 +42,29 @@ from autotune.schema import (
     TrialResult,
     TrialStarted,
     ignore_event,
+    parse_plan,
     seal,
 )
 from autotune.search import (
     ResidualSearch,
     best_seconds,
-    fallbacks_of,
-    frozen_plan,
-    measured_scores,
+    choose_fallbacks,
+    explain_choices,
     memoize,
-    predicted_scores,
-    promised_scores,
     publish_plan,
-    reasons_for,
+    published_plan,
     require_winner,
     run_search,
+    score_finalists,
+    score_predictions,
+    score_trials,
     search_cost_seconds,
 )
 from autotune.sharing import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
 
-NO_MATCHES = StoreMatches(known=(), stale=(), refused=())
+NO_MATCHES = StoreMatches(records=(), stale=(), refused=())
 FALLBACK = "rung"
-"""Under this name studies remember the trial of a fallback."""
+"""The name under which studies remember the trial of a fallback."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +113,16 @@ def make_plan(
     matches = NO_MATCHES
     # Killed by a signal, it would seem to have been taken down by what it tried.
     with interrupt_on_signal(), kept_study(problem, backend.autotune_version, on_note) as study:
-        published = frozen_plan(study) if request.study else None
+        published = published_plan(study) if request.study else None
         if published is None:
             matches, warm_start = _find_warm_start(problem, backend, on_event)
             trials = _search(problem, backend, warm_start, study, on_event)
-            if not warm_start.kept(trials):  # else a record has confirmed them
+            if not warm_start.is_reproduced(trials):  # else a record has confirmed them
                 trials = _confirm(problem, backend, trials, study, on_event)
             own = _plan(problem, backend.autotune_version, (), trials, warm_start).model_dump_json()
             first = publish_plan(study, own)
             published = first if request.study else own
-    plan = TrainingPlan.model_validate_json(published)
+    plan = parse_plan(published)
     residuals = tuple(problem.cost.residual(trial) for trial in plan.frozen.trials)
     return PlanningResult(plan, problem.hardware, matches, residuals)
 
@@ -134,8 +136,8 @@ def _find_warm_start(
     found, warm_start = build_warm_start(
         found, problem.space.candidates, problem.budget_bytes, problem.workload, problem.cost
     )
-    kind = found.known[0].match.kind if found.known else "none"
-    on_event(RecordsMatched(kind=kind, num_records=len(found.known), stale=found.stale, refused=found.refused))
+    kind = found.records[0].match.kind if found.records else "none"
+    on_event(RecordsMatched(kind=kind, num_records=len(found.records), stale=found.stale, refused=found.refused))
     return found, warm_start
 
 
@@ -148,7 +150,7 @@ def _search(
         problem.cost,
         problem.budget_bytes,
         priors=warm_start.priors,
-        first=warm_start.first,
+        first=warm_start.first_candidates,
         objective=problem.workload.objective,
         ascending=shares_host_memory(problem.hardware.device.memory_kind),
     )
@@ -163,19 +165,21 @@ def _search(
             return run(candidate)
 
         if backend.recorded_trials is None:
-            trials = run_search(search, run_trial, problem.limits, on_trial, enough=warm_start.kept, study=study)
+            trials = run_search(
+                search, run_trial, problem.limits, on_trial, is_enough=warm_start.is_reproduced, study=study
+            )
         else:
             trials = backend.recorded_trials
             for trial in trials:
                 on_trial(trial)
-        is_over = backend.recorded_trials is not None or warm_start.kept(trials)
+        is_over = backend.recorded_trials is not None or warm_start.is_reproduced(trials)
         fallback = None if is_over else choose_untried_fallback(trials, problem)
         result = memoize(study, FALLBACK, fallback, run_trial) if fallback is not None else None
         if result is not None:
             trials = (*trials, result)
             on_trial(result)
-    for doubt in warm_start.doubts(trials):
-        on_event(Notice(text=doubt, topic="profiles"))
+    for line in warm_start.contradictions(trials):
+        on_event(Notice(text=line, topic="profiles"))
     return trials
 
 
@@ -211,25 +215,25 @@ def _plan(
 ) -> TrainingPlan:
     """The best of what was tried here or, where nothing could be, of what was predicted."""
     objective = problem.workload.objective
-    scores = measured_scores(trials) if problem.can_try else predicted_scores(predictions, problem.budget_bytes)
+    scores = score_trials(trials) if problem.can_try else score_predictions(predictions, problem.budget_bytes)
     request, cost = problem.request, problem.cost.with_calibration(trials)
 
     def relaxation() -> str:
         taught = problem.cost.with_calibration(trials, warm_start.priors(trials))
         return suggest_relaxation(request, problem.space, taught)
 
-    best = require_winner(promised_scores(trials) if trials else scores, objective, relaxation)
-    scores += measured_scores(warm_start.evidence(trials))  # only what ran here may win
+    best = require_winner(score_finalists(trials) if trials else scores, objective, relaxation)
+    scores += score_trials(warm_start.evidence(trials))  # only what ran here may win
     frozen = FrozenPart(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         autotune_version=autotune_version,
         hardware=planned_hardware(problem.hardware, problem.memory_budget, cost.parallel),
         workload=problem.global_workload,
         settings=best.candidate,
         caching=cost.caching,
         expected=build_expectation(best, trials, cost, problem.global_workload, problem.job, request.price_per_hour),
-        reasons=(*reasons_for(problem.space, scores, best, objective), cost.caching_reason),
-        fallbacks=fallbacks_of(scores, best),
+        reasons=(*explain_choices(problem.space, scores, best, objective), cost.caching_reason),
+        fallbacks=choose_fallbacks(scores, best),
         records=warm_start.records,
         search_seconds=search_cost_seconds(trials),
         trials=trials,

@@ -5,19 +5,27 @@ from typing import Self
 
 from autotune.cost import ONE_PROCESS, CostModel, Parallel
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families import ResolvedModel, fetch_model, is_family, is_on_hub, parts_of, require_weights, resolve_model
+from autotune.families import (
+    ResolvedModel,
+    check_weights,
+    fetch_model,
+    is_family_name,
+    is_on_hub,
+    read_parts,
+    resolve_model,
+)
 from autotune.knobs import TuningContext
 from autotune.planning.alternatives import (
     LAST_RESORT,
     drop_beyond_host,
-    keep_unquantized,
+    keep_shardable,
     min_required_bytes,
     suggest_relaxation,
 )
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.request import PlanRequest, build_job, read_data
 from autotune.schema import Choice, HardwareProfile, Job, MemoryBudget, Workload, digest_of
-from autotune.search import Limits, SearchSpace, without
+from autotune.search import SearchLimits, SearchSpace, drop_values
 from autotune.training import KEY_NAMES, describe_workload, device_misfits, require_even_shares
 from autotune.weights import BadWeights
 
@@ -77,7 +85,7 @@ class PlanningProblem:
             cost,
             job,
             notes,
-            dataset.left_out if dataset else (),
+            dataset.problem_summary if dataset else (),
         )
 
     @property
@@ -91,9 +99,9 @@ class PlanningProblem:
         return self.request.is_local and self.cost.parallel.strategy != "fsdp2"
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SearchLimits:
         """When the search ends at the latest."""
-        return Limits(self.request.max_trials, self.request.search_seconds, self.job.num_steps)
+        return SearchLimits(self.request.max_trials, self.request.search_seconds, self.job.num_steps)
 
     @property
     def identity(self) -> dict[str, str | None]:
@@ -117,7 +125,7 @@ def list_choices(request: PlanRequest, hardware: HardwareProfile) -> SearchSpace
 
 def _resolve(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
     """The model; from the hub come its tokenizers, if there are captions to count, and unknown architectures."""
-    known = is_family(request.model)
+    known = is_family_name(request.model)
     if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
         return resolve_model(request.model), ()
     try:
@@ -131,7 +139,7 @@ def _resolve(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
 
 def _require_weights_and_gpu(model: ResolvedModel, hardware: HardwareProfile) -> None:
     if model.folder is not None:
-        require_weights(model)
+        check_weights(model)
     elif hardware.device.kind == "cpu":
         spec = model.spec
         raise NothingFits(
@@ -162,7 +170,7 @@ def _choose_strategy(
         workload,
         model.family,
         model.config,
-        parts_of(model),
+        read_parts(model),
         memory_budget=budget,
         caching_pins=request.caching_pins,
         parallel=Parallel("ddp", number) if number > 1 else ONE_PROCESS,
@@ -180,7 +188,7 @@ def _choose_strategy(
             return cost, lighter
     except NothingFits:
         pass
-    plain = keep_unquantized(space)
+    plain = keep_shardable(space)
     if not plain.candidates:
         what = f"nothing fits on each of {number} devices, and quantized weights cannot be sharded over them"
         raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
@@ -191,7 +199,7 @@ def _choose_strategy(
 def _without_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
     why = "several processes shard the weights instead"
     dropped: dict[Choice, str] = {number: why for number in space.choices["swapped_blocks"] if number}
-    space = without(space, "swapped_blocks", dropped)
+    space = drop_values(space, "swapped_blocks", dropped)
     if not space.candidates:
         what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
         raise InvalidInput(what, hint="leave one of them out")
@@ -221,4 +229,4 @@ def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -
         smallest = min(sizes, key=lambda name: sizes[name])
         hint = suggest_relaxation(request, space, cost)
         raise NothingFits(f"{cost.workload.model.name} as {smallest}: {dropped[smallest]}", hint=hint)
-    return without(space, "quantization", dropped)
+    return drop_values(space, "quantization", dropped)

@@ -1,7 +1,7 @@
 """A search as a file, to plan from again without the machine: `autotune plan --record FILE`, later `--replay FILE`.
 
-JSON lines. The first holds the version and the hardware; each other one a record of another search that was at hand, or
-a trial. Planning from it is a pure function: the same file and question give the same plan, byte for byte.
+JSON lines. The first holds the versions and the hardware; each other one a record of another search that was at hand,
+or a trial. Planning from it is a pure function: the same file and request give the same plan, byte for byte.
 """
 
 import json
@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from autotune.cost import CostModel
 from autotune.errors import InvalidInput
 from autotune.planning.backend import PlannerBackend
 from autotune.runtime import write_text_atomic
-from autotune.schema import Candidate, HardwareProfile, MemoryBudget, TrainingPlan, TrialResult, Workload, from_schema_1
-from autotune.search import Run
+from autotune.schema import (
+    SCHEMA_VERSION,
+    Candidate,
+    HardwareProfile,
+    MemoryBudget,
+    TrainingPlan,
+    TrialResult,
+    Workload,
+    migrate,
+)
+from autotune.search import TrialFunction
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 
 MAX_RECORDING_BYTES = 64 << 20
@@ -36,7 +43,7 @@ class Recording:
     shared: bool = False
     """Whether several workers may have searched: what each tried went by what the others were at, which is gone."""
     memory_budget: MemoryBudget | None = None
-    """What a run might take of the device; None for what the device left."""
+    """What a run might use of the device; None for what the device left."""
 
 
 def recording_of(
@@ -55,6 +62,7 @@ def recording_of(
 def write_recording(path: Path, recording: Recording) -> None:
     """Write it whole or not at all."""
     head = {
+        "schema_version": SCHEMA_VERSION,
         **({"shared": True} if recording.shared else {}),
         "autotune_version": recording.autotune_version,
         "hardware": recording.hardware.model_dump(mode="json", exclude_defaults=True),
@@ -70,25 +78,34 @@ def read_recording(path: Path) -> Recording:
     """The recording in a file.
 
     Raises:
-        InvalidInput: it cannot be read, or is none.
+        InvalidInput: it cannot be read, is not a recording, or is one of a newer autotune.
     """
     hint = "recordings are written by `autotune plan --record FILE`"
     try:
         if path.stat().st_size > MAX_RECORDING_BYTES:
             raise InvalidInput(f"{path} is too large for a recording", hint=hint)
-        head, *lines = [from_schema_1(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-        return Recording(
-            autotune_version=str(head["autotune_version"]),
-            hardware=_parsed(HardwareProfile, head["hardware"]),
-            records=tuple((str(line["name"]), _parsed(Record, line["record"])) for line in lines if "record" in line),
-            trials=tuple(_parsed(TrialResult, line["trial"]) for line in lines if "record" not in line),
-            shared=head.get("shared") is True,
-            memory_budget=_parsed(MemoryBudget, head["memory_budget"]) if "memory_budget" in head else None,
-        )
+        content = path.read_bytes()
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
-    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
-        raise InvalidInput(f"{path} is no recording of this version of autotune, or damaged", hint=hint) from error
+    try:
+        return _parse_recording(content)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path} {error.message}", hint=error.hint) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidInput(f"{path} is not a recording of this version of autotune, or damaged", hint=hint) from error
+
+
+def _parse_recording(content: bytes) -> Recording:
+    lines = [json.loads(line) for line in content.splitlines()]
+    head, *lines = migrate(lines, lines[0].get("schema_version", 1))
+    return Recording(
+        autotune_version=str(head["autotune_version"]),
+        hardware=_parsed(HardwareProfile, head["hardware"]),
+        records=tuple((str(line["name"]), _parsed(Record, line["record"])) for line in lines if "record" in line),
+        trials=tuple(_parsed(TrialResult, line["trial"]) for line in lines if "record" not in line),
+        shared=head.get("shared") is True,
+        memory_budget=_parsed(MemoryBudget, head["memory_budget"]) if "memory_budget" in head else None,
+    )
 
 
 def _parsed(kind: Any, data: object) -> Any:
@@ -109,12 +126,12 @@ def replayed(recording: Recording) -> PlannerBackend:
         return results[candidate]
 
     @contextmanager
-    def trials(model: str, cost: CostModel) -> Iterator[Run]:
+    def trials(model: str, cost: CostModel) -> Iterator[TrialFunction]:
         yield run
 
     def find_matches(hardware: HardwareProfile, workload: Workload, budget_bytes: int) -> StoreMatches:
         return StoreMatches(
-            known=tuple(
+            records=tuple(
                 MatchedRecord(
                     name,
                     record,

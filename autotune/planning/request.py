@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from autotune.data import Dataset, Reading, read_dataset
+from autotune.data import Dataset, DatasetOptions, read_dataset
 from autotune.families import ResolvedModel
 from autotune.knobs import PIN, TuningContext
 from autotune.schema import Job, MemoryBudget, TrainingPlan, job_from
-from autotune.search import SearchSpace, StudyPlace, search_space
+from autotune.search import SearchSpace, StudyLocation, build_search_space
 from autotune.training import WorkloadOverrides, check_job, overrides_from
 
 
@@ -28,7 +28,7 @@ class PlanRequest:
     is_local: bool = True
     """Whether the hardware asked about is this machine's: only then can trials run."""
     memory_budget: MemoryBudget | None = None
-    """What a run may take of the device; None for what the device leaves."""
+    """What a run may use of the device; None for what the device leaves."""
     num_processes: int = 1
     """GPUs that train together, one process each."""
     use_profiles: bool = True
@@ -38,7 +38,7 @@ class PlanRequest:
     """Of the machine, for what the job costs."""
     search_seconds: float | None = None
     """None for a share of the planned run's time."""
-    study: StudyPlace | None = None
+    study: StudyLocation | None = None
     """Where trials are kept and shared under a name."""
     interrupted: Literal["ignored", "resumed", "forgotten"] = "ignored"
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
@@ -64,10 +64,10 @@ class PlanRequest:
         """What may be tried for `context`, with the values on request of the knob `also`.
 
         Raises:
-            InvalidInput, NothingFits: as `search_space`.
+            InvalidInput, NothingFits: as `build_search_space`.
         """
         pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
-        return search_space(context, pins, self.exclusions, also=also)
+        return build_search_space(context, pins, self.exclusions, also=also)
 
     @property
     def drops_captions(self) -> bool:
@@ -96,7 +96,7 @@ def read_data(request: PlanRequest, model: ResolvedModel) -> Dataset | None:
         return None
     frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
     caption, trigger = request.text("caption"), request.text("trigger")
-    return read_dataset(folder, Reading(caption, trigger, request.path("control"), num_frames=frames))
+    return read_dataset(folder, DatasetOptions(caption, trigger, request.path("control"), num_frames=frames))
 
 
 def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:

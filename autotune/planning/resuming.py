@@ -5,19 +5,24 @@ was interrupted it is still there, and that search goes on.
 """
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import optuna
-import platformdirs
+from filelock import ReadWriteLock, Timeout
 
 from autotune.errors import NothingFits
-from autotune.hardware import locked
 from autotune.planning.problem import PlanningProblem
+from autotune.runtime import cache_path
 from autotune.schema import digest_of
-from autotune.search import StudyPlace, frozen_plan, opened_study, release_dead, take_snapshot, translate_storage_errors
+from autotune.search import (
+    StudyLocation,
+    fail_dead_trials,
+    open_study,
+    published_plan,
+    take_snapshot,
+    translate_storage_errors,
+)
 
 
 @contextlib.contextmanager
@@ -43,47 +48,58 @@ def kept_study(
         place = request.study if users is None else _file_of_its_own(path, users, problem, on_note)
         with translate_storage_errors(place):
             try:
-                yield opened_study(place, problem.identity)
+                yield open_study(place, problem.identity)
             except NothingFits:
-                if users is not None and locked(users, fcntl.LOCK_EX):
+                if users is not None and _is_only_user(users):
                     path.unlink(missing_ok=True)  # it came to its end: there may be more memory next time
                 raise
 
 
-def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None]) -> int | None:
-    """A file beside the search's own that all who use it hold a lock on; None where nothing can be written."""
+def _users(path: Path, held: contextlib.ExitStack, on_note: Callable[[str], None]) -> ReadWriteLock | None:
+    """The lock that all processes share that use the search's file; None if nothing can be written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        users = os.open(path.with_suffix(".users"), os.O_RDWR | os.O_CREAT, 0o600)
+        users = ReadWriteLock(path.with_suffix(".users"), is_singleton=False)
     except OSError as error:
         on_note(f"trials are kept in memory alone: {path.parent}: {error.strerror}")
         return None
-    held.callback(os.close, users)
+    held.callback(users.close)
     return users
 
 
+def _is_only_user(users: ReadWriteLock) -> bool:
+    """Whether no other process uses the file; if so the lock is now held exclusively, else not at all."""
+    users.release(force=True)  # a shared lock cannot be upgraded
+    try:
+        users.acquire_write(timeout=0.1)  # of two that try at once, one gets it
+    except Timeout:
+        return False
+    return True
+
+
 def _file_of_its_own(
-    path: Path, users: int, problem: PlanningProblem, on_note: Callable[[str], None]
-) -> StudyPlace | None:
+    path: Path, users: ReadWriteLock, problem: PlanningProblem, on_note: Callable[[str], None]
+) -> StudyLocation | None:
     """Where the search is kept while the lock on `users` is held; None beside one that is not to be joined."""
-    place, fresh = StudyPlace("search", f"sqlite:///{path}"), problem.request.interrupted == "forgotten"
-    alone = locked(users, fcntl.LOCK_EX)
+    place, fresh = StudyLocation("search", f"sqlite:///{path}"), problem.request.interrupted == "forgotten"
+    alone = _is_only_user(users)
     if fresh and not alone:
         on_note("another search of the same runs: this one keeps its trials in memory alone")
         return None
     if fresh or (path.exists() and not _goes_on(place, problem, on_note, alone) and alone):
         path.unlink(missing_ok=True)
-    fcntl.flock(users, fcntl.LOCK_SH)
+    users.release(force=True)  # an exclusive lock cannot be downgraded
+    users.acquire_read()
     return place
 
 
-def _goes_on(place: StudyPlace, problem: PlanningProblem, on_note: Callable[[str], None], is_alone: bool) -> bool:
+def _goes_on(place: StudyLocation, problem: PlanningProblem, on_note: Callable[[str], None], is_alone: bool) -> bool:
     """Whether a search was interrupted there, or is running: not where it has its plan, or nobody can read it."""
     try:
-        study = opened_study(place, problem.identity)
-        release_dead(study, is_alone=is_alone)
+        study = open_study(place, problem.identity)
+        fail_dead_trials(study, is_alone=is_alone)
         snapshot = take_snapshot(study)
-        if frozen_plan(study) is not None:
+        if published_plan(study) is not None:
             return False
     except Exception as error:  # damaged, or of another Optuna: what it held is measured again
         if "database is locked" in str(error):  # of a process that lives
@@ -91,7 +107,7 @@ def _goes_on(place: StudyPlace, problem: PlanningProblem, on_note: Callable[[str
         return False
     known = len(snapshot.results)
     trials = "one trial" if known == 1 else f"{known or 'no'} trials"
-    if snapshot.taken or snapshot.undecided:  # of a process that lives
+    if snapshot.running or snapshot.undecided:  # of a process that lives
         on_note(f"another search of the same runs: this one joins it, {trials} known")
     elif known:
         on_note(f"an interrupted search of the same goes on: {trials} known (--fresh forgets them)")
@@ -108,4 +124,4 @@ def _path(problem: PlanningProblem, autotune_version: str) -> Path:
         "budget": budget.num_bytes if budget.is_set_by_user else None,
     }
     name = digest_of(key).removeprefix("sha256:")[:32]
-    return platformdirs.user_cache_path("autotune") / "searches" / f"{name}.db"
+    return cache_path("searches", f"{name}.db")

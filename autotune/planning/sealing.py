@@ -10,8 +10,8 @@ from pathlib import Path
 
 from autotune.cost import CostModel, Parallel
 from autotune.errors import DoesNotFit, InvalidPlan
-from autotune.families import parts_of, resolve_model
-from autotune.knobs import KNOBS, TuningContext, parity_capability, shown, unavailable_reason
+from autotune.families import read_parts, resolve_model
+from autotune.knobs import KNOBS, TuningContext, describe_caching, parity_capability, unavailable_reason
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.expectation import build_expectation, planned_hardware
 from autotune.runtime import started_by_launcher
@@ -21,16 +21,16 @@ from autotune.schema import (
     HardwareProfile,
     Notice,
     OnEvent,
-    PhaseStarted,
     PlannedHardware,
     Reason,
+    StatusChanged,
     TrainingPlan,
     TrialResult,
     read_plan,
     seal,
     write_plan,
 )
-from autotune.search import Run, measured_scores, search_cost_seconds, winner_of
+from autotune.search import TrialFunction, choose_winner, score_trials, search_cost_seconds
 from autotune.training import key_misfits, model_misfits, require_fit
 
 PLAN_AGAIN = "plan again on this machine: autotune plan --from PLAN"
@@ -53,7 +53,7 @@ def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | No
     known = sealed_beside(file, plan, hardware) if file else None
     if known is not None or started_by_launcher():
         return known or plan
-    on_event(PhaseStarted(name="the plan was predicted: one trial tells whether it holds here"))
+    on_event(StatusChanged(text="the plan was predicted: one trial tells whether it holds here"))
     sealed = seal_on_arrival(plan, hardware)
     then, now = plan.frozen.expected, sealed.frozen.expected
     changed = "" if sealed.frozen.settings == plan.frozen.settings else "; its settings did not run, a fallback does"
@@ -71,8 +71,8 @@ def sealed_beside(path: Path, plan: TrainingPlan, hardware: HardwareProfile) -> 
         sealed = read_plan(sealed_path(path))
     except InvalidPlan:
         return None
-    same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.digest
-    same_machine = sealed.frozen.hardware.fingerprint == hardware.fingerprint
+    same_work = sealed.frozen.workload == plan.frozen.workload and sealed.frozen.predicted_digest == plan.identity
+    same_machine = sealed.frozen.hardware.match_keys == hardware.match_keys
     same_device = sealed.frozen.hardware.device_name == hardware.device.name
     return seal(plan.job, sealed.frozen) if same_work and same_machine and same_device else None
 
@@ -99,9 +99,9 @@ def seal_on_arrival(
     work = plan.frozen.workload.share(planned.num_processes)
     parallel = Parallel(planned.strategy, planned.num_processes)
     caching = plan.frozen.caching
-    as_planned = caching, Reason(knob="caching", chosen=shown(caching), why="as planned")
+    as_planned = caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
     cost = CostModel.build(
-        hardware, work, model.family, model.config, parts_of(model), caching=as_planned, parallel=parallel
+        hardware, work, model.family, model.config, read_parts(model), caching=as_planned, parallel=parallel
     )
     candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
     against = _too_large(candidates, cost)
@@ -135,15 +135,18 @@ def _too_large(candidates: Sequence[Candidate], cost: CostModel) -> dict[Candida
 def _wrong(candidate: Candidate, hardware: HardwareProfile) -> str | None:
     """Why what it computes is not the same on this machine, or None."""
     chosen = ((knob, getattr(candidate, knob.name)) for knob in KNOBS)
-    capabilities = ((f"{knob.title} {value}", parity_capability(knob.name, parity.runs)) for knob, value in chosen
-             if (parity := knob.parity(value)))  # fmt: skip
+    capabilities = (
+        (f"{knob.title} {value}", parity_capability(knob.name, parity.checked_choice))
+        for knob, value in chosen
+        if (parity := knob.parity(value))
+    )
     return next(
         (f"{what}: {why}" for what, capability in capabilities if (why := unavailable_reason(hardware, capability))),
         None,
     )
 
 
-def _until_one_runs(candidates: Sequence[Candidate], run: Run) -> tuple[TrialResult, ...]:
+def _until_one_runs(candidates: Sequence[Candidate], run: TrialFunction) -> tuple[TrialResult, ...]:
     trials: list[TrialResult] = []
     for candidate in candidates:
         trials.append(run(candidate))
@@ -164,7 +167,7 @@ def _measured(
     against: Mapping[Candidate, str],
 ) -> FrozenPart:
     frozen = plan.frozen
-    best = winner_of(measured_scores(trials), frozen.workload.objective)
+    best = choose_winner(score_trials(trials), frozen.workload.objective)
     assert best is not None  # the last trial ran
     failed = against.get(frozen.settings, f"{trials[0].outcome}: {trials[0].message}")
     after = (frozen.settings, *frozen.fallbacks).index(best.candidate)
@@ -180,7 +183,8 @@ def _measured(
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),
             "trials": trials,
-            "predicted_digest": plan.digest,
+            "predicted_digest": plan.identity,
+            "original_digest": None,
         }
     )
 

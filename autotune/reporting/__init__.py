@@ -7,7 +7,7 @@ from autotune.runtime import lazy_exports
 if TYPE_CHECKING:
     from autotune.reporting.data import data_report_lines
     from autotune.reporting.difference import difference_lines, differences
-    from autotune.reporting.estimate import render
+    from autotune.reporting.estimate import estimate_text
     from autotune.reporting.hardware import catalog_view, findings_view, profile_view
     from autotune.reporting.models import model_lines
     from autotune.reporting.origins import origin_lines
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         trial_row,
         workload_lines,
     )
-    from autotune.reporting.records import list_lines, record_difference_lines, record_lines
+    from autotune.reporting.records import record_difference_lines, record_lines, record_list_lines
     from autotune.reporting.run import report_lines, step_text
     from autotune.reporting.text import count_text, cut, memory_text, printable, printable_lines, seconds_text, wrapped
-    from autotune.reporting.weights import render_file
+    from autotune.reporting.weights import weights_lines
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

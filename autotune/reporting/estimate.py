@@ -28,7 +28,7 @@ KINDS = {
 }
 
 
-def render(estimate: Estimate) -> str:
+def estimate_text(estimate: Estimate) -> str:
     """The whole answer: verdict, settings, memory by part and by phase, time by kind of work, the job."""
     prediction, workload = estimate.prediction, estimate.workload
     bucket = workload.largest_bucket

@@ -10,6 +10,7 @@ from autotune.hardware import CatalogGpu, Finding
 from autotune.reporting.text import memory_text
 from autotune.schema import Capability, HardwareProfile, Rate
 
+ABOUT_LISTING = "bf16 -: the card has none and trains in fp32. A part of the name will do: 4090."
 STYLES = {"blocks": "bold red", "hurts": "yellow", "note": "dim"}
 
 
@@ -18,8 +19,8 @@ def profile_view(profile: HardwareProfile) -> RenderableType:
     parts: list[RenderableType] = [
         Text(profile.device.name, style="bold") + Text(f"  {profile.device.kind}:{profile.device.index}", style="dim"),
         _facts(profile),
-        _heading("Features"),
-        _gates(profile.capabilities),
+        _heading("Capabilities"),
+        _capabilities(profile.capabilities),
     ]
     if profile.rates:
         title = "Measured" + (" (noisy machine: trust these less)" if profile.noisy else "")
@@ -41,11 +42,11 @@ def findings_view(findings: Sequence[Finding]) -> RenderableType:
 
 def catalog_view(gpus: Sequence[CatalogGpu]) -> RenderableType:
     """The catalog's GPUs, one a line."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table = Table(box=None, pad_edge=False, padding=(0, 1), caption=ABOUT_LISTING, caption_justify="left")
     table.add_column("name for --hardware", no_wrap=True)
     for column in ("sm", "memory", "bf16", "bandwidth", "power"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("memory kind", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
     for gpu in gpus:
         bf16 = gpu.dense_tflops.get("bf16")
         table.add_row(
@@ -106,7 +107,7 @@ def _where(profile: HardwareProfile) -> str:
     return wsl + (f", in {profile.host.container}" if profile.host.container else "")
 
 
-def _gates(capabilities: Sequence[Capability]) -> Table:
+def _capabilities(capabilities: Sequence[Capability]) -> Table:
     """One row per group of what is available, and one per reason of what is not."""
     rows: dict[tuple[str, bool, str], list[str]] = {}
     for capability in capabilities:

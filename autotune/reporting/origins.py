@@ -1,13 +1,13 @@
 """Which values of a plan's job and workload are the user's, and which the family's defaults, with their source."""
 
-from autotune.families import VIEWS_PER_IMAGE, family_named
+from autotune.families import VIEWS_PER_IMAGE, get_family
 from autotune.schema import TrainingPlan
 
 
 def origin_lines(plan: TrainingPlan) -> list[str]:
     """`you set` and `we set`, a value per line; a value equal to the default counts as ours, whoever wrote it."""
     job, work = plan.job, plan.frozen.workload
-    defaults = family_named(work.model.family).defaults
+    defaults = get_family(work.model.family).defaults
     images = sum(bucket.num_items for bucket in work.buckets)
     usual_alpha = defaults.lora_alpha * work.rank / defaults.rank
     values = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from autotune.knobs import KNOBS, shown
+from autotune.knobs import KNOBS, describe_caching
 from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
 from autotune.schema import (
     Bucket,
@@ -37,7 +37,7 @@ def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes:
 
 
 def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
-    """What is planned for, before the first trial."""
+    """The workload that is planned for, shown before the first trial."""
     model, largest = workload.model, workload.largest_bucket
     count = sum(b.num_items for b in workload.buckets)
     sizes = ", ".join(f"{_size(b)} ({b.num_items})" for b in workload.buckets)
@@ -101,7 +101,7 @@ def records_lines(event: RecordsMatched) -> list[str]:
 
 
 def note_text(text: str, title: str = "note") -> str:
-    """Something that a reader should know, aligned with what is told before the first trial."""
+    """A remark, aligned with the lines before the first trial."""
     return "\n".join(wrapped(f"{title:<10}{text}", 10))
 
 
@@ -118,7 +118,7 @@ def knob_lines(space: SearchSpace) -> list[str]:
 
 def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
     """The chosen settings, one per line."""
-    return [f"{knob.title:<14} {knob.shown(getattr(settings, knob.name), workload)}" for knob in KNOBS]
+    return [f"{knob.title:<14} {knob.describe(getattr(settings, knob.name), workload)}" for knob in KNOBS]
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
@@ -127,7 +127,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     several = [f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"]
     return [
         *settings_lines(plan.frozen.settings, plan.frozen.workload.share(hardware.num_processes)),
-        f"text encoder   {shown(plan.frozen.caching)}",
+        f"text encoder   {describe_caching(plan.frozen.caching)}",
         *(several if hardware.num_processes > 1 else ()),
         f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",
@@ -139,7 +139,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
 
 
 def job_line(plan: TrainingPlan) -> str:
-    """How long the job will take, from loading to the last checkpoint, and what it costs where the plan knows."""
+    """How long the job will take, from loading to the last checkpoint, and its cost if the plan has a price."""
     cost = plan.job_cost
     price = f", {cost:.2f} at {plan.frozen.expected.price_per_hour:.2f} an hour" if cost is not None else ""
     if plan.job.num_train_epochs is not None:  # how many steps they take, the data will tell
@@ -162,7 +162,7 @@ def _search_line(plan: TrainingPlan) -> str:
 
 
 def _saving(plan: TrainingPlan) -> str:
-    """Against the first trial that ran: the settings that one can run without measuring."""
+    """Time saved compared with the first trial that ran, whose settings need no measurement."""
     ran = (t.median_step_seconds for t in plan.frozen.trials if t.outcome == "ok" and t.median_step_seconds)
     per_step = next(ran, 0.0) - plan.frozen.expected.step_seconds
     saved = per_step * plan.job.num_steps
@@ -193,6 +193,6 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
             lines += wrapped(f"      {trial.message}")
     if plan.frozen.fallbacks:
         lines.append("")
-        lines.append("where memory is shorter than planned, in this order")
+        lines.append("if memory is shorter than planned, in this order")
         lines += [f"    {candidate.label()}" for candidate in plan.frozen.fallbacks]
     return lines

@@ -5,7 +5,7 @@ from typing import Any
 
 from autotune.reporting.text import count_text, cut, memory_text, seconds_text, wrapped
 from autotune.schema import TrialResult
-from autotune.sharing import Record, Summary, class_of
+from autotune.sharing import Record, RecordSummary, workload_class
 
 VERDICTS = {
     "exact": "counts here",
@@ -16,8 +16,8 @@ VERDICTS = {
 }
 
 
-def list_lines(rows: Sequence[Summary], verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Two lines a record, and whether it counts here where that was asked."""
+def record_list_lines(rows: Sequence[RecordSummary], verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Two lines for each record, and whether it counts on this machine if that was asked."""
     if not rows:
         return ["no records yet: `autotune plan` makes them, `profiles pull URL` fetches them"]
     lines = []
@@ -43,7 +43,7 @@ def record_lines(name: str, record: Record) -> list[str]:
         ("hard keys", ", ".join(f"{key} {value or 'none'}" for key, value in machine.match_keys.items())),
         ("versions", versions),
         ("model", f"{work.model.name}, {count_text(work.model.num_parameters)} parameters"),
-        ("work", class_of(work)),
+        ("work", workload_class(work)),
         ("settings", record.settings.label()),
         ("promise", f"{seconds_text(expected.step_seconds)} a step, {memory_text(expected.peak_memory_bytes)}"),
         ("search", f"{len(record.trials)} trials in {seconds_text(record.search_seconds)}"),

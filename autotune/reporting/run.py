@@ -1,4 +1,4 @@
-"""A training run's report as text: what was promised, what happened, and what to think of the adapter."""
+"""A training run's report as text: promised against measured, and a verdict on the adapter."""
 
 from statistics import median
 
@@ -36,7 +36,7 @@ def report_lines(report: RunReport) -> list[str]:
 
 
 def error_lines(error: QuantizationError, storage: str) -> list[str]:
-    """What quantizing the real weights cost."""
+    """The output error that quantizing the real weights caused."""
     return [
         f"base weights as {storage}: {error.overall:.1%} off their real outputs, "
         f"at most {error.worst:.1%} (block {error.worst_block})"
@@ -44,7 +44,7 @@ def error_lines(error: QuantizationError, storage: str) -> list[str]:
 
 
 def verdict_lines(verdict: AdapterVerdict) -> list[str]:
-    """What to think of the adapter."""
+    """The verdict on the adapter."""
     norms = sorted((norm, name) for name, norm in verdict.layer_norms.items() if norm)
     unused = verdict.num_layers - len(norms) - verdict.num_unmoved - verdict.num_not_finite
     norms = norms or [(0.0, "any")]
@@ -67,13 +67,13 @@ def verdict_lines(verdict: AdapterVerdict) -> list[str]:
 
 
 def _phase_lines(report: RunReport) -> list[str]:
-    """The largest memory of each phase: on CPU of the process, libraries included."""
-    expected = {peak.name: _held(peak) for peak in report.expected_phases}
+    """Largest memory of each phase; on CPU that of the process, libraries included."""
+    expected = {peak.name: _peak_bytes(peak) for peak in report.expected_phases}
     return [
-        f"{'  ' + peak.name:<14}{memory_text(expected.get(peak.name)):>12}{memory_text(_held(peak)):>12}"
+        f"{'  ' + peak.name:<14}{memory_text(expected.get(peak.name)):>12}{memory_text(_peak_bytes(peak)):>12}"
         for peak in report.phases
     ]
 
 
-def _held(peak: PhasePeak) -> int | None:
+def _peak_bytes(peak: PhasePeak) -> int | None:
     return peak.host_bytes if peak.device_bytes is None else peak.device_bytes

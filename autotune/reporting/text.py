@@ -1,4 +1,4 @@
-"""Numbers as people read them, short and with units; and lines that fit a terminal."""
+"""Numbers in short form with units, and lines that fit a terminal."""
 
 import textwrap
 
@@ -38,20 +38,20 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def wrapped(text: str, hanging: int = 2) -> list[str]:
-    """`text` in lines of `WIDTH`, the later ones indented by `hanging` more than the first; one empty line of none."""
+    """`text` in lines of `WIDTH`, later ones indented by `hanging` more; one empty line if it is empty."""
     plain = printable(text)
     indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
     return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
 
 
 def cut(text: str) -> str:
-    """What of `text` fits one line, with dots where it goes on."""
+    """As much of `text` as fits one line, with dots if there is more."""
     plain = printable(text)
     return plain if len(plain) <= WIDTH else plain[: WIDTH - 3] + "..."
 
 
 def printable(text: str) -> str:
-    """Names come from strangers: no control character of theirs reaches the terminal."""
+    """`text` without control characters, because names come from untrusted files."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

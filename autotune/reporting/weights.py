@@ -6,7 +6,7 @@ from autotune.reporting.text import WIDTH, cut, memory_text
 from autotune.weights import FileSummary, TensorSummary
 
 
-def render_file(summary: FileSummary) -> str:
+def weights_lines(summary: FileSummary) -> str:
     """What a file holds, one line per tensor."""
     dtypes = Counter(tensor.dtype for tensor in summary.tensors)
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items())) or "none"

@@ -7,19 +7,20 @@ from autotune.runtime.lazy import lazy_exports
 if TYPE_CHECKING:
     from autotune.runtime.failures import error_from, error_line, explain_error
     from autotune.runtime.files import atomic_write, require_writable, write_text_atomic
-    from autotune.runtime.launching import forget_other_launchers, is_first_process, launch, started_by_launcher
+    from autotune.runtime.launching import ignore_other_launchers, is_first_process, launch, started_by_launcher
     from autotune.runtime.lazy import lazy_exports
     from autotune.runtime.memory import (
         allocated_bytes,
         device_peak_bytes,
-        forget_host_peak,
-        give_back_memory,
         host_peak_bytes,
-        with_peak_memory,
+        measure_peak_memory,
+        release_memory,
+        reset_host_peak,
     )
+    from autotune.runtime.paths import cache_path, data_path, shipped_path
     from autotune.runtime.process import prepare_process
-    from autotune.runtime.quiet import silence_libraries, silence_progress_bars, stderr_in
-    from autotune.runtime.resources import is_out_of_memory, require_free, reraise_disk_full, reraise_oom
+    from autotune.runtime.quiet import redirect_stderr, silence_libraries, silence_progress_bars
+    from autotune.runtime.resources import is_out_of_memory, require_free_disk, reraise_disk_full, reraise_oom
     from autotune.runtime.signals import catch_stop_signals, interrupt_on_signal, preempt_on_signal
     from autotune.runtime.version import __version__
 else:

@@ -3,7 +3,7 @@
 import json
 
 from autotune.errors import AutotuneError, first_line
-from autotune.runtime.resources import OUT_OF_MEMORY
+from autotune.runtime.resources import is_out_of_memory
 
 
 def explain_error(error: Exception) -> AutotuneError:
@@ -13,10 +13,10 @@ def explain_error(error: Exception) -> AutotuneError:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return AutotuneError(
-            f"{where}{error.strerror}", hint="check the path, its permissions, and the room on its disk"
+            f"{where}{error.strerror}", hint="check the path, its permissions, and the free space on its disk"
         )
-    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in OUT_OF_MEMORY):
-        hint = "close what else takes memory, or raise the limit (ulimit -v)"
+    if is_out_of_memory(error):
+        hint = "close other programs that use memory, or raise the limit (ulimit -v)"
         return AutotuneError(f"memory ran out: {error}", hint=hint)
     return AutotuneError(
         f"{type(error).__name__}: {first_line(error) or 'no message'}",

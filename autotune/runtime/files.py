@@ -1,4 +1,4 @@
-"""Writes files whole or not at all: what is half-written never gets the name that readers look for."""
+"""Writes files atomically: a file that is only partly written never has the name that readers look for."""
 
 import errno
 import os
@@ -10,9 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; what was written there takes its place if nothing failed.
+    """Yield a temporary path in the same folder; what was written there replaces `path` if nothing failed.
 
-    The bytes are on disk before the name changes (fsync), and the name, where folders sync, before this returns.
+    The bytes are on disk (fsync) before the name changes, and so is the name, if folders can be synced, before this
+    returns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = _new_part(path)
@@ -20,7 +21,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         yield part
         _sync(part)
         part.replace(path)
-        with suppress(OSError):  # not every network's file system syncs folders
+        with suppress(OSError):  # some network file systems cannot sync folders
             _sync(path.parent)
     except BaseException as error:
         part.unlink(missing_ok=True)
@@ -30,24 +31,24 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, whole or not at all."""
+    """Write `text` as UTF-8, atomically."""
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def _new_part(path: Path) -> Path:
-    if path.exists() and not path.is_file():  # replaced, /dev/null would be a file from then on, for everyone
+    if path.exists() and not path.is_file():  # if /dev/null were replaced, it would be a file for everyone
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
-        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the process's mask
+        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the umask
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     return part
 
 
 def require_writable(path: Path) -> None:
-    """Find out before long work whether `atomic_write` will be able to write `path`.
+    """Check before long work that `atomic_write` will be able to write `path`.
 
     Raises:
         OSError: it will not.

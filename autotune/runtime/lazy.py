@@ -1,4 +1,4 @@
-"""How a package exports its face: each name is loaded when it is first asked for (PEP 562).
+"""How a package exports its face: each name is loaded when it is first accessed (PEP 562).
 
 A package's `__init__.py` lists its face once:
 
@@ -21,7 +21,7 @@ from pathlib import Path
 def lazy_exports(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` for `package`, from the imports under its `if TYPE_CHECKING:`.
 
-    Values are not kept: each access asks the module that defines the name.
+    Values are not cached: each access reads them from the module that defines the name.
     """
     source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
     homes = _homes(ast.parse(source))

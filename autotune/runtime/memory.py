@@ -1,4 +1,4 @@
-"""Measures the peak memory of a stretch of work, by the device's own allocator."""
+"""Measures memory: the peak of a piece of work by the device's own allocator, and what the process holds."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from typing import TypeVar
 import psutil
 import torch
 
-from autotune.runtime.quiet import stderr_in
+from autotune.runtime.quiet import redirect_stderr
 
 T = TypeVar("T")
 
@@ -35,26 +35,26 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(seen.values())
 
 
-def with_peak_memory(
+def measure_peak_memory(
     device: torch.device, live: Callable[[], Iterable[torch.Tensor]], work: Callable[[], T]
 ) -> tuple[T, int]:
-    """What `work` gives, and the peak of allocated bytes on `device` meanwhile, with what is `live` before counted in.
+    """The result of `work`, and the peak of allocated bytes on `device` meanwhile, `live` tensors included.
 
     On CUDA the caching allocator keeps count by itself. On CPU the profiler's allocation events are added up on top of
-    what is live already; that slows the work down, so don't time it.
+    the tensors that are live before; that slows the work down, so it must not be timed.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         result = work()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device)
-    base = tensor_bytes(live())  # a list of them would keep what `work` lets go, such as swapped blocks
+    base = tensor_bytes(live())  # a list of them would keep what `work` frees, as block swap does
     if device.type != "cpu":
         result = work()
         return result, max(base, torch.mps.current_allocated_memory())
     activities = [torch.profiler.ProfilerActivity.CPU]
-    # Kineto writes to the terminal whatever one sets.
-    with stderr_in(os.devnull), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    # Kineto writes to the terminal whatever is set.
+    with redirect_stderr(os.devnull), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = work()
     current = peak = 0
     events = profile.profiler.kineto_results.events() if profile.profiler else []
@@ -64,30 +64,30 @@ def with_peak_memory(
     return result, base + peak
 
 
-def give_back_memory() -> None:
-    """Collect what nothing refers to any more, and give its device memory back."""
+def release_memory() -> None:
+    """Collect garbage, and return its memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def host_memory_bytes() -> int:
+def resident_bytes() -> int:
     """Resident memory of this process now."""
     return int(_process(os.getpid()).memory_info().rss)
 
 
 _process = functools.cache(psutil.Process)
-"""By its id, as a forked child has another; kept, because making one takes longer than a short step should wait."""
+"""By process id, because a fork has another; cached, because creating one would slow short steps."""
 
 
 SHARED_LIBRARY = re.compile(r"\.so(\.\d+)*$")
 
 
 def host_peak_bytes() -> int:
-    """Largest resident memory of this process so far, or since `forget_host_peak`. A fork starts with its parent's.
+    """Peak resident memory of this process so far, or since `reset_host_peak`. A fork starts with its parent's.
 
-    On Linux pages of shared libraries are left out: all processes share them, they can be dropped and read again, and a
-    fork has only those that it ran into, 100 MiB fewer than a process that imported them.
+    On Linux pages of shared libraries do not count: all processes share them, they can be dropped and read again, and a
+    fork maps only those that it uses, 100 MiB fewer than a process that imported them.
     """
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
@@ -97,16 +97,16 @@ def host_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def forget_host_peak() -> None:
-    """Count the largest resident memory anew, where the system can: Linux after a 5 is written here, proc(5)."""
+def reset_host_peak() -> None:
+    """Reset the peak of resident memory, if the system can: on Linux by writing 5 to clear_refs, proc(5)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def device_peak_bytes(device: torch.device) -> int | None:
-    """Peak of allocated device memory since it was counted anew; on MPS, which keeps no count, what is held now.
+    """Peak of allocated device memory since it was last reset; on MPS, which has no count, what is allocated now.
 
-    None on CPU, where the process's memory tells.
+    None on CPU, where the process's memory is the figure.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -114,9 +114,9 @@ def device_peak_bytes(device: torch.device) -> int | None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What this process holds on `device` now; on CPU its resident memory."""
+    """Bytes that this process has allocated on `device` now; on CPU its resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":
         return torch.mps.current_allocated_memory()
-    return host_memory_bytes()
+    return resident_bytes()

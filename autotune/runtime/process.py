@@ -1,12 +1,23 @@
 """What a process must settle before the first import of torch."""
 
 import os
+from collections.abc import MutableMapping
 
 from autotune.runtime.quiet import silence_libraries
-from autotune.runtime.threads import limit_thread_spinning
+
+SPIN_COUNT = "6000"
+"""How often a thread of a parallel loop polls for work before it sleeps: for some 100 us, longer than the gap between
+two operations. When another program with two threads ran, steps took 50 to 64 times as long with libgomp's 300,000 and
+3.4 times with this; alone they took the same (`benchmarks/threads.py` and its log)."""
 
 
 def prepare_process() -> None:
     """Silence the libraries, and let idle threads sleep. Safe to call twice; what the user has set stays."""
     silence_libraries()
     limit_thread_spinning(os.environ)
+
+
+def limit_thread_spinning(environment: MutableMapping[str, str]) -> None:
+    """Set libgomp's spin count, for this process and its children, unless the user has set how threads wait."""
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

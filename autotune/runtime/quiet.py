@@ -1,4 +1,4 @@
-"""The one place that silences libraries: their warnings and bars would fight with ours.
+"""The one place that silences libraries, whose warnings and progress bars would interfere with ours.
 
 Call `silence_libraries()` before the first import of torch, diffusers or transformers.
 """
@@ -26,10 +26,10 @@ NOISY_LOGGERS = (
 
 
 def silence_libraries() -> None:
-    """Let only errors through, and switch off the libraries' own progress bars. Safe to call twice.
+    """Let only the libraries' errors through. Safe to call twice.
 
-    Kernels that torch 2.13 compiles at their first call on CUDA are off, too: triton fails at an outer product where
-    there is no C compiler or none of Python's headers.
+    This also disables the kernels that torch 2.13 compiles at their first call on CUDA: triton fails at an outer
+    product if there is no C compiler, or Python's headers are missing.
     """
     os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,7 +41,7 @@ def silence_libraries() -> None:
 
 
 def silence_progress_bars() -> None:
-    """Switch off the bars of diffusers and transformers; imports both."""
+    """Disable the progress bars of diffusers and transformers. Imports both."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -50,8 +50,8 @@ def silence_progress_bars() -> None:
 
 
 @contextlib.contextmanager
-def stderr_in(file: str | Path) -> Iterator[None]:
-    """Append what is written to file descriptor 2 to `file`: below Python, where no library setting reaches."""
+def redirect_stderr(file: str | Path) -> Iterator[None]:
+    """Append to `file` what is written to file descriptor 2, below Python, where no library's setting has effect."""
     saved, handle = os.dup(2), os.open(file, os.O_WRONLY | os.O_APPEND)
     try:
         os.dup2(handle, 2)

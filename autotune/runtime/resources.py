@@ -1,4 +1,4 @@
-"""Disk or memory that runs short: said before the work where that can be known, else with the way on."""
+"""Disk space and memory that run out: errors that tell how to continue, before the work if possible."""
 
 import contextlib
 import errno
@@ -9,19 +9,19 @@ from pathlib import Path
 from autotune.errors import AutotuneError, first_line
 
 
-def require_free(folder: Path, needed_bytes: int, what: str, *, hint: str) -> None:
-    """Raise AutotuneError where the disk of `folder` has less than `needed_bytes` free for `what`."""
+def require_free_disk(folder: Path, needed_bytes: int, what: str, *, hint: str) -> None:
+    """Raise AutotuneError if the disk of `folder` has less than `needed_bytes` free for `what`."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise AutotuneError(
-            f"{what} needs {needed_bytes / 2**20:,.1f} MiB in {folder}, where {free / 2**20:,.1f} MiB are free",
+            f"{what} needs {needed_bytes / 2**20:,.1f} MiB in {folder}, which has {free / 2**20:,.1f} MiB free",
             hint=hint,
         )
 
 
 @contextlib.contextmanager
 def reraise_disk_full(folder: Path, *, hint: str) -> Iterator[None]:
-    """Whatever is written to `folder` inside: a disk that becomes full is an error that says how to go on.
+    """Turn a disk that becomes full while `folder` is written to into an error with a hint.
 
     Raises:
         AutotuneError: the disk is full.
@@ -31,10 +31,10 @@ def reraise_disk_full(folder: Path, *, hint: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise AutotuneError(f"the disk of {folder} became full", hint=hint) from error
+        raise AutotuneError(f"the disk of {folder} is full", hint=hint) from error
 
 
-OUT_OF_MEMORY = (
+OUT_OF_MEMORY_MESSAGES = (
     "out of memory",
     "not enough memory",
     "alloc_failed",
@@ -44,23 +44,23 @@ OUT_OF_MEMORY = (
     "resource temporarily unavailable",
     "unable to find an engine to execute this computation",
 )
-"""What errors of other types say then, in lower case. `alloc_failed`: cuBLAS and cuDNN, whose first product at the edge
-of a card finds no room for a handle; the last three: loading a library and starting a thread under a cap on memory, and
-a convolution of cuDNN that finds no room for the workspace of any engine (aten/src/ATen/native/cudnn/Conv_v8.cpp,
+"""Parts of the messages of errors of other types, in lower case. `alloc_failed`: cuBLAS and cuDNN, whose first product
+on a full card finds no room for a handle. The last three: loading a library and starting a thread under a memory limit,
+and a convolution of cuDNN that finds no room for the workspace of any engine (aten/src/ATen/native/cudnn/Conv_v8.cpp,
 `try_configs`)."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory, of the device or the host, ran out."""
-    import torch
-
+    """Whether the device or the host ran out of memory. Imports no torch, whose `OutOfMemoryError` goes by its name."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in text for words in OUT_OF_MEMORY)
+    return any(message in text for message in OUT_OF_MEMORY_MESSAGES)
 
 
 @contextlib.contextmanager
 def reraise_oom() -> Iterator[None]:
-    """Whatever a run does outside of steps that can be taken again: encoding, loading, saving, samples.
+    """Turn running out of memory into an error with a hint: for work other than steps, which are retried.
 
     Raises:
         AutotuneError: memory ran out.
@@ -72,6 +72,6 @@ def reraise_oom() -> Iterator[None]:
             raise
         raise AutotuneError(
             f"memory ran out: {first_line(error)}",
-            hint="close what else takes memory and run it again, or plan with more to spare: "
+            hint="close other programs that use memory and run it again, or plan with a larger reserve: "
             "autotune plan --from PLAN --reserve 2GiB",
         ) from error

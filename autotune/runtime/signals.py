@@ -1,7 +1,7 @@
-"""What SIGTERM, SIGINT and SIGHUP do to a run: the first is honored after the step, or at once where none are taken.
+"""What SIGTERM, SIGINT and SIGHUP do to a run: the first signal takes effect after the step, or at once if none runs.
 
-With several processes only the first counts: an interrupt from the terminal is followed by their launcher's SIGTERM.
-Else the old handlers are back after it, so a second one ends at once.
+With several processes only the first counts, because the launcher sends SIGTERM after an interrupt from the terminal.
+Otherwise the previous handlers are restored after it, so that a second signal ends the process at once.
 """
 
 import contextlib
@@ -14,24 +14,24 @@ from typing import Any
 from autotune.errors import Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The last one comes where a terminal or a connection is closed; `nohup` has it ignored, and so it stays."""
+"""SIGHUP comes when a terminal or connection closes; if it is ignored, as under `nohup`, it stays ignored."""
 
 
 @contextlib.contextmanager
 def catch_stop_signals(*, second_ends: bool) -> Iterator[Callable[[], str | None]]:
-    """Yields what tells which signal came, for whoever finishes a step first."""
+    """Yield a function that returns the name of the signal that came, or None: for callers that finish a step first."""
     came: list[str] = []
-    with _heard(came.append, second_ends=second_ends):
+    with _handle(came.append, second_ends=second_ends):
         yield lambda: came[-1] if came else None
 
 
 class _Stopped(BaseException):
-    """No `Exception`, as KeyboardInterrupt is none: libraries catch those."""
+    """Not an `Exception`, which libraries catch, like KeyboardInterrupt."""
 
 
 @contextlib.contextmanager
 def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
-    """For what comes after the last step, whose checkpoint is written.
+    """Stop at once on a signal: for the work after the last step, whose checkpoint is written.
 
     Raises:
         Preempted: a signal came.
@@ -44,7 +44,7 @@ def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
             raise _Stopped
 
     try:
-        with _heard(stop, second_ends=second_ends):
+        with _handle(stop, second_ends=second_ends):
             yield
     except _Stopped:
         raise Preempted(
@@ -55,35 +55,35 @@ def preempt_on_signal(*, second_ends: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupt_on_signal() -> Iterator[None]:
-    """Where there is no step to finish and nothing to write: any of the signals is what Ctrl-C is.
+    """Treat each of the signals like Ctrl-C: for work with no step to finish and nothing to write.
 
     Raises:
-        KeyboardInterrupt: one came.
+        KeyboardInterrupt: a signal came.
     """
 
     def stop(name: str) -> None:
         raise KeyboardInterrupt
 
-    with _heard(stop, second_ends=True):
+    with _handle(stop, second_ends=True):
         yield
 
 
 @contextlib.contextmanager
-def _heard(tell: Callable[[str], None], *, second_ends: bool) -> Iterator[None]:
+def _handle(on_signal: Callable[[str], None], *, second_ends: bool) -> Iterator[None]:
     before: dict[int, Any] = {}
 
     def restore() -> None:
         while before:
             signal.signal(*before.popitem())
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
         if second_ends:
             restore()
-        tell(signal.Signals(number).name)
+        on_signal(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
-        heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before |= {number: signal.signal(number, note) for number in heeded}
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before |= {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

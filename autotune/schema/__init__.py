@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         Versions,
     )
     from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, JobOverrides, TimestepSampling, Weighting, num_previews
-    from autotune.schema.migration import from_schema_1
+    from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.plan import (
         CheckResult,
         Expected,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         Strategy,
         TrainingPlan,
     )
-    from autotune.schema.plan_file import job_from, plan_text, read_plan, seal, with_job, write_plan
+    from autotune.schema.plan_file import job_from, parse_plan, plan_text, read_plan, seal, with_job, write_plan
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport
     from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult

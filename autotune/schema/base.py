@@ -11,7 +11,7 @@ TRIAL_PROTOCOL_VERSION = 1
 
 PositiveInt = Field(ge=1, lt=2**63)
 NaturalInt = Field(ge=0, lt=2**63)
-"""Beyond 63 bits lies nothing that is counted here, and a product of two such numbers is still a float."""
+"""Nothing that is counted here needs more than 63 bits, and the product of two such numbers still fits a float."""
 
 
 class Frozen(BaseModel):
@@ -22,7 +22,7 @@ class Frozen(BaseModel):
     )
 
     def changed(self, **changes: object) -> Self:
-        """A copy with these values, validated (as `model_copy(update=)` is not)."""
+        """A copy with these values. It is validated, which `model_copy(update=)` does not do."""
         return type(self).model_validate({**dict(self), **changes})
 
 

@@ -13,31 +13,31 @@ class Candidate(Frozen):
     """One value for every knob. Names, not objects: a plan from another machine must always parse."""
 
     micro_batch_size: int = PositiveInt
-    """Images per forward pass; accumulation fills the effective batch."""
+    """Images per forward pass. Gradients are accumulated until the effective batch is reached."""
     checkpointed_blocks: int = NaturalInt
-    """The first k blocks recompute their activations in the backward pass."""
+    """Number of blocks, from the first on, that recompute their activations in the backward pass."""
     quantization: str = "none"
-    """How frozen base weights are stored."""
+    """Weight format of the frozen base weights: a name in `autotune.backends`."""
     attention: str = "native"
-    """diffusers' name of the attention backend."""
+    """Attention backend, under diffusers' name."""
     precision: str = "bf16"
     """Compute dtype of the transformer and the adapter."""
     loader: str = "safetensors"
     """How weights are read from disk: a name in `autotune.weights.loaders`."""
     swapped_blocks: int = Field(default=0, ge=0)
-    """The frozen weights of the first k blocks wait on the host until they are needed."""
+    """Number of blocks, from the first on, whose frozen weights stay in host memory until they are needed."""
     compile: str = "off"
-    """`block`: each repeated block goes through torch.compile."""
+    """`off`, or `block`: each repeated block is compiled by torch.compile."""
     optimizer: str = "adamw"
     allocator: str = "default"
-    """How the device's allocator grows: `default` or `expandable` segments."""
+    """How the device's caching allocator grows: by `default` or by `expandable` segments."""
     data_workers: int = Field(default=1, ge=0)
-    """Threads that collate batches ahead of the step."""
+    """Number of threads that collate batches ahead of the step."""
     batch_memory: str = "pageable"
-    """Where batches wait for the device: `pageable` or `pinned` memory of the host."""
+    """Kind of host memory that batches are copied to the device from: `pageable` or `pinned`."""
 
     def label(self) -> str:
-        """One short line for people."""
+        """The candidate in one short line: what differs from the defaults, and what people look for."""
         main = f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {self.quantization}, {self.attention}"
         unusual = (
             f"{name.replace('_', ' ')} {value}"
@@ -54,8 +54,8 @@ class CachingSettings(Frozen):
     text_encoder_device: str = Field(default="training", pattern=r"^(training|cpu|cuda:[0-9]{1,3})$")
     """`training` for the device that trains, `cpu`, or another GPU such as `cuda:1`."""
     text_encoder_quantization: str = "none"
-    """How the weights of their Linear layers are stored; names as for `Candidate.quantization`."""
+    """Weight format of their Linear layers, under the names of `Candidate.quantization`."""
     text_encoder_streamed: bool = False
-    """Their weights wait on the host, and visit the device module by module."""
+    """Whether their weights stay in host memory and are copied to the device module by module."""
     residency: Literal["release", "keep"] = "release"
-    """`release`: text encoders and VAE leave memory when all is encoded."""
+    """`release` frees text encoders and VAE when everything is encoded; `keep` does not."""

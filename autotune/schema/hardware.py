@@ -1,12 +1,13 @@
 """The frozen objects that describe a machine.
 
-What is unknown is None, never 0, and `HardwareProfile.provenance` says where each fact came from or why it is absent.
+What is unknown is None, never 0, and `HardwareProfile.provenance` tells where each fact came from or why it is absent.
 """
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from packaging.version import InvalidVersion, Version
+from pydantic import Field, model_validator
 
 from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
 
@@ -19,7 +20,7 @@ class Link(Frozen):
 
     peer_index: int = NaturalInt
     path: str
-    """`nvlink`, or what the bytes cross otherwise: `same board`, `pcie switch`, `host bridge`, `cpu sockets`."""
+    """`nvlink`, or what the bytes cross instead: `same board`, `pcie switch`, `host bridge`, `cpu sockets`."""
 
 
 class MemoryBudget(Frozen):
@@ -31,12 +32,12 @@ class MemoryBudget(Frozen):
 
 
 class Device(Frozen):
-    """One device that can train, as its runtime reports it. What is unknown is None, never 0."""
+    """One device that can train, as its runtime reports it."""
 
     kind: DeviceKind
     index: int = NaturalInt
     count: int = Field(default=1, ge=1)
-    """Devices of this kind that are visible, this one included."""
+    """Number of visible devices of this kind, this one included."""
     name: str
     """As the runtime reports it, e.g. `NVIDIA GeForce RTX 4090`."""
     compute_capability: tuple[int, int] | None = None
@@ -49,12 +50,12 @@ class Device(Frozen):
     free_memory_bytes: int | None = None
     """Free when the profile was made, before this process used the device."""
     budget_bytes: int = NaturalInt
-    """What a run may really take, overhead of its own process included."""
+    """What a run may use, its process's own overhead included."""
     budget_reason: str
     budget_set_by_user: bool = False
-    """True where an option changed the budget: what is measured within it is no evidence for others."""
+    """True if an option changed the budget: what is measured within it is no evidence for other users."""
     pcie_generation: int | None = None
-    """Highest that card and slot agree on: an idle card shows less."""
+    """Highest that both card and slot support; an idle card runs at less."""
     pcie_width: int | None = None
     pcie_max_width: int | None = None
     power_limit_watts: float | None = None
@@ -73,7 +74,7 @@ class Device(Frozen):
 
     @property
     def file_name(self) -> str:
-        """The name, as far as it can be part of a file's."""
+        """The name with only characters that a file name may have."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:60] or "device"
 
     @property
@@ -88,15 +89,15 @@ class Host(Frozen):
     cpu: str
     physical_cores: int | None = None
     logical_cores: int = PositiveInt
-    """Those that this process may use."""
+    """Number of cores that this process may use."""
     memory_bytes: int = PositiveInt
     available_memory_bytes: int = NaturalInt
-    """What can be taken without swapping; in a container at most what its limit leaves."""
+    """What can be allocated without swapping; in a container at most what its limit leaves."""
     swap_bytes: int | None = None
     system: str
     """Operating system and release, e.g. `Linux 6.1`."""
     memory_model: Literal["linux", "wsl", "windows", "macos"]
-    """What an over-allocation meets."""
+    """The operating system's way to handle an over-allocation."""
     container: str | None = None
     """`docker`, `podman`, `kubernetes` ... or None outside one."""
     compiler: str | None = None
@@ -106,14 +107,14 @@ class Host(Frozen):
 
 
 class Versions(Frozen):
-    """Versions of what decides how a step runs; None where it is absent."""
+    """Versions of what decides how a step runs; None if it is not installed."""
 
     python: str
     torch: str | None = None
     cuda_runtime: str | None = None
-    """Of the CUDA that torch was built with."""
+    """Version of CUDA that torch was built with."""
     cuda_driver: str | None = None
-    """Newest CUDA that the driver supports."""
+    """Newest version of CUDA that the driver supports."""
     driver: str | None = None
     cudnn: str | None = None
     triton: str | None = None
@@ -129,6 +130,14 @@ class Versions(Frozen):
     kernels: str | None = None
     """The package that fetches prebuilt attention kernels."""
     sageattention: str | None = None
+
+    def has(self, library: str, min_version: str = "0") -> bool:
+        """Whether a library, by its field, is there in `min_version` or a newer one, compared as versions."""
+        version: str | None = getattr(self, library)
+        try:
+            return version is not None and Version(version.split("+")[0]) >= Version(min_version)
+        except InvalidVersion:
+            return False
 
 
 class Capability(Frozen):
@@ -167,11 +176,13 @@ class Datasheet(Frozen):
     """Name in the catalog, e.g. `nvidia-rtx-4090`."""
     bf16_flops_per_second: float | None = None
     reached_bf16_flops_per_second: float | None = None
-    """By large products alone, where somebody measured it or a sibling."""
+    """What large products alone reach, if somebody measured it on this card or a sibling."""
     tf32_flops_per_second: float | None = None
+    fp32_flops_per_second: float | None = None
+    """Without tensor cores, of cards that have neither bf16 nor TF32."""
     memory_bytes_per_second: float | None = None
     pcie_bytes_per_second: float | None = None
-    """One direction to the host: 16 lanes after encoding, or the faster link that is there in their place (GH200)."""
+    """To the host in one direction, after encoding; of the faster link if there is one instead of PCIe (GH200)."""
     power_watts: float | None = None
     confidence: str
     source: str
@@ -183,15 +194,15 @@ class Provenance(Frozen):
     fact: str
     """Field of the profile, e.g. `device.sm_count`."""
     source: str | None
-    """Who answered, e.g. `CUDA runtime`; None when nobody did."""
+    """The source, e.g. `CUDA runtime`; None if no source reports it."""
     absent_because: str | None = None
 
 
 class HardwareProfile(Frozen):
-    """A machine with one device, in a form that two teams can compare."""
+    """A machine with one device: its facts, what it can use, and how fast it was measured to be."""
 
     origin: Literal["probe", "catalog"] = "probe"
-    """`catalog`: a GPU that nobody measured here; host and versions are assumed, and `notes` says so."""
+    """`catalog` for a GPU that was not measured; its host and versions are assumed, as `notes` tells."""
     device: Device
     host: Host
     versions: Versions
@@ -199,14 +210,35 @@ class HardwareProfile(Frozen):
     rates: tuple[Rate, ...] = ()
     datasheet: Datasheet | None = None
     noisy: bool = False
-    """True when repeated timings disagreed, so that rates deserve less trust."""
+    """True if repeated timings disagreed, so that the rates are less reliable."""
     notes: tuple[str, ...] = ()
     """What a reader should know: overrides, deprecations, assumptions, what was not measured and why."""
     provenance: tuple[Provenance, ...] = ()
+    fingerprint: str = ""
+    """Identifies the machine: a digest of a GPU's name, compute capability, memory kind and size, CUDA version and
+    driver, or of a CPU's name, cores and memory. It is always derived; what may be reused is judged by `match_keys`."""
+
+    @model_validator(mode="after")
+    def _identify(self) -> Self:
+        """Derive the fingerprint, whatever was passed for it."""
+        device, memory = self.device, self.device.total_memory_bytes
+        facts: dict[str, object] = {
+            "kind": device.kind,
+            "name": device.name,
+            "memory_kind": device.memory_kind,
+            "memory_gib": None if memory is None else round(memory / 2**30),  # systems reserve some, more or less
+        }
+        if device.kind == "cuda":
+            facts["compute_capability"] = device.compute_capability
+            facts |= {"cuda": self.versions.cuda_runtime, "driver": self.versions.driver}
+        else:
+            facts["cores"] = self.host.physical_cores
+        self.__dict__["fingerprint"] = digest_of(facts)
+        return self
 
     @property
     def match_keys(self) -> dict[str, str | None]:
-        """The facts that decide whether a tuning carries over to another machine."""
+        """The facts that decide whether a plan, a record or a rate holds on another machine too."""
         capability = self.device.compute_capability
         return {
             "device_kind": self.device.kind,
@@ -220,13 +252,8 @@ class HardwareProfile(Frozen):
             "trial_protocol": str(TRIAL_PROTOCOL_VERSION),
         }
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the hard keys: equal where a tuning may be reused."""
-        return digest_of(dict(self.match_keys))
-
     def capability(self, name: str) -> Capability:
-        """The capability called `name`; one that the profile does not list is unavailable, and says so."""
+        """The capability called `name`; one that the profile does not list is unavailable."""
         found = next((capability for capability in self.capabilities if capability.name == name), None)
         return found or Capability(name=name, available=False, reason=f"this profile says nothing about {name}")
 

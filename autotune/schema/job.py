@@ -43,16 +43,16 @@ class Job(Frozen):
     control: Place | None = None
     """Folder of control images for editing, by the same stems."""
     caption: Words | None = None
-    """For images that have none."""
+    """Caption of images that have none."""
     trigger: Words | None = None
     """Word put in front of every caption that lacks it."""
     num_frames: int = Field(default=1, ge=1)
-    """Above 1, each subfolder of the data is a clip."""
+    """Frames of a clip. Above 1, each subfolder of the data is a clip."""
     output: Place = "output"
     num_steps: int = PositiveInt
-    """Optimizer steps of the effective batch."""
+    """Number of optimizer steps, each of the effective batch."""
     num_train_epochs: int | None = Field(default=None, ge=1)
-    """Decides the number of steps instead of `num_steps` where it is given."""
+    """Number of epochs; if it is given, it decides the number of steps instead of `num_steps`."""
     learning_rate: float = Field(gt=0, le=1)
     lr_scheduler: Schedule = "constant"
     """`plateau` halves the rate when the mean loss of an epoch has not fallen for a while."""
@@ -63,8 +63,8 @@ class Job(Frozen):
     timestep_sampling: TimestepSampling = "logit_normal"
     """Density of the noise levels before they are shifted."""
     timestep_shift: Annotated[float, Field(gt=0)] | Literal["by_resolution"]
-    """Shift of the noise levels towards noise; 1 leaves them as sampled. `by_resolution`: as the family's pipeline
-    does, more for larger images."""
+    """Shift of the noise levels toward noise; 1 leaves them as sampled. `by_resolution` shifts larger images more, as
+    the family's pipeline does."""
     guidance_scale: float | None = Field(default=None, ge=0)
     """What a guidance-distilled model is told while it trains; None for models that take none, or the family's."""
     weighting_scheme: Weighting = "none"
@@ -72,21 +72,21 @@ class Job(Frozen):
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of captions that are replaced by the empty one, drawn anew each time."""
     seed: int = Field(ge=0, lt=2**63)
-    """Of initial weights, order and noise; torch's generators take 63 bits."""
+    """Seed of initial weights, order and noise. torch's generators take 63 bits."""
     checkpointing_steps: int = Field(default=250, ge=0)
     """Steps between checkpoints; 0 writes one only at the end or when the run is told to stop."""
     checkpoints_total_limit: int = Field(default=2, ge=1)
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints that are kept."""
     checkpoints_keep_every: int = Field(default=0, ge=0)
-    """Every this many checkpoints one is kept for good; 0 for none."""
+    """Of this many checkpoints one is kept for good; 0 keeps none."""
     preview_prompts: tuple[Words, ...] = ()
-    """The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the same noise."""
+    """Prompts of previews. The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the same noise."""
     preview_steps: int = PositiveInt
     """Denoising steps of a preview."""
     preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
     """Training steps between previews; 0 samples only at the end."""
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
-    """Where curves go besides `metrics.jsonl`."""
+    """Tracker that gets the curves besides `metrics.jsonl`."""
 
     @property
     def pinned_model(self) -> str:
@@ -94,19 +94,19 @@ class Job(Frozen):
         return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
-        """Optimizer steps where an epoch has so many images: its epochs' where it names any, else its own."""
+        """Number of optimizer steps if an epoch has so many images: by its epochs if it names any, else `num_steps`."""
         if self.num_train_epochs is None:
             return self.num_steps
         return -(-self.num_train_epochs * images_per_epoch // effective_batch_size)
 
     @property
     def num_previews(self) -> int:
-        """Pictures that the job samples."""
+        """Number of pictures that the job samples."""
         return num_previews(self.num_steps, self.preview_every, len(self.preview_prompts))
 
 
 def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 1) -> int:
-    """Pictures of a job: each prompt every so many steps, and at the end with and without the adapter."""
+    """Number of pictures of a job: each prompt every so many steps, and at the end with and without the adapter."""
     rounds = num_steps // every if every else 0
     return min(num_prompts, MAX_PREVIEW_PROMPTS) * (rounds + 2)
 

@@ -11,13 +11,11 @@ from autotune.schema.job import Job
 from autotune.schema.trial import PhasePeak, TrialResult
 from autotune.schema.workload import Workload
 
-PLAN_SCHEMA_VERSION = 1
-"""Version of the plan file; a plan from a newer version is refused, not guessed at."""
 Strategy = Literal["single", "ddp", "fsdp2"]
 
 
 class Rejected(Frozen):
-    """A choice that lost or never ran, and why."""
+    """A choice that was not taken, and why."""
 
     choice: Choice
     reason: str
@@ -33,22 +31,22 @@ class Reason(Frozen):
 
 
 class Expected(Frozen):
-    """What the plan promises, and what the promise stands on."""
+    """What the plan promises, and whether it was measured or predicted."""
 
     evidence: Literal["measured", "predicted"]
     step_seconds: float = Field(gt=0)
     images_per_second: float = Field(gt=0)
     peak_memory_bytes: int = PositiveInt
-    """Of a training step, as the device's allocator counts it."""
+    """Step memory: peak of a training step, as the device's allocator counts it."""
     process_memory_bytes: int = NaturalInt
-    """What the process takes besides: on CPU its libraries, on a GPU its context and what the allocator rounds up.
-    Where no rehearsal went through all phases, also what another one is predicted to need beyond a step."""
+    """What the process needs besides step memory: on CPU its libraries; on a GPU its context and the allocator's
+    rounding. Without a rehearsal of all phases, also what another phase is predicted to need beyond a step."""
     phases: tuple[PhasePeak, ...] = ()
-    """What each phase of a run took when the winner was rehearsed; empty where none was."""
+    """What each phase took when the winner was rehearsed; empty without a rehearsal."""
 
     @property
     def required_memory_bytes(self) -> int:
-        """Of the neediest phase that was rehearsed, and of a training step at least."""
+        """Run memory: what a run needs in its neediest phase, the training step or a rehearsed one."""
         measured = (
             phase.host_bytes if phase.device_bytes is None else phase.device_bytes + self.process_memory_bytes
             for phase in self.phases
@@ -56,26 +54,27 @@ class Expected(Frozen):
         return max([self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured)])
 
     other_seconds: float = Field(default=0.0, ge=0)
-    """What the job takes beside its steps, always predicted: loading, caches, compiling, previews, checkpoints."""
+    """Predicted time of everything but the steps: loading, caching, compiling, previews, checkpoints."""
     price_per_hour: float | None = Field(default=None, ge=0)
-    """Of the machine, in whatever currency the user thinks in."""
+    """Price of the machine, in any currency; None if the user named none."""
 
 
 class PlannedHardware(Frozen):
-    """The machine a plan was made for, as far as the plan depends on it."""
+    """The machine that a plan was made for, as far as the plan depends on it."""
 
     device_name: str
     device_kind: DeviceKind
     fingerprint: str
+    """Identifies the machine, as `HardwareProfile.fingerprint`; says nothing about reuse."""
     match_keys: dict[str, str | None]
-    """Shown so that a refusal can say which key differs."""
+    """What must be equal on another machine for the plan to hold there; a refusal names the difference."""
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
     versions: Versions
     num_processes: int = Field(default=1, ge=1)
-    """Processes that train together, one per device of this kind; they share out the effective batch."""
+    """Number of processes that train together, one for each device; they divide the effective batch."""
     strategy: Strategy = "single"
-    """How they do it: `ddp`, each with the whole model, or `fsdp2`, each with a part of the frozen weights."""
+    """How processes train together: `ddp`, each with all weights, or `fsdp2`, each with a shard of the frozen ones."""
 
     @model_validator(mode="after")
     def _strategy_suits(self) -> Self:
@@ -87,7 +86,7 @@ class PlannedHardware(Frozen):
 class FrozenPart(Frozen):
     """Everything in a plan that the digest covers."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     autotune_version: str
     hardware: PlannedHardware
     workload: Workload
@@ -96,20 +95,22 @@ class FrozenPart(Frozen):
     expected: Expected
     reasons: tuple[Reason, ...]
     fallbacks: tuple[Candidate, ...] = ()
-    """The next safer settings, in order: where to turn when memory is shorter than planned."""
+    """Settings to turn to, in this order, if memory is shorter than planned."""
     records: tuple[str, ...] = ()
-    """Shared records that the search stood on, by name."""
+    """Names of the shared records that the search started from."""
     search_seconds: float = Field(ge=0)
-    """What its trials cost, loading included; 0 for a prediction."""
+    """Wall time of all trials, loading included; 0 for a predicted plan."""
     trials: tuple[TrialResult, ...]
     pins: tuple[tuple[str, str], ...] = ()
-    """Values that the user asked for."""
+    """(knob, value) pairs that the user fixed."""
     exclusions: tuple[tuple[str, str], ...] = ()
-    """Values that the user ruled out."""
+    """(knob, value) pairs that the user ruled out."""
     advice: tuple[str, ...] = ()
-    """What other wishes would bring, one sentence each."""
+    """What other choices of the user would gain, one sentence each."""
     predicted_digest: str | None = None
-    """Digest of the predicted plan that this one was made of on arrival."""
+    """Identity of the predicted plan that this one was measured from, if it was."""
+    original_digest: str | None = None
+    """Digest in the file that an older autotune wrote, if this plan has gained or renamed fields since."""
 
 
 class TrainingPlan(Frozen):
@@ -118,17 +119,22 @@ class TrainingPlan(Frozen):
     job: Job
     frozen: FrozenPart
     digest: str
-    """Digest of `frozen`."""
+    """Digest of `frozen`, as it was written."""
+
+    @property
+    def identity(self) -> str:
+        """The digest that the plan was made with, which its runs and the plan sealed from it refer to."""
+        return self.frozen.original_digest or self.digest
 
     @property
     def job_seconds(self) -> float:
-        """Expected wall time of the whole job as it stands."""
+        """Expected wall time of the whole job, in seconds."""
         expected = self.frozen.expected
         return self.job.num_steps * expected.step_seconds + expected.other_seconds
 
     @property
     def job_cost(self) -> float | None:
-        """Of the whole job, where the plan knows what an hour costs."""
+        """Expected cost of the whole job; None if the plan has no price."""
         price = self.frozen.expected.price_per_hour
         return None if price is None else price * self.job_seconds / 3600
 

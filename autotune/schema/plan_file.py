@@ -14,17 +14,16 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from autotune.errors import InvalidPlan
+from autotune.errors import InvalidInput, InvalidPlan
 from autotune.runtime import write_text_atomic
 from autotune.schema.base import digest_of
 from autotune.schema.job import Job
-from autotune.schema.migration import from_schema_1
-from autotune.schema.plan import PLAN_SCHEMA_VERSION, FrozenPart, TrainingPlan
+from autotune.schema.migration import MAX_DEPTH, migrate
+from autotune.schema.plan import FrozenPart, TrainingPlan
 
 MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
 
-MAX_DEPTH = 32
 MAX_NODES = 100_000
 """Of a document: far above any real plan; reading so many takes some seconds."""
 
@@ -119,25 +118,43 @@ def write_plan(path: Path, plan: TrainingPlan) -> None:
 def read_plan(path: Path) -> TrainingPlan:
     """Read and validate a plan; says nothing about whether it fits this machine.
 
+    A plan of an older autotune is brought to today's fields: its digest is then that of its frozen part as it now is,
+    and its `identity` stays the digest in the file.
+
     Raises:
         InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited where it is frozen.
     """
-    data = _parse(path, _read_text(path))
-    frozen = data.get("frozen")
-    version = frozen.get("schema_version") if isinstance(frozen, dict) else None
-    if isinstance(version, int) and version > PLAN_SCHEMA_VERSION:
-        raise InvalidPlan(
-            f"{path} has plan schema {version}; this autotune knows up to {PLAN_SCHEMA_VERSION}",
-            hint="update autotune: pip install --upgrade lora-autotune",
-        )
-    plan = _validated(path, data)
-    actual = digest_of(data["frozen"])  # as written: an older plan lacks fields that have come since
+    return _load(str(path), _parse(path, _read_text(path)))
+
+
+def parse_plan(text: str) -> TrainingPlan:
+    """A plan from the JSON that a study keeps, as `read_plan` reads one from a file.
+
+    Raises:
+        InvalidPlan: as `read_plan`.
+    """
+    try:
+        return _load("the study's plan", dict(json.loads(text)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidPlan(f"the study's plan is damaged: {error}", hint="name another --study") from error
+
+
+def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
+    frozen = written.get("frozen")
+    try:
+        data = migrate(written, frozen.get("schema_version") if isinstance(frozen, dict) else None)
+    except InvalidInput as error:
+        raise InvalidPlan(f"{source} {error.message}", hint=error.hint) from error
+    plan = _validated(source, data)
+    actual = digest_of(written["frozen"])  # as written: an older plan has other names, and lacks newer fields
     if actual != plan.digest:
         raise InvalidPlan(
-            f"the frozen part of {path} was edited: it has digest {actual[:15]}..., not {plan.digest[:15]}...",
+            f"the frozen part of {source} was edited: it has digest {actual[:15]}..., not {plan.digest[:15]}...",
             hint=f"undo the edit (only `job` may be changed), or {PLAN_AGAIN}",
         )
-    return plan
+    if digest_of(plan.frozen) == plan.digest:
+        return plan
+    return seal(plan.job, plan.frozen.changed(original_digest=plan.identity))
 
 
 def _read_text(path: Path) -> str:
@@ -170,20 +187,18 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     return data
 
 
-def _validated(path: Path, data: dict[str, Any]) -> TrainingPlan:
+def _validated(source: str, data: Any) -> TrainingPlan:
     try:
-        return TrainingPlan.model_validate_json(
-            json.dumps(from_schema_1(data))
-        )  # NaN passes here, so that the field is named
+        return TrainingPlan.model_validate_json(json.dumps(data))  # NaN passes here, so that the field is named
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise InvalidPlan(
-            f"{path} is not a valid plan: {where}: {first['msg'].lower()}{more}", hint=_mend(where)
+            f"{source} is not a valid plan: {where}: {first['msg'].lower()}{more}", hint=_mend(where)
         ) from error
     except (TypeError, ValueError) as error:
-        raise InvalidPlan(f"{path} is not a valid plan: {error}", hint=PLAN_AGAIN) from error
+        raise InvalidPlan(f"{source} is not a valid plan: {error}", hint=PLAN_AGAIN) from error
 
 
 def _mend(where: str) -> str:

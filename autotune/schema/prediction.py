@@ -16,15 +16,15 @@ class MemoryBreakdown(Frozen):
     """All frozen models that are resident, with their buffers."""
     adapter_bytes: int = NaturalInt
     gradient_bytes: int = NaturalInt
-    """Of the adapter, as far as they exist at that moment."""
+    """Gradients of the adapter, as far as they exist at that moment."""
     optimizer_bytes: int = NaturalInt
-    """fp32 masters and AdamW's two moments."""
+    """fp32 master weights and AdamW's two moments."""
     saved_activation_bytes: int = NaturalInt
-    """Kept for the backward pass, with inputs and what blocks hand on."""
+    """Activations saved for the backward pass, with inputs and what blocks pass on."""
     transient_bytes: int = NaturalInt
     attention_workspace_bytes: int = NaturalInt
     process_overhead_bytes: int = NaturalInt
-    """Context and libraries, outside the allocator."""
+    """Context and libraries, outside of the allocator."""
     allocator_rounding_bytes: int = NaturalInt
     """Reserved by the allocator and not allocated."""
 
@@ -34,9 +34,9 @@ class PhaseMemory(Frozen):
 
     name: Literal["load", "cache", "train", "preview", "save"]
     peak_memory_bytes: int = NaturalInt
-    """All of it: what the device must have."""
+    """All memory that the device must have in this phase."""
     allocated_memory_bytes: int = NaturalInt
-    """As the allocator counts allocations; a trial measures this."""
+    """The part that the allocator counts, which a trial measures."""
     breakdown: MemoryBreakdown
 
 
@@ -44,7 +44,7 @@ class StepTime(Frozen):
     """Seconds of one optimizer step by kind of work. All but the last add up to the step."""
 
     matmul_seconds: float = Field(ge=0)
-    """Of frozen layers."""
+    """Matrix products of frozen layers."""
     adapter_seconds: float = Field(ge=0)
     attention_seconds: float = Field(ge=0)
     elementwise_seconds: float = Field(ge=0)
@@ -52,9 +52,9 @@ class StepTime(Frozen):
     convolution_seconds: float = Field(ge=0)
     optimizer_seconds: float = Field(ge=0)
     overhead_seconds: float = Field(ge=0)
-    """Launching operations, as far as the device waits for it."""
+    """Launching of operations, as far as the device waits for it."""
     recompute_seconds: float = Field(ge=0)
-    """Of the above, spent on recomputing checkpointed blocks."""
+    """The part of all the above that recomputes checkpointed blocks."""
 
 
 class Prediction(Frozen):
@@ -62,15 +62,15 @@ class Prediction(Frozen):
 
     candidate: Candidate
     peak_memory_bytes: int = PositiveInt
-    """Device memory of the training step, all of it."""
+    """All device memory of the training step."""
     allocated_memory_bytes: int = PositiveInt
-    """Of the training step, as the allocator counts; to compare with `TrialResult.peak_memory_bytes`."""
+    """Step memory: the part that the allocator counts, to compare with `TrialResult.peak_memory_bytes`."""
     required_memory_bytes: int = PositiveInt
-    """Of the phase that needs most: what a budget must hold."""
+    """Run memory: of the phase that needs most, which the budget must hold."""
     host_memory_bytes: int = PositiveInt
     phases: tuple[PhaseMemory, ...]
     step_seconds: float = Field(gt=0)
-    """One optimizer step: the whole effective batch."""
+    """Wall time of one optimizer step, the whole effective batch."""
     step_time: StepTime
     images_per_second: float = Field(gt=0)
     memory_uncertainty: float = Field(ge=0)
@@ -87,7 +87,7 @@ class JobTime(Frozen):
     cache_seconds: float = Field(ge=0)
     compile_seconds: float = Field(default=0.0, ge=0)
     step_seconds: float = Field(ge=0)
-    """Of all steps."""
+    """Time of all steps together."""
     preview_seconds: float = Field(ge=0)
     save_seconds: float = Field(ge=0)
 
@@ -98,14 +98,14 @@ class Estimate(Frozen):
     hardware: str
     budget_bytes: int = NaturalInt
     fits: bool
-    """Whether the neediest phase stays within the budget."""
+    """Whether run memory stays within the budget."""
     workload: Workload
     prediction: Prediction
     peak_memory_bytes: int = PositiveInt
-    """The prediction's, at the top for those who read JSON."""
+    """The prediction's, repeated here for those who read JSON."""
     step_seconds: float = Field(gt=0)
     num_steps: int = PositiveInt
     job: JobTime
     price_per_hour: float | None = Field(default=None, ge=0)
     cost: float | None = Field(default=None, ge=0)
-    """Of the whole job, in the price's currency."""
+    """Cost of the whole job, in the currency of the price."""

@@ -1,4 +1,4 @@
-"""The usual step of a workload, which decides speed where the largest shapes decide memory. Pure."""
+"""The typical step of a workload, which decides speed, while the largest shapes decide memory. Pure."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -6,17 +6,17 @@ from itertools import pairwise
 from autotune.schema.workload import Bucket, Workload
 
 NEARLY = 0.95
-"""Usual shapes and captions that are nearer to the largest are not told apart from them."""
+"""Share of the largest above which typical shapes and captions count as the largest."""
 GOLDEN_RATIO = 0.618034
 
 
 def has_typical_shape(workload: Workload) -> bool:
-    """Whether the usual step has less to do than one in the largest shapes."""
+    """Whether the typical step has less to do than a step in the largest shapes."""
     return bool(workload.text_token_quantiles) or typical_bucket(workload) != workload.largest_bucket
 
 
 def typical_bucket(workload: Workload) -> Bucket:
-    """The bucket whose size is nearest to the mean of all items: a step in it takes about the mean time."""
+    """The bucket whose size is nearest to the mean over all items; a step in it takes about the mean time."""
     largest, items = workload.largest_bucket, sum(b.num_items for b in workload.buckets)
     mean = sum(b.num_items * b.num_pixels for b in workload.buckets) / max(1, items)
     if mean >= NEARLY * largest.num_pixels or not items:
@@ -25,12 +25,12 @@ def typical_bucket(workload: Workload) -> Bucket:
 
 
 def mean_text_tokens(workload: Workload) -> int:
-    """Of a caption."""
+    """Mean length of an encoded caption."""
     return _lengths(workload, 1)[0]
 
 
 def typical_text_tokens(workload: Workload) -> tuple[int, ...]:
-    """Lengths of the captions of one usual step, one for each image of the effective batch."""
+    """Caption lengths of one typical step, one for each image of the effective batch."""
     size = workload.effective_batch_size
     spread = _lengths(workload, size)
     # In an order that mixes, so that each micro-batch is padded as one drawn at random would be.
@@ -38,21 +38,21 @@ def typical_text_tokens(workload: Workload) -> tuple[int, ...]:
 
 
 def padded_text_tokens(workload: Workload, micro_batch_size: int) -> float:
-    """Mean length that the captions of such a step are padded to in micro-batches of this size."""
+    """Mean padded length of the captions of a typical step in micro-batches of this size."""
     tokens = typical_text_tokens(workload)
     groups = [tokens[start : start + micro_batch_size] for start in range(0, len(tokens), micro_batch_size)]
     return sum(len(group) * max(group) for group in groups) / len(tokens)
 
 
 def quantiles_of(lengths: Sequence[int], count: int) -> tuple[int, ...]:
-    """What a workload names of sorted lengths: nothing where they are about as long as the longest."""
+    """`count` quantiles of sorted lengths for a workload; empty if all are about as long as the longest."""
     if sum(lengths) >= NEARLY * len(lengths) * lengths[-1]:
         return ()
     return spread_of(lengths, count)
 
 
 def spread_of(values: Sequence[int], count: int) -> tuple[int, ...]:
-    """`count` values for sorted ones: the mean of each of so many equal parts, or of the value that a part lies in."""
+    """The means of `count` equal parts of sorted values; a part smaller than one value takes the value it lies in."""
     starts = [i * len(values) // count for i in range(count + 1)]
     parts = [values[start : max(start + 1, end)] for start, end in pairwise(starts)]
     return tuple(round(sum(part) / len(part)) for part in parts)

@@ -22,15 +22,15 @@ class ModelSpec(Frozen):
     architecture: str
     """Digest of the transformer's class and configuration."""
     num_parameters: int = PositiveInt
-    """Of the transformer alone."""
+    """Number of parameters of the transformer alone."""
     num_blocks: int = PositiveInt
-    """Repeated blocks that can be checkpointed."""
+    """Number of repeated blocks that can be checkpointed."""
     name: str
-    """For people: the hub id or the folder's own name."""
+    """What people call it: the hub id or the name of the folder."""
 
 
 class Bucket(Frozen):
-    """A shape that images (or clips) are resized to, and how many have it."""
+    """A shape that images or clips are resized to, and the number of items that have it."""
 
     width_px: int = PositiveInt
     height_px: int = PositiveInt
@@ -39,7 +39,7 @@ class Bucket(Frozen):
 
     @property
     def num_pixels(self) -> int:
-        """Of all frames."""
+        """Number of pixels of an item, all frames together."""
         return self.num_frames * self.width_px * self.height_px
 
 
@@ -51,27 +51,27 @@ class Workload(Frozen):
     """Side of the square whose area every bucket stays within."""
     buckets: tuple[Bucket, ...] = Field(min_length=1)
     max_text_tokens: int = PositiveInt
-    """Longest encoded caption: with the largest bucket it decides memory."""
+    """Length of the longest encoded caption. With the largest bucket it decides memory."""
     text_token_quantiles: tuple[PositiveTokens, ...] = Field(default=(), max_length=64)
-    """Lengths of captions, each of as many, the shortest first: they decide speed. Empty where the longest stands for
-    all."""
+    """Lengths of encoded captions in ascending order, each standing for the same number of captions: they decide speed.
+    Empty if all captions are about as long as the longest."""
     text_padding: TextPadding
     num_control_images: int = Field(default=0, ge=0)
-    """Most control images of an item; edit models only."""
+    """The most control images that an item has; 0 unless the model edits images."""
     rank: int = PositiveInt
     lora_alpha: float = Field(gt=0)
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the adapter's inputs that a step leaves out; above 0 every adapted layer keeps its own copy."""
+    """Share of the adapter's inputs that a step leaves out. Above 0, every adapted layer keeps its own copy of them."""
     targets: str
-    """Named set of adapted layers, e.g. `attention`."""
+    """Name of the set of adapted layers, e.g. `attention`."""
     effective_batch_size: int = PositiveInt
-    """Images per optimizer step. It is the user's: tuning never changes what is learned."""
+    """Images per optimizer step. The user decides it: tuning never changes what is learned."""
     quality: Quality = "high"
     objective: Objective = "throughput"
 
     @property
     def largest_bucket(self) -> Bucket:
-        """The bucket with the most pixels: the one that decides the peak."""
+        """The bucket with the most pixels, which decides peak memory."""
         return max(self.buckets, key=lambda b: (b.num_pixels, b.width_px))
 
     @model_validator(mode="after")
@@ -82,6 +82,6 @@ class Workload(Frozen):
         return self
 
     def share(self, num_processes: int) -> "Workload":
-        """What each of several processes works on: its part of the effective batch, rounded down."""
+        """The workload of each of several processes: its part of the effective batch, rounded down."""
         batch = max(1, self.effective_batch_size // num_processes)
         return self if num_processes == 1 else self.changed(effective_batch_size=batch)

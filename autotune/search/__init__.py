@@ -6,19 +6,28 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.search.residual import ResidualSearch, best_seconds, memory_upper_bound
-    from autotune.search.sampler import release_dead, take_snapshot
-    from autotune.search.space import SearchSpace, search_space, without
-    from autotune.search.storage import StudyPlace, opened_study, translate_storage_errors
-    from autotune.search.study import Limits, Run, frozen_plan, memoize, publish_plan, run_search, search_cost_seconds
+    from autotune.search.space import SearchSpace, build_search_space, drop_values
+    from autotune.search.storage import StudyLocation, open_study, translate_storage_errors
+    from autotune.search.study import (
+        SearchLimits,
+        TrialFunction,
+        fail_dead_trials,
+        memoize,
+        publish_plan,
+        published_plan,
+        run_search,
+        search_cost_seconds,
+        take_snapshot,
+    )
     from autotune.search.winner import (
         Score,
-        fallbacks_of,
-        measured_scores,
-        predicted_scores,
-        promised_scores,
-        reasons_for,
+        choose_fallbacks,
+        choose_winner,
+        explain_choices,
         require_winner,
-        winner_of,
+        score_finalists,
+        score_predictions,
+        score_trials,
     )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,4 +1,4 @@
-"""Which candidate to try next, and whether any is worth it: pure.
+"""Chooses which candidate to try next, and whether any is worth it: pure.
 
 The smallest first, which is the safest; then by expected improvement on predictions that all results have corrected.
 Only candidates of the enumerated space, each at most once, none that is predicted not to fit or is at least as large as
@@ -14,22 +14,19 @@ from autotune.cost import NOISE, CostModel, PriorResiduals, residual_of
 from autotune.schema import Candidate, Objective, Prediction, TrialResult
 from autotune.search.space import SearchSpace
 
-OPTIMISM = 1.5
-"""Standard deviations of what is uncertain that the stop rule hopes for: fewer ended searches too early (the log)."""
-
-CAUTION = 1.0
+STOP_SIGMAS = 1.5
+"""Standard deviations by which the stop rule lets a candidate be better than predicted: fewer ended searches too early
+(see benchmarks/LOG.md)."""
+MEMORY_SIGMAS = 1.0
 """Standard deviations by which a step's predicted memory must stay below the budget."""
-
-WORTHWHILE_GAIN = 0.03
+MIN_GAIN = 0.03
 """The search stops when the best remaining candidate is not expected to save more than this share."""
-
-GROWTH = 1.5
-"""Times the largest that has run, that the next may be predicted to need on shared memory: predictions are corrected by
-every trial, and stay right that near to it."""
+MAX_GROWTH = 1.5
+"""On shared memory, what the next trial may be predicted to need, relative to the largest that has run: predictions are
+corrected by every trial, and stay right that near to it."""
 SAFE_SHARE = 0.5
-"""Of the budget: what is predicted to need less may be wrong by a factor of two and still fits."""
-
-BROKEN = ("unsupported", "numerics")
+"""Share of the budget that is safe to try: what is predicted to need less may be wrong by a factor of two and fits."""
+BROKEN_OUTCOMES = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
 
 
@@ -39,19 +36,19 @@ class ScoredCandidate:
 
     candidate: Candidate
     expected: float
-    """Natural logarithm of step seconds, or of bytes where memory is the objective."""
+    """Natural logarithm of step seconds, or of bytes if memory is the objective."""
     uncertainty: float
     """One sigma of `expected`."""
     step_seconds: float
     required_bytes: float
-    """What it may take at most, as far as is known."""
+    """Memory that it may take at most, as far as is known."""
 
     @property
     def lower_bound(self) -> float:
         """Lower confidence bound of the logarithm."""
-        return self.expected - OPTIMISM * self.uncertainty
+        return self.expected - STOP_SIGMAS * self.uncertainty
 
-    def improvement(self, best: float) -> float:
+    def expected_improvement(self, best: float) -> float:
         """Expected improvement on the logarithm `best` (Jones, Schonlau and Welch, 1998, equation 15)."""
         sigma = max(self.uncertainty, 1e-9)
         z = (best - self.expected) / sigma
@@ -59,7 +56,7 @@ class ScoredCandidate:
 
 
 def best_seconds(results: Sequence[TrialResult]) -> float:
-    """Fastest median step so far; infinite when none ran."""
+    """Fastest median step so far; infinite if none ran."""
     return min((r.median_step_seconds or math.inf for r in results if r.outcome == "ok"), default=math.inf)
 
 
@@ -70,9 +67,9 @@ class ResidualSearch:
         space: the admissible candidates.
         cost: predicts them, before anything is learned from results.
         budget_bytes: what a run may take on the device.
-        lessons: what similar machines have learned, as far as trials here leave it believable.
-        first: tried before all others, e.g. what won elsewhere.
-        ascending: never reach far beyond what has run: where memory is the host's, an over-allocation hangs it.
+        priors: what similar machines have taught, as far as trials here do not contradict it.
+        first: candidates to try before all others, e.g. what won elsewhere.
+        ascending: whether to stay near to what has run: an over-allocation of memory that is the host's hangs it.
     """
 
     def __init__(
@@ -90,134 +87,133 @@ class ResidualSearch:
         self.priors, self.first, self.objective, self.ascending = priors, first, objective, ascending
 
     def next_candidate(
-        self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
+        self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
     ) -> Candidate | None:
-        """What to try after `results` while others try `taken`; None when nothing is left that could run."""
-        tried = {result.candidate for result in results} | set(taken)
-        known = next((candidate for candidate in self.first if candidate not in tried), None)
-        if known:
-            return known
-        outlooks = self.outlooks(results, taken)
-        if not outlooks:
+        """What to try after `results` while others try `running`; None if nothing is left that could run."""
+        tried = {result.candidate for result in results} | set(running)
+        first = next((candidate for candidate in self.first if candidate not in tried), None)
+        if first:
+            return first
+        remaining = self.remaining(results, running)
+        if not remaining:
             return None
-        if any(result.outcome == "ok" for result in results):
-            best = self._best(results)
-            apart = [outlook for outlook in outlooks if not any(_alike(outlook.candidate, other) for other in taken)]
-            promising = max(apart or outlooks, key=lambda outlook: (outlook.improvement(best), -outlook.lower_bound))
-            return (self._on_the_way(promising, outlooks, results) if self.ascending else promising).candidate
-        return min(outlooks, key=lambda outlook: outlook.required_bytes).candidate
+        if not any(result.outcome == "ok" for result in results):
+            return min(remaining, key=lambda scored: scored.required_bytes).candidate
+        best = self._best(results)
+        apart = [scored for scored in remaining if not any(_teach_the_same(scored.candidate, c) for c in running)]
+        promising = max(apart or remaining, key=lambda scored: (scored.expected_improvement(best), -scored.lower_bound))
+        return (self._within_reach(promising, remaining, results) if self.ascending else promising).candidate
 
-    def outlooks(
-        self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()
+    def remaining(
+        self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
-        """Candidates neither tried nor hopeless, with what is expected of them after `results`."""
-        cost = self._calibrated(results)
-        tried = {result.candidate for result in results} | set(taken)
-        barred = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN}
+        """Untried candidates that may run, with what is expected of them after `results`."""
+        cost = self._calibrate(results)
+        tried = {result.candidate for result in results} | set(running)
+        broken = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN_OUTCOMES}
         # Without a step it was the weights themselves that missed the quality floor: no attention changes that.
-        too_far = {r.candidate.quantization for r in results if r.outcome == "numerics" and not r.step_seconds}
-        limit, most_of_host = self._limit_bytes(results, cost), _limit_of_host(results, cost)
+        too_coarse = {r.candidate.quantization for r in results if r.outcome == "numerics" and not r.step_seconds}
+        limit, host_limit = self._memory_limit(results, cost), _host_memory_limit(results, cost)
         found = []
         for candidate in self.space.candidates:
-            storage = candidate.quantization
-            if candidate in tried or storage in too_far or (candidate.attention, storage) in barred:
+            quantization = candidate.quantization
+            if candidate in tried or quantization in too_coarse or (candidate.attention, quantization) in broken:
                 continue
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
-            if required < limit and prediction.host_memory_bytes <= most_of_host:
-                found.append(self._outlook(prediction, required))
-        # On memory of its own a trial has a cap: where caution alone is against a first one, being wrong costs no more.
-        return found if found or results or taken or self.ascending else self._smallest_only(cost)
+            if required < limit and prediction.host_memory_bytes <= host_limit:
+                found.append(self._score(prediction, required))
+        # On a device with memory of its own a trial has a cap: trying the smallest that is predicted to fit costs
+        # little, even if uncertainty alone speaks against it.
+        return found if found or results or running or self.ascending else self._smallest_only(cost)
 
-    def _calibrated(self, results: Sequence[TrialResult]) -> CostModel:
-        """The cost model as `results` and the priors that they leave believable correct it."""
+    def _calibrate(self, results: Sequence[TrialResult]) -> CostModel:
+        """The cost model as `results`, and the priors that they do not contradict, correct it."""
         return self.cost.with_calibration(results, self.priors(results))
 
     def _smallest_only(self, cost: CostModel) -> list[ScoredCandidate]:
-        """The candidate that needs least, where that is predicted to fit."""
+        """The candidate that needs least memory, if it is predicted to fit."""
         predictions = [cost.predict(candidate) for candidate in self.space.candidates]
-        least = min(predictions, key=lambda prediction: prediction.required_memory_bytes)
-        needed = least.required_memory_bytes
-        return [self._outlook(least, needed)] if needed <= self.budget_bytes else []
+        smallest = min(predictions, key=lambda prediction: prediction.required_memory_bytes)
+        needed = smallest.required_memory_bytes
+        return [self._score(smallest, needed)] if needed <= self.budget_bytes else []
 
-    def _outlook(self, prediction: Prediction, required_bytes: float) -> ScoredCandidate:
-        expected, uncertainty = self._expected(prediction)
+    def _score(self, prediction: Prediction, required_bytes: float) -> ScoredCandidate:
+        if self.objective == "memory":
+            expected, uncertainty = math.log(prediction.allocated_memory_bytes), prediction.memory_uncertainty
+        else:
+            expected, uncertainty = math.log(prediction.step_seconds), prediction.time_uncertainty
         return ScoredCandidate(prediction.candidate, expected, uncertainty, prediction.step_seconds, required_bytes)
 
-    def nothing_to_gain(self, results: Sequence[TrialResult], taken: Collection[Candidate] = frozenset()) -> bool:
-        """Whether no remaining candidate is expected to be better by a worthwhile share than the best that ran."""
-        remaining = self.outlooks(results, taken)
+    def has_converged(self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()) -> bool:
+        """Whether no remaining candidate is expected to be better by `MIN_GAIN` than the best that ran."""
+        remaining = self.remaining(results, running)
         if not remaining or not any(result.outcome == "ok" for result in results):
             return not remaining
-        return min(outlook.lower_bound for outlook in remaining) > self._best(results) + math.log1p(-WORTHWHILE_GAIN)
+        return min(scored.lower_bound for scored in remaining) > self._best(results) + math.log1p(-MIN_GAIN)
 
-    def is_surprised(self, results: Sequence[TrialResult]) -> bool:
-        """Whether predictions were overconfident: each result against the prediction made from those before it.
+    def is_overconfident(self, results: Sequence[TrialResult]) -> bool:
+        """Whether predictions were too sure: each result against the prediction made from those before it.
 
-        Told by the mean squared error in units of the predicted variance, which is 1 where uncertainties are right.
+        Measured by the mean squared error in units of the predicted variance, which is 1 if uncertainties are right.
         """
         squares = []
         for number, result in enumerate(results):
-            prediction = self._calibrated(results[:number]).predict(result.candidate)
+            prediction = self._calibrate(results[:number]).predict(result.candidate)
             if error := residual_of(result, prediction):
                 squares.append(error.time**2 / (prediction.time_uncertainty**2 + NOISE["time"] ** 2))
                 squares.append(error.memory**2 / (prediction.memory_uncertainty**2 + NOISE["memory"] ** 2))
         return bool(squares) and statistics.fmean(squares) > 1
 
     def _best(self, results: Sequence[TrialResult]) -> float:
-        """Natural logarithm of the best that the objective has counted; some result must have run."""
+        """Natural logarithm of the best value of the objective; some result must have run."""
         if self.objective == "memory":
             return math.log(min(r.peak_memory_bytes or math.inf for r in results if r.outcome == "ok"))
         return math.log(best_seconds(results))
 
-    def _expected(self, prediction: Prediction) -> tuple[float, float]:
-        if self.objective == "memory":
-            return math.log(prediction.allocated_memory_bytes), prediction.memory_uncertainty
-        return math.log(prediction.step_seconds), prediction.time_uncertainty
-
-    def _on_the_way(
-        self, best: ScoredCandidate, outlooks: Sequence[ScoredCandidate], results: Sequence[TrialResult]
+    def _within_reach(
+        self, best: ScoredCandidate, remaining: Sequence[ScoredCandidate], results: Sequence[TrialResult]
     ) -> ScoredCandidate:
-        """`best` where it is within reach of what has run, else the largest that is: predictions err by factors."""
-        cost = self._calibrated(results)
-        largest = max(_required(result, cost) for result in results if result.outcome == "ok")
-        reach = max(GROWTH * largest, SAFE_SHARE * self.budget_bytes)
+        """`best` if it is not much larger than what has run, else the largest that is not; or the smallest of all."""
+        cost = self._calibrate(results)
+        largest = max(_required_bytes(result, cost) for result in results if result.outcome == "ok")
+        reach = max(MAX_GROWTH * largest, SAFE_SHARE * self.budget_bytes)
         if best.required_bytes <= reach:
             return best
-        nearer = [outlook for outlook in outlooks if outlook.required_bytes <= reach]
+        nearer = [scored for scored in remaining if scored.required_bytes <= reach]
         if nearer:
-            return max(nearer, key=lambda outlook: outlook.required_bytes)
-        return min(outlooks, key=lambda outlook: outlook.required_bytes)
+            return max(nearer, key=lambda scored: scored.required_bytes)
+        return min(remaining, key=lambda scored: scored.required_bytes)
 
-    def _limit_bytes(self, results: Sequence[TrialResult], cost: CostModel) -> float:
-        """What may still be taken: the budget or, once something ran out, halfway between what ran and what did not.
+    def _memory_limit(self, results: Sequence[TrialResult], cost: CostModel) -> float:
+        """The budget or, once something ran out of memory, halfway between what ran and what did not.
 
-        What took more than it may and yet was measured has corrected the predictions instead.
+        A trial that took more than the budget and was measured all the same has corrected the predictions instead.
         """
         failed = [r for r in results if r.outcome in ("oom", "spill")]
-        too_large = [_required(r, cost) for r in failed if r.outcome == "spill" or r.peak_memory_bytes is None]
+        too_large = [_required_bytes(r, cost) for r in failed if r.outcome == "spill" or r.peak_memory_bytes is None]
         if not too_large:
             return self.budget_bytes
-        ran = max((_required(r, cost) for r in results if r.outcome == "ok"), default=0.0)
+        ran = max((_required_bytes(r, cost) for r in results if r.outcome == "ok"), default=0.0)
         return min(self.budget_bytes, (ran + min(too_large)) / 2)
 
 
-def _limit_of_host(results: Sequence[TrialResult], cost: CostModel) -> float:
-    """Of the host's memory: no more than what ran out of it was predicted to take; others may have been there."""
+def _host_memory_limit(results: Sequence[TrialResult], cost: CostModel) -> float:
+    """The least host memory predicted for a trial that ran out of it; other programs may have taken some."""
     ran_out = [result.candidate for result in results if result.outcome == "host_oom"]
     return min((cost.predict(candidate).host_memory_bytes for candidate in ran_out), default=math.inf)
 
 
-def _required(result: TrialResult, cost: CostModel) -> float:
+def _required_bytes(result: TrialResult, cost: CostModel) -> float:
     return memory_upper_bound(cost.predict(result.candidate))
 
 
-def _alike(one: Candidate, other: Candidate) -> bool:
-    """Whether trials of both at the same time would teach the same."""
+def _teach_the_same(one: Candidate, other: Candidate) -> bool:
+    """Whether trials of both at the same time would teach the cost model the same."""
     return all(getattr(one, name) == getattr(other, name) for name in ("quantization", "attention", "micro_batch_size"))
 
 
 def memory_upper_bound(prediction: Prediction) -> float:
-    """What a run may need in its neediest phase: uncertain is the step alone."""
+    """Bytes that a run may need in its largest phase; only the training step is uncertain."""
     others = max((phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"), default=0)
-    return max(others, prediction.peak_memory_bytes * math.exp(CAUTION * prediction.memory_uncertainty))
+    return max(others, prediction.peak_memory_bytes * math.exp(MEMORY_SIGMAS * prediction.memory_uncertainty))

@@ -8,13 +8,13 @@ from autotune.errors import InvalidInput, NothingFits
 from autotune.knobs import KNOBS, Choices, Knob, TuningContext, parity_capability
 from autotune.schema import Candidate, Choice, Rejected
 
-Wish = tuple[str, str]
+KnobValue = tuple[str, str]
 """A knob and one of its values, as text."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """All admissible candidates, the least demanding of memory first."""
+    """All admissible candidates, those that need least memory first."""
 
     candidates: tuple[Candidate, ...]
     choices: Mapping[str, tuple[Choice, ...]]
@@ -25,69 +25,81 @@ class SearchSpace:
     """Those among the excluded values that may be pinned."""
 
 
-def search_space(
-    context: TuningContext, pins: Sequence[Wish] = (), exclusions: Sequence[Wish] = (), *, also: str | None = None
+def build_search_space(
+    context: TuningContext,
+    pins: Sequence[KnobValue] = (),
+    exclusions: Sequence[KnobValue] = (),
+    *,
+    also: str | None = None,
 ) -> SearchSpace:
-    """Enumerate what may be tried; `pins` leave one value of a knob, `exclusions` take one away.
+    """Enumerate what may be tried.
 
-    `also` names a knob of which the values on request are tried, too.
+    Args:
+        context: hardware, family and workload.
+        pins: leave one value of a knob.
+        exclusions: take one value of a knob away.
+        also: a knob whose values on request are tried, too.
 
     Raises:
         InvalidInput: there is no such knob or value, or what is left of them does not go together.
         NothingFits: some knob has no admissible value here.
     """
-    per_knob = {knob.name: _that_learn_the_same(knob, context) for knob in KNOBS}
+    per_knob = {knob.name: _choices_with_parity(knob, context) for knob in KNOBS}
     if also is not None:
         offered, usual = per_knob[also].on_request, per_knob[also].admitted
         per_knob[also] = Choices((*offered, *usual), per_knob[also].rejected)
     for name, value in pins:
-        per_knob[name] = _pinned(name, value, _known(name, value, per_knob))
+        per_knob[name] = _pin(name, value, _require_value(name, value, per_knob))
     for name, value in exclusions:
-        per_knob[name] = _excluding(value, _known(name, value, per_knob))
+        per_knob[name] = _exclude(value, _require_value(name, value, per_knob))
     for name, choices in per_knob.items():
         if not choices.admitted:
             reasons = "; ".join(f"{choice}: {why}" for choice, why in choices.rejected.items())
-            asked = any(wish == name for wish, _ in (*pins, *exclusions))
-            hint = f"leave out an --exclude or --pin of {name}" if asked else "run `autotune probe` and see why"
+            is_asked = any(knob == name for knob, _ in (*pins, *exclusions))
+            hint = f"leave out an --exclude or --pin of {name}" if is_asked else "run `autotune probe` and see why"
             raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
+    candidates, conflicts = _enumerate(admitted, context)
+    if not candidates:
+        reasons = "; ".join(dict.fromkeys(conflict.reason for _, conflict in conflicts))
+        raise InvalidInput(f"what is pinned does not go together: {reasons}", hint="leave out a --pin or an --exclude")
     rejected = {name: _with_reasons({**one.rejected, **one.on_request}) for name, one in per_knob.items()}
+    for name, conflict in conflicts:
+        if conflict not in rejected[name]:
+            rejected[name].append(conflict)
+    on_request = {name: tuple(choices.on_request) for name, choices in per_knob.items()}
+    return SearchSpace(candidates, admitted, {name: tuple(found) for name, found in rejected.items()}, on_request)
+
+
+def _enumerate(
+    admitted: Mapping[str, tuple[Choice, ...]], context: TuningContext
+) -> tuple[tuple[Candidate, ...], Sequence[tuple[str, Rejected]]]:
+    """All combinations of values without a conflict; and each value that had one, by knob, in the order found."""
     candidates = []
-    clashes: dict[str, None] = {}
+    conflicts: dict[tuple[str, Rejected], None] = {}
     for values in itertools.product(*admitted.values()):
         candidate = Candidate.model_validate(dict(zip(admitted, values, strict=True)))
-        conflicts = {knob.name: why for knob in KNOBS if (why := knob.conflict(candidate, context))}
-        if not conflicts:
+        found = [(knob.name, why) for knob in KNOBS if (why := knob.conflict(candidate, context))]
+        if not found:
             candidates.append(candidate)
-        clashes |= dict.fromkeys(conflicts.values())
-        for name, why in conflicts.items():
-            clash = Rejected(choice=getattr(candidate, name), reason=why)
-            if clash not in rejected[name]:
-                rejected[name].append(clash)
-    if not candidates:
-        raise InvalidInput(
-            f"what is pinned does not go together: {'; '.join(clashes)}", hint="leave out a --pin or an --exclude"
-        )
-    on_request = {name: tuple(choices.on_request) for name, choices in per_knob.items()}
-    excluded = {name: tuple(found) for name, found in rejected.items()}
-    return SearchSpace(tuple(candidates), admitted, excluded, on_request)
+        for name, why in found:
+            conflicts[name, Rejected(choice=getattr(candidate, name), reason=why)] = None
+    return tuple(candidates), tuple(conflicts)
 
 
 def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
     return [Rejected(choice=choice, reason=why) for choice, why in reasons.items()]
 
 
-def _that_learn_the_same(knob: Knob, context: TuningContext) -> Choices:
-    """The knob's choices less those whose gradients were found to be others than the reference's on this machine."""
-    choices = knob.choices(context)
-    capabilities = {
-        capability.name: capability.reason for capability in context.hardware.capabilities if not capability.available
-    }
-    usable = (*choices.admitted, *choices.on_request)
+def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
+    """The knob's choices less those whose gradients on this machine are known to differ from the reference's."""
+    choices, capabilities = knob.choices(context), context.hardware.capabilities
+    unavailable = {capability.name: capability.reason for capability in capabilities if not capability.available}
     wrong = {
-        choice: capabilities[name]
-        for choice in usable
-        if (parity := knob.parity(choice)) and (name := parity_capability(knob.name, parity.runs)) in capabilities
+        choice: unavailable[name]
+        for choice in (*choices.admitted, *choices.on_request)
+        if (parity := knob.parity(choice))
+        and (name := parity_capability(knob.name, parity.checked_choice)) in unavailable
     }
     return Choices(
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),
@@ -96,7 +108,7 @@ def _that_learn_the_same(knob: Knob, context: TuningContext) -> Choices:
     )
 
 
-def without(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
+def drop_values(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> SearchSpace:
     """The space without some values of a knob, each with the reason."""
     return replace(
         space,
@@ -106,27 +118,26 @@ def without(space: SearchSpace, knob: str, dropped: Mapping[Choice, str]) -> Sea
     )
 
 
-def _known(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
+def _require_value(name: str, value: str, per_knob: Mapping[str, Choices]) -> Choices:
     if name not in per_knob:
         raise InvalidInput(f"there is no knob called {name!r}", hint=f"knobs: {', '.join(per_knob)}")
     choices = per_knob[name]
-    named = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.on_request)}
-    if value not in named:
-        raise InvalidInput(f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(named))}")
+    values = {str(choice) for choice in (*choices.admitted, *choices.rejected, *choices.on_request)}
+    if value not in values:
+        raise InvalidInput(f"{name} has no value {value!r} here", hint=f"values: {', '.join(sorted(values))}")
     return choices
 
 
-def _pinned(name: str, value: str, choices: Choices) -> Choices:
+def _pin(name: str, value: str, choices: Choices) -> Choices:
     refused = next((why for choice, why in choices.rejected.items() if str(choice) == value), None)
     if refused:
         raise InvalidInput(f"{name} cannot be {value} here: {refused}", hint="see `autotune plan --list-knobs`")
     usable = (*choices.admitted, *choices.on_request)
-    kept = tuple(choice for choice in usable if str(choice) == value)
     others = {choice: f"{name} is pinned to {value}" for choice in usable if str(choice) != value}
-    return Choices(kept, {**choices.rejected, **others})
+    return Choices(tuple(choice for choice in usable if str(choice) == value), {**choices.rejected, **others})
 
 
-def _excluding(value: str, choices: Choices) -> Choices:
-    kept = tuple(choice for choice in choices.admitted if str(choice) != value)
-    gone = {choice: "excluded by the user" for choice in choices.admitted if str(choice) == value}
-    return Choices(kept, {**choices.rejected, **gone}, choices.on_request)
+def _exclude(value: str, choices: Choices) -> Choices:
+    remaining = tuple(choice for choice in choices.admitted if str(choice) != value)
+    excluded = {choice: "excluded by the user" for choice in choices.admitted if str(choice) == value}
+    return Choices(remaining, {**choices.rejected, **excluded}, choices.on_request)

@@ -1,4 +1,4 @@
-"""Picks the winner among what was measured, or predicted where nothing can be measured, and says why: pure."""
+"""Picks the winner among what was measured, or predicted if nothing can be measured, and says why: pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,9 @@ from autotune.schema import Candidate, Choice, Objective, Prediction, Reason, Re
 from autotune.search.space import SearchSpace
 
 GIB = 2**30
-MOST_FALLBACKS = 5
+MAX_FALLBACKS = 5
+MAX_FALLBACK_SHARE = 0.98
+"""Memory of each fallback, relative to the settings before it."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +21,15 @@ class Score:
     step_seconds: float
     peak_memory_bytes: int
     failure: str | None = None
-    """None when it runs; then both figures hold."""
+    """None if it runs; then both figures hold."""
 
 
-def measured_scores(results: Sequence[TrialResult]) -> list[Score]:
-    """From trials; of a candidate that was tried again the last one counts, unless it only took too long."""
+def score_trials(results: Sequence[TrialResult]) -> list[Score]:
+    """Scores from trials; if a candidate was tried again the last trial counts, unless it only took too long."""
     last: dict[Candidate, TrialResult] = {}
     for result in results:
-        known = last.get(result.candidate)
-        if known is None or known.outcome != "ok" or result.outcome != "timeout":
+        earlier = last.get(result.candidate)
+        if earlier is None or earlier.outcome != "ok" or result.outcome != "timeout":
             last[result.candidate] = result
     return [
         Score(
@@ -40,15 +42,15 @@ def measured_scores(results: Sequence[TrialResult]) -> list[Score]:
     ]
 
 
-def promised_scores(results: Sequence[TrialResult]) -> list[Score]:
-    """What a winner is chosen from: candidates that longer trials confirmed, where there are any, else all."""
+def score_finalists(results: Sequence[TrialResult]) -> list[Score]:
+    """Scores that a winner is chosen from: of candidates that longer trials confirmed, if there are any, else all."""
     confirmed = {result.candidate for result in results if result.confirms and result.outcome == "ok"}
-    scores = measured_scores(results)
+    scores = score_trials(results)
     return [score for score in scores if score.candidate in confirmed] or scores
 
 
-def predicted_scores(predictions: Sequence[Prediction], budget_bytes: int) -> list[Score]:
-    """From predictions: what needs more than the budget in any phase cannot run."""
+def score_predictions(predictions: Sequence[Prediction], budget_bytes: int) -> list[Score]:
+    """Scores from predictions: what needs more than the budget in any phase cannot run."""
     return [
         Score(
             prediction.candidate,
@@ -66,7 +68,7 @@ def _too_large(prediction: Prediction, budget_bytes: int) -> str:
     return f"needs {needed / GIB:.1f} GiB in the {phase.name} phase, {budget_bytes / GIB:.1f} GiB may be taken"
 
 
-def winner_of(scores: Sequence[Score], objective: Objective) -> Score | None:
+def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
     """The best that runs: fastest, or smallest for `memory`; ties go to the smaller, then the earlier."""
 
     def key(score: Score) -> tuple[float, float]:
@@ -82,7 +84,7 @@ def require_winner(scores: Sequence[Score], objective: Objective, relaxation: Ca
     Raises:
         NothingFits: nothing runs; `relaxation` finds out what would help.
     """
-    best = winner_of(scores, objective)
+    best = choose_winner(scores, objective)
     if best is None:
         nearest = min(scores, key=lambda score: score.peak_memory_bytes, default=None)
         why = nearest.failure if nearest else "every setting is predicted to need more than a run may take"
@@ -90,32 +92,36 @@ def require_winner(scores: Sequence[Score], objective: Objective, relaxation: Ca
     return best
 
 
-def fallbacks_of(scores: Sequence[Score], winner: Score) -> tuple[Candidate, ...]:
+def choose_fallbacks(scores: Sequence[Score], winner: Score) -> tuple[Candidate, ...]:
     """Settings that run in less memory than the winner, the fastest first, each smaller than the one before."""
-    ladder: list[Score] = []
+    fallbacks: list[Score] = []
     running = [score for score in scores if score.failure is None]
     for score in sorted(running, key=lambda s: (s.step_seconds, s.peak_memory_bytes)):
-        smallest = (ladder[-1] if ladder else winner).peak_memory_bytes
-        if score.peak_memory_bytes < smallest * 0.98:
-            ladder.append(score)
-    return tuple(score.candidate for score in ladder[:MOST_FALLBACKS])
+        if score.peak_memory_bytes < MAX_FALLBACK_SHARE * [winner, *fallbacks][-1].peak_memory_bytes:
+            fallbacks.append(score)
+    return tuple(score.candidate for score in fallbacks[:MAX_FALLBACKS])
 
 
-def reasons_for(space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective) -> tuple[Reason, ...]:
+def explain_choices(
+    space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
+) -> tuple[Reason, ...]:
     """One reason per knob: what was chosen, and for every other value what spoke against it."""
-    return tuple(_reason(name, space, scores, winner, objective) for name in space.choices)
+    return tuple(_explain_choice(name, space, scores, winner, objective) for name in space.choices)
 
 
-def _reason(knob: str, space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective) -> Reason:
+def _explain_choice(
+    knob: str, space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
+) -> Reason:
     chosen: Choice = getattr(winner.candidate, knob)
     others = [choice for choice in space.choices[knob] if choice != chosen]
     best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
-    own = winner_of([score for score in scores if score.candidate == winner.candidate], objective)
-    even = own or winner  # others ran for a short time: compared with the winner's short trial, not its long one
-    ran = {chosen, *(choice for choice, score in best.items() if score)}  # what they don't go with is then no reason
-    excluded = [item for item in space.rejected[knob] if item.choice not in ran]
-    left = {choice: score for choice, score in best.items() if choice not in {item.choice for item in excluded}}
-    rejected = [*excluded, *(Rejected(choice=c, reason=_compare(score, even)) for c, score in left.items())]
+    # Others ran for a short time: they are compared with the winner's short trial, not its long one.
+    own = choose_winner([score for score in scores if score.candidate == winner.candidate], objective) or winner
+    ran = {chosen, *(choice for choice, score in best.items() if score)}  # a conflict of theirs is then no reason
+    rejected = [item for item in space.rejected[knob] if item.choice not in ran]
+    explained = {item.choice for item in rejected}
+    left = {choice: score for choice, score in best.items() if choice not in explained}
+    rejected += [Rejected(choice=choice, reason=_compare(score, own)) for choice, score in left.items()]
     if not others:
         why = "the only value that is searched here"
     elif any(best.values()):
@@ -128,7 +134,7 @@ def _reason(knob: str, space: SearchSpace, scores: Sequence[Score], winner: Scor
 def _best_with(knob: str, choice: Choice, scores: Sequence[Score], objective: Objective) -> Score | None:
     having = [score for score in scores if getattr(score.candidate, knob) == choice]
     smallest = min(having, key=lambda score: score.peak_memory_bytes, default=None)
-    return winner_of(having, objective) or smallest
+    return choose_winner(having, objective) or smallest
 
 
 def _compare(best: Score | None, winner: Score) -> str:

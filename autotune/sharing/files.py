@@ -1,6 +1,6 @@
-"""Where a store's files lie: a local folder, or whatever else fsspec speaks. Keys are relative paths of one layout.
+"""Reads and writes a store's files: in a local folder, or wherever fsspec can. Keys are relative paths of one layout.
 
-Writing is all or nothing: a temporary name and a rename locally, a single PUT in object stores. Links are not followed.
+A write is all or nothing: a temporary name and a rename locally, a single PUT in object stores. Links are not followed.
 """
 
 import os
@@ -9,59 +9,41 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
+
+from fsspec.asyn import AsyncFileSystem
+from fsspec.core import url_to_fs
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.runtime import atomic_write
 
 KEY = re.compile(
-    r"(?P<hard>[0-9a-f]{16})/(?P<architecture>[a-z0-9-]{1,64})/(?P<work>[a-z0-9-]{1,100})/(?P<name>[0-9a-f]{64})\.json"
+    r"(?P<machine>[0-9a-f]{16})/(?P<architecture>[a-z0-9-]{1,64})/(?P<work>[a-z0-9-]{1,100})/"
+    r"(?P<name>[0-9a-f]{64})\.json"
 )
-"""What a record's path inside a store looks like; nothing else is ever read or written."""
+"""Path of a record inside a store; no other path is ever read or written."""
 FOLDER = re.compile(r"[a-z0-9-]{1,100}")
-DEPTH = 3
+NUM_FOLDERS = 3
 
 
-class Unreachable(AutotuneError):
+class StoreUnreachable(AutotuneError):
     """A store does not answer, or refuses."""
 
 
-class Files(Protocol):
-    """The files of one store."""
-
-    where: str
-    """For people: no passwords."""
-
-    def sizes(self) -> Mapping[str, int]:
-        """Key and bytes of every file that the layout knows."""
-
-    def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
-        """The first `size` bytes of each file, or why it cannot be read.
-
-        Raises:
-            Unreachable: the store stops answering.
-        """
-
-    def write(self, contents: Mapping[str, bytes]) -> None:
-        """Write each file whole or not at all."""
-
-    def delete(self, key: str) -> None:
-        """Remove a file."""
-
-
 class LocalFiles:
-    """A folder of this machine, e.g. a git checkout. It need not exist to be read: it is empty then."""
+    """Files in a folder of this machine, e.g. a git checkout. It is empty if it does not exist."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.where = root, str(root)
+        self.root, self.address = root, str(root)
 
     def sizes(self) -> dict[str, int]:
-        with reaching(self.where):
-            return dict(self._scan(self.root, "", DEPTH)) if self.root.is_dir() else {}
+        """Key and bytes of every file that has a place in the layout."""
+        with translate_file_errors(self.address):
+            return dict(self._scan(self.root, "", NUM_FOLDERS)) if self.root.is_dir() else {}
 
     def _scan(self, folder: Path | str, prefix: str, depth: int) -> Iterator[tuple[str, int]]:
-        with suppress(FileNotFoundError), os.scandir(folder) as entries:  # what is deleted meanwhile is not there
+        with suppress(FileNotFoundError), os.scandir(folder) as entries:  # what is deleted meanwhile is left out
             for entry in entries:
                 key = prefix + entry.name
                 if depth and FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
@@ -71,61 +53,61 @@ class LocalFiles:
                         yield key, entry.stat(follow_symlinks=False).st_size
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
+        """The first `size` bytes of each file, or why it cannot be read."""
         for key, size in sizes.items():
             try:
-                yield key, self._content(key, size)
+                yield key, self._read_file(key, size)
             except OSError as error:
                 yield key, error
 
-    def _content(self, key: str, size: int) -> bytes:
+    def _read_file(self, key: str, size: int) -> bytes:
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(self._place(key), flags)
+        descriptor = os.open(self._path(key), flags)
         with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(f"{key} is no regular file")
+                raise OSError(f"{key} is not a regular file")
             return file.read(size)
 
     def write(self, contents: Mapping[str, bytes]) -> None:
-        with reaching(self.where):
+        """Write each file whole or not at all."""
+        with translate_file_errors(self.address):
             for key, content in contents.items():
-                with atomic_write(Path(self._place(key))) as part:
+                with atomic_write(Path(self._path(key))) as part:
                     part.write_bytes(content)
 
     def delete(self, key: str) -> None:
-        with reaching(self.where):
-            Path(self._place(key)).unlink(missing_ok=True)
+        with translate_file_errors(self.address):
+            Path(self._path(key)).unlink(missing_ok=True)
 
-    def _place(self, key: str) -> str:
-        """The path of a key: one of the layout, with no link between the root and it."""
-        path = self.where
-        for folder in _checked(key).split("/")[:DEPTH]:
+    def _path(self, key: str) -> str:
+        """The path of a key, which must be one of the layout, with no link between the root and the file."""
+        path = self.address
+        for folder in _require_key(key).split("/")[:NUM_FOLDERS]:
             path = f"{path}/{folder}"
             if os.path.islink(path):  # noqa: PTH114  a Path takes as long as the reading, thousands of times
                 raise OSError(f"a folder of {key} is a link")
-        return f"{self.where}/{key}"
+        return f"{self.address}/{key}"
 
 
 class RemoteFiles:
-    """Files behind an fsspec file system."""
+    """Files behind an fsspec file system; every method may raise StoreUnreachable."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        from fsspec.asyn import AsyncFileSystem
-        from fsspec.core import url_to_fs
-
-        self.where = redacted(url)
-        self.secrets = _secrets_of(url)
-        with reaching(self.where, self.secrets):
+        self.address = redact_url(url)
+        """For messages, without passwords."""
+        self.secrets = _secrets_in(url)
+        with translate_file_errors(self.address, self.secrets):
             try:
                 self.fs, root = url_to_fs(url, **options)
             except (ImportError, ValueError) as error:
-                reason = _told(error, self.secrets)
+                reason = _redacted_message(error, self.secrets)
                 hint = "install what fsspec needs for it, e.g. `pip install s3fs` for s3://"
-                raise InvalidInput(f"cannot use {self.where}: {reason}", hint=hint) from error
+                raise InvalidInput(f"cannot use {self.address}: {reason}", hint=hint) from error
         self.root = str(root).rstrip("/")
         self.has_folders = not isinstance(self.fs, AsyncFileSystem)  # object stores have none, and mkdir makes buckets
 
     def sizes(self) -> dict[str, int]:
-        with reaching(self.where, self.secrets):
+        with translate_file_errors(self.address, self.secrets):
             self.fs.invalidate_cache()
             try:
                 found = self.fs.find(self.root, detail=True)
@@ -135,38 +117,41 @@ class RemoteFiles:
         return {key: int(info.get("size") or 0) for key, info in items if KEY.fullmatch(key) and not info.get("islink")}
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
-        with reaching(self.where, self.secrets):
-            filled = {key: size for key, size in sizes.items() if size}  # no range lies in an empty object
-            paths = [self._place(key) for key in filled]
+        with translate_file_errors(self.address, self.secrets):
+            filled = {key: size for key, size in sizes.items() if size}  # an empty object has no range
+            paths = [self._path(key) for key in filled]
             found = self.fs.cat_ranges(paths, [0] * len(paths), list(filled.values()), on_error="return")
             for content in found:
                 if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
-                    raise content  # the line, not the file
+                    raise content  # the connection failed, not the file
         yield from ((key, b"") for key in sizes if key not in filled)
         yield from zip(filled, found, strict=True)
 
     def write(self, contents: Mapping[str, bytes]) -> None:
-        with reaching(self.where, self.secrets):
+        with translate_file_errors(self.address, self.secrets):
             if self.has_folders:
-                for folder in {self._place(key).rpartition("/")[0] for key in contents}:
+                for folder in {self._path(key).rpartition("/")[0] for key in contents}:
                     self.fs.makedirs(folder, exist_ok=True)
-            self.fs.pipe({self._place(key): content for key, content in contents.items()})
+            self.fs.pipe({self._path(key): content for key, content in contents.items()})
 
     def delete(self, key: str) -> None:
-        with reaching(self.where, self.secrets):
-            self.fs.rm_file(self._place(key))
+        with translate_file_errors(self.address, self.secrets):
+            self.fs.rm_file(self._path(key))
 
-    def _place(self, key: str) -> str:
-        return f"{self.root}/{_checked(key)}"
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{_require_key(key)}"
 
 
-def redacted(url: str) -> str:
-    """The URL without what is before an `@` and after a `?`: passwords and tokens stand there."""
+Files = LocalFiles | RemoteFiles
+
+
+def redact_url(url: str) -> str:
+    """The URL without what is before an `@` and after a `?`, which may be passwords and tokens."""
     return re.sub(r"\?.*", "?***", re.sub(r"://.*@", "://***@", url))
 
 
-def _secrets_of(url: str) -> tuple[str, ...]:
-    """The parts of a URL that `redacted` hides, longest first, for messages of libraries that repeat them."""
+def _secrets_in(url: str) -> tuple[str, ...]:
+    """The parts of a URL that `redact_url` hides, longest first: messages of libraries repeat them."""
     login = re.search(r"://(.*)@", url)
     query = re.search(r"\?(.*)", url)
     found = [group for part in (login, query) if part for group in (part[1], *re.split(r"[:&=]", part[1]))]
@@ -174,27 +159,27 @@ def _secrets_of(url: str) -> tuple[str, ...]:
     return tuple(sorted(decoded, key=len, reverse=True))
 
 
-def _checked(key: str) -> str:
+def _require_key(key: str) -> str:
     if not KEY.fullmatch(key):
-        raise InvalidInput(f"{key!r} is no path of a record", hint="only `autotune profiles` writes into a store")
+        raise InvalidInput(f"{key!r} is not the path of a record", hint="only `autotune profiles` writes into a store")
     return key
 
 
 @contextmanager
-def reaching(where: str, secrets: Sequence[str] = ()) -> Iterator[None]:
+def translate_file_errors(address: str, secrets: Sequence[str] = ()) -> Iterator[None]:
     """Turn whatever a file system raises into one error that names the store and hides its passwords."""
     try:
         yield
     except AutotuneError:
         raise
     except Exception as error:  # file systems raise what their libraries raise
-        raise Unreachable(
-            f"cannot reach {where}: {type(error).__name__}: {_told(error, secrets)}",
+        raise StoreUnreachable(
+            f"cannot reach {address}: {type(error).__name__}: {_redacted_message(error, secrets)}",
             hint="check the address, the network and your access, then run it again: what was written is whole",
         ) from error
 
 
-def _told(error: Exception, secrets: Sequence[str]) -> str:
+def _redacted_message(error: Exception, secrets: Sequence[str]) -> str:
     text = "".join(letter if letter.isprintable() else " " for letter in str(error))  # a server may send escapes
     text = " ".join(text.split())[:300]
     for secret in secrets:

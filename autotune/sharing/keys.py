@@ -1,28 +1,27 @@
-"""How far a record is from a machine and its work: hard keys decide whether it counts, soft ones how much.
+"""How far a record is from a machine and its work: match keys decide whether it counts, soft keys how much.
 
 A distance is a weighted sum: a name or version that differs counts its weight once, a quantity its weight per doubling.
 Weights are judgments of how much each shifts step time and memory; a local trial has the last word either way.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from autotune.knobs import prefers_cudnn
-from autotune.schema import HardwareProfile, TrialResult, Workload, mean_text_tokens
-from autotune.sharing.record import LIBRARIES, Machine, Record, class_of, machine_of
+from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, prefers_cudnn
+from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload, mean_text_tokens
+from autotune.sharing.record import Machine, Record, shareable_machine, workload_class
 from autotune.training import KEY_NAMES
 
 Value = str | float | None
 Kind = Literal["exact", "upgraded", "near", "none"]
 SAME_BUDGET = 0.98
-"""Share of our budget from which running out of theirs says something about ours."""
+"""Their budget as a share of ours from which their OOMs are evidence for us."""
 MORE_MEMORY = 0.10
 """Share by which our budget exceeds theirs before other settings may win here."""
-CROWDED = 0.8
-"""Share of a budget from which memory decided among settings."""
+MEMORY_BOUND = 0.8
+"""Peak as a share of the budget from which memory has decided among settings."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class SoftKey:
     """One fact that shades a measurement."""
 
     name: str
-    of: Callable[[Any], Value]
+    value_of: Callable[[Any], Value]
     weight: float
     tolerance: float = 0.0
     """Relative difference of a quantity up to which two count as the same."""
@@ -38,17 +37,21 @@ class SoftKey:
     """Whether an upgrade changes it."""
 
 
+class Difference(NamedTuple):
+    """How two values of a soft key differ."""
+
+    distance: float
+    reason: str
+    software: bool
+
+
 def _rate(prefix: str) -> Callable[[Machine], Value]:
     """The fastest measured rate of a kind: shapes differ between versions of the probe."""
-
-    def fastest(machine: Machine) -> Value:
-        return max((rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None)
-
-    return fastest
+    return lambda machine: max((rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None)
 
 
 def _training_cores(machine: Machine) -> Value:
-    """Cores count where they train."""
+    """Cores count if the CPU trains."""
     return machine.logical_cores if machine.match_keys.get("device_kind") == "cpu" else None
 
 
@@ -71,11 +74,11 @@ MACHINE_KEYS: tuple[SoftKey, ...] = (
     _version("peft", 0.1),
 )
 
-WORK_KEYS: tuple[SoftKey, ...] = (
+WORKLOAD_KEYS: tuple[SoftKey, ...] = (
     SoftKey("pixels", lambda work: work.largest_bucket.width_px * work.largest_bucket.height_px, 2.0),
     SoftKey("frames", lambda work: work.largest_bucket.num_frames, 2.0),
     SoftKey("longest caption", lambda work: work.max_text_tokens, 0.5, 0.25),
-    SoftKey("usual caption tokens", mean_text_tokens, 0.5, 0.25),
+    SoftKey("mean caption length", mean_text_tokens, 0.5, 0.25),
     SoftKey("caption padding", lambda work: work.text_padding, 0.5),
     SoftKey("rank", lambda work: work.rank, 0.5),
     SoftKey("adapted layers", lambda work: work.targets, 1.0),
@@ -92,17 +95,17 @@ class Match:
     """How a record stands to a machine and its work."""
 
     kind: Kind
-    """`exact`: nothing differs that matters, one trial verifies it; `upgraded`: only software does, what it changed is
-    measured again; `near`: a prior; `none`: it does not count."""
+    """`exact`: nothing differs that matters, one trial reproduces it; `upgraded`: only software differs, and what it
+    changed is measured again; `near`: a prior; `none`: it does not count."""
     distance: float
-    """0 when exact, infinite when it does not count."""
+    """0 if exact, infinite if it does not count."""
     reasons: tuple[str, ...]
-    """What differs, one line each; the hard keys alone where one of them does."""
+    """What differs, one line each; the match keys alone if one of them does."""
 
 
 def compare(record: Record, hardware: HardwareProfile, workload: Workload, budget_bytes: int | None = None) -> Match:
-    """Compare a record with this machine, its memory budget (by default the device's own) and this work."""
-    work, machine = compare_work(record, workload), compare_machine(record, hardware, budget_bytes)
+    """Compare a record with this machine and this work."""
+    work, machine = compare_workload(record, workload), compare_machine(record, hardware, budget_bytes)
     if "none" in (work.kind, machine.kind):
         return work if work.kind == "none" else machine
     kind = machine.kind if work.kind == "exact" and record.conclusive else "near"
@@ -110,62 +113,79 @@ def compare(record: Record, hardware: HardwareProfile, workload: Workload, budge
     return Match(kind, machine.distance + work.distance, (*machine.reasons, *work.reasons, *limited))
 
 
-def compare_work(record: Record, workload: Workload) -> Match:
+def compare_workload(record: Record, workload: Workload) -> Match:
     """Compare the work alone."""
-    here, there = workload.model, record.workload.model
-    if here.architecture != there.architecture:
-        return Match("none", math.inf, (f"architecture: {there.name} there, {here.name} here",))
-    found = tuple(_differences(WORK_KEYS, record.workload, workload))
-    reasons = tuple(reason for _, reason, _ in found)
-    if not reasons and class_of(record.workload) != class_of(workload):
+    ours, theirs = workload.model, record.workload.model
+    if ours.architecture != theirs.architecture:
+        return Match("none", math.inf, (f"architecture: {theirs.name} there, {ours.name} here",))
+    found = tuple(_differences(WORKLOAD_KEYS, record.workload, workload))
+    reasons = tuple(difference.reason for difference in found)
+    if not reasons and workload_class(record.workload) != workload_class(workload):
         reasons = ("class of work",)  # the same largest bucket under another resolution
-    return Match("near" if reasons else "exact", sum(size for size, _, _ in found), reasons)
+    return Match("near" if reasons else "exact", sum(difference.distance for difference in found), reasons)
 
 
 def compare_machine(record: Record, hardware: HardwareProfile, budget_bytes: int | None = None) -> Match:
     """Compare a record with this machine alone, whatever the work."""
-    here, there = machine_of(hardware), record.machine
-    ours, theirs = here.match_keys, there.match_keys
-    hard = tuple(
+    machine = shareable_machine(hardware)
+    ours, theirs = machine.match_keys, record.machine.match_keys
+    decisive = tuple(
         f"{KEY_NAMES.get(key, key)}: {theirs.get(key) or 'none'} there, {ours.get(key) or 'none'} here"
         for key in sorted({*theirs, *ours})
         if theirs.get(key) != ours.get(key)
     )
-    if hard:
-        return Match("none", math.inf, hard)
+    if decisive:
+        return Match("none", math.inf, decisive)
     unusable = unusable_trials(record, hardware)
+    libraries = tuple(sorted(set(unusable.values())))
     if len(unusable) == len(record.trials):
-        return Match("none", math.inf, tuple(sorted(set(unusable.values()))))
-    found = (*_differences(MACHINE_KEYS, there, here), *_more_memory(record, hardware, budget_bytes))
-    reasons = (*sorted(set(unusable.values())), *(reason for _, reason, _ in found))
-    kind: Kind = "near" if any(not software for _, _, software in found) else "upgraded" if reasons else "exact"
-    return Match(kind, sum(size for size, _, _ in found), reasons)
+        return Match("none", math.inf, libraries)
+    found = (
+        *_differences(MACHINE_KEYS, record.machine, machine),
+        *_more_memory(record, _budget(hardware, budget_bytes)),
+    )
+    reasons = (*libraries, *(difference.reason for difference in found))
+    only_software = all(difference.software for difference in found)
+    kind: Kind = ("upgraded" if reasons else "exact") if only_software else "near"
+    return Match(kind, sum(difference.distance for difference in found), reasons)
 
 
-def _more_memory(
-    record: Record, hardware: HardwareProfile, budget_bytes: int | None
-) -> Iterator[tuple[float, str, bool]]:
-    """Where memory was short there and is not so short here, something else may win."""
+def _budget(hardware: HardwareProfile, budget_bytes: int | None) -> int:
+    return hardware.device.budget_bytes if budget_bytes is None else budget_bytes
+
+
+def _more_memory(record: Record, ours: int) -> Iterator[Difference]:
+    """If memory was short there and is not so short here, something else may win."""
     theirs = record.machine.budget_bytes
-    ours = hardware.device.budget_bytes if budget_bytes is None else budget_bytes
-    wall = any(t.outcome in ("oom", "spill") or (t.peak_memory_bytes or 0) > CROWDED * theirs for t in record.trials)
-    if wall and ours > (1 + MORE_MEMORY) * theirs:
-        yield math.log2(ours / max(theirs, 1)), f"memory to take: {theirs / ours:.2f} times ours", False
+    was_short = any(
+        trial.outcome in ("oom", "spill") or (trial.peak_memory_bytes or 0) > MEMORY_BOUND * theirs
+        for trial in record.trials
+    )
+    if was_short and ours > (1 + MORE_MEMORY) * theirs:
+        yield Difference(math.log2(ours / max(theirs, 1)), f"memory budget: {theirs / ours:.2f} times ours", False)
 
 
 def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]:
     """Position of each trial that ran on a library which differs here, and why it does not count."""
-    here, there = machine_of(hardware).versions, record.machine.versions
-    native_is_cudnn = any(prefers_cudnn(hardware.model_copy(update={"versions": known})) for known in (here, there))
+    ours, theirs = shareable_machine(hardware).versions, record.machine.versions
+    native_is_cudnn = any(prefers_cudnn(hardware.changed(versions=versions)) for versions in (ours, theirs))
     found = {}
     for index, trial in enumerate(record.trials):
-        for name, (knob, choices) in LIBRARIES.items():
-            theirs, ours, choice = getattr(there, name), getattr(here, name), getattr(trial.candidate, knob)
-            if choice == "native" and not native_is_cudnn:
-                continue
-            if theirs != ours and re.match(choices, choice):
-                found[index] = f"trials on {name}: {theirs or 'none'} there, {ours or 'none'} here"
+        for library in _libraries(trial.candidate, native_is_cudnn):
+            here, there = getattr(ours, library), getattr(theirs, library)
+            if here != there:
+                found[index] = f"trials on {library}: {there or 'none'} there, {here or 'none'} here"
     return found
+
+
+def _libraries(candidate: Candidate, native_is_cudnn: bool) -> Iterator[str]:
+    """Fields of `Versions` that decide how the candidate runs, beside those that decide for every trial."""
+    attention = ATTENTION_BACKENDS.get(candidate.attention)
+    for entry in (attention, WEIGHT_FORMATS.get(candidate.quantization)):
+        if entry is not None and entry.needs.library is not None:
+            yield entry.needs.library
+    if attention and (attention.kernel == "cudnn" or (attention.kernel == "fused" and native_is_cudnn)):
+        yield "cudnn"
 
 
 def usable_trials(
@@ -173,8 +193,7 @@ def usable_trials(
 ) -> tuple[TrialResult, ...]:
     """The trials whose libraries are the same here, less those that ran out of a smaller budget than ours."""
     unusable = unusable_trials(record, hardware)
-    ours = hardware.device.budget_bytes if budget_bytes is None else budget_bytes
-    smaller = record.machine.budget_bytes < SAME_BUDGET * ours
+    smaller = record.machine.budget_bytes < SAME_BUDGET * _budget(hardware, budget_bytes)
     return tuple(
         trial
         for index, trial in enumerate(record.trials)
@@ -182,19 +201,16 @@ def usable_trials(
     )
 
 
-def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any) -> Iterator[tuple[float, str, bool]]:
-    """Weighted size and wording of what differs, and whether it is software. What one side does not know is not."""
+def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any) -> Iterator[Difference]:
+    """What differs between two machines or workloads. What one side does not know is no difference."""
     for key in keys:
-        theirs, ours = key.of(there), key.of(here)
+        theirs, ours = key.value_of(there), key.value_of(here)
         if theirs is None or ours is None or theirs == ours:
             continue
         if isinstance(theirs, str) or isinstance(ours, str):
-            yield key.weight, f"{key.name}: {theirs} there, {ours} here", key.software
+            yield Difference(key.weight, f"{key.name}: {theirs} there, {ours} here", key.software)
         elif theirs <= 0 or ours <= 0:
-            yield key.weight, f"{key.name}: not a quantity", key.software
+            yield Difference(key.weight, f"{key.name}: not a quantity", key.software)
         elif abs(theirs - ours) > key.tolerance * min(theirs, ours):
-            yield (
-                key.weight * abs(math.log2(theirs / ours)),
-                f"{key.name}: {theirs / ours:.2f} times ours",
-                key.software,
-            )
+            distance = key.weight * abs(math.log2(theirs / ours))
+            yield Difference(distance, f"{key.name}: {theirs / ours:.2f} times ours", key.software)

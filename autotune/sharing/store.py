@@ -1,8 +1,8 @@
 """Stores of records: append-only, one file per record, named by its content. Two stores merge by union.
 
-    <hard keys>/<architecture>/<class of work>/<sha256 of the content>.json
+    <match keys>/<architecture>/<class of work>/<sha256 of the content>.json
 
-What is read is data from elsewhere: taken only if it is whole, unaltered, valid, filed where it belongs and possible.
+Files come from elsewhere: a record is taken only if it is whole, unaltered, valid, in its folder and possible.
 """
 
 import os
@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from autotune.errors import InvalidInput
+from autotune.runtime import data_path, shipped_path
 from autotune.schema import HardwareProfile, Residual, TrainingPlan
 from autotune.sharing.files import Files, LocalFiles, RemoteFiles
-from autotune.sharing.plausibility import implausible
-from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, parse_record, record_of
+from autotune.sharing.plausibility import find_impossibilities
+from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, build_record, parse_record
 
 MAX_RECORDS = 100_000
-"""In one store or file."""
+"""Limit on one store or exported file."""
 NO_FOLDER = re.compile(r"(?P<login>[\w.+-]+@[\w.-]+:)|[a-z][a-z0-9+]+:/|$")
 """How addresses begin that git or fsspec would know; or they are empty. A folder of such a name would be made here."""
-BATCH = 64
-"""Files asked for at once; object stores answer them side by side."""
+BATCH_SIZE = 64
+"""Files read or written at once; object stores transfer them in parallel."""
 
 
 @dataclass(frozen=True)
@@ -38,35 +37,35 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The record's name, as far as its file tells the truth."""
+        """The record's name, as its file says."""
         return self.key.rpartition("/")[2].removesuffix(".json")
 
 
 @dataclass(frozen=True)
-class Found:
-    """The bytes of one record with what is in them."""
+class RecordFile:
+    """The bytes of one file with the record in them."""
 
     name: str
     content: bytes
     record: Record | None
     damage: str = ""
-    """Why there is no record in them."""
+    """Why there is no record."""
     key: str = ""
     """Path inside a store."""
     is_foreign: bool = False
-    """Whether another autotune can read it."""
+    """Whether another version of autotune can read it."""
 
     @property
     def problem(self) -> str | None:
-        """Why nobody should take it: what is damaged, or cannot be true."""
+        """Why nobody should take the record: it is damaged or cannot be true; None if it is sound."""
         if self.record is None:
             return self.damage
-        reasons = implausible(self.record)
+        reasons = find_impossibilities(self.record)
         return f"{self.name[:12]} cannot be true: {reasons[0]}" if reasons else None
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """What a push, a pull or an import did."""
 
     new: int
@@ -79,68 +78,70 @@ class Store:
     """Records behind one address."""
 
     def __init__(self, files: Files) -> None:
-        self.files, self.where = files, files.where
+        self.files, self.address = files, files.address
 
     def sizes(self) -> Mapping[str, int]:
         """Bytes of every record by its path; opens no file.
 
         Raises:
             InvalidInput: there are more than any team could have measured.
-            Unreachable: the store does not answer.
+            StoreUnreachable: the store does not answer.
         """
         sizes = self.files.sizes()
         if len(sizes) > MAX_RECORDS:
-            raise InvalidInput(f"{self.where} has over {MAX_RECORDS} records", hint="use several stores")
+            raise InvalidInput(f"{self.address} has over {MAX_RECORDS} records", hint="use several stores")
         return sizes
 
     def entries(self) -> tuple[Entry, ...]:
         """Every record's place, in a fixed order; opens no file, raises what `sizes` does."""
         return tuple(Entry(key, size) for key, size in sorted(self.sizes().items()))
 
-    def contents(self, entries: Iterable[Entry] | None = None) -> Iterator[Found]:
-        """What is in each entry, or in all."""
+    def read(self, entries: Iterable[Entry] | None = None) -> Iterator[RecordFile]:
+        """The files of these entries, or of all; those that were deleted since they were listed are left out."""
         todo = list(self.entries() if entries is None else entries)
-        for start in range(0, len(todo), BATCH):
-            batch = {entry.key: entry for entry in todo[start : start + BATCH]}
+        for start in range(0, len(todo), BATCH_SIZE):
+            batch = {entry.key: entry for entry in todo[start : start + BATCH_SIZE]}
             sizes = {key: min(entry.size, MAX_RECORD_BYTES + 1) for key, entry in batch.items()}
             for key, content in self.files.read(sizes):
                 name = batch[key].name
                 if isinstance(content, FileNotFoundError):
-                    continue  # deleted since it was listed
+                    continue
                 if isinstance(content, Exception):
                     damage = f"{name[:12]} cannot be read: {type(content).__name__}"
-                    yield Found(name, b"", None, damage, key)
+                    yield RecordFile(name, b"", None, damage, key)
                 else:
-                    yield examined(name, content, key)
+                    yield parse_file(name, content, key)
 
     def records(self, entries: Iterable[Entry] | None = None) -> Iterator[tuple[str, Record]]:
-        """The sound records among the entries, or among all, by name."""
-        return ((found.name, found.record) for found in self.contents(entries) if found.record)
+        """Name and record of each valid file among the entries, or among all."""
+        return ((file.name, file.record) for file in self.read(entries) if file.record)
 
-    def take(self, found: Iterable[Found], there: Mapping[str, int]) -> Merged:
-        """File what is sound, possible and not `there`, in batches: what was filed stays if a later batch fails."""
+    def add_files(self, files: Iterable[RecordFile], sizes: Mapping[str, int]) -> MergeResult:
+        """Write, byte for byte, those files that are sound and absent from `sizes`, which is what the store has.
+
+        Batches that were written stay if a later one fails.
+        """
         new, present, refused = 0, 0, []
         batch: dict[str, bytes] = {}
-        for one in found:
-            if problem := one.problem:
+        for file in files:
+            if problem := file.problem:
                 refused.append(problem)
-                continue
-            if there.get(one.key) == len(one.content):  # else absent, or cut off
+            elif sizes.get(file.key) == len(file.content):  # otherwise it is absent or cut off
                 present += 1
-                continue
-            batch[one.key] = one.content
-            new += 1
-            if len(batch) == BATCH:
+            else:
+                batch[file.key] = file.content
+                new += 1
+            if len(batch) == BATCH_SIZE:
                 self.files.write(batch)
                 batch = {}
         self.files.write(batch)
-        return Merged(new, present, tuple(refused))
+        return MergeResult(new, present, tuple(refused))
 
     def add(self, *records: Record) -> int:
-        """File records of this machine; how many were new."""
-        there = self.sizes()
+        """Write records that were made here; how many were new."""
+        sizes = self.sizes()
         contents = {f"{record.folder}/{record.name}.json": record.content for record in records}
-        absent = {key: content for key, content in contents.items() if there.get(key) != len(content)}
+        absent = {key: content for key, content in contents.items() if sizes.get(key) != len(content)}
         self.files.write(absent)
         return len(absent)
 
@@ -154,63 +155,69 @@ class Store:
         if len(entries) != 1:
             which = "no record begins" if not entries else f"{len(entries)} records begin"
             hint = "`autotune profiles list` shows their names; give at least 4 digits"
-            raise InvalidInput(f"{which} with {prefix!r} in {self.where}", hint=hint)
+            raise InvalidInput(f"{which} with {prefix!r} in {self.address}", hint=hint)
         return entries[0]
 
-    def find(self, prefix: str) -> tuple[str, Record]:
-        """The name that begins with `prefix`, and its record.
+    def find(self, prefix: str) -> tuple[RecordFile, Record]:
+        """The file whose name begins with `prefix`, and its record.
 
         Raises:
             InvalidInput: none does, or several do.
-            DamagedRecord: its file is no record.
+            DamagedRecord: the file is not a record.
         """
         entry = self.entry(prefix)
-        found = next(self.contents([entry]), Found(entry.name, b"", None, f"{entry.name[:12]} was deleted just now"))
-        if found.record is None:
-            raise DamagedRecord(found.damage, hint="`autotune profiles prune` deletes such files")
-        return found.name, found.record
+        deleted = RecordFile(entry.name, b"", None, f"{entry.name[:12]} was deleted just now")
+        file = next(self.read([entry]), deleted)
+        if file.record is None:
+            raise DamagedRecord(file.damage, hint="`autotune profiles prune` deletes such files")
+        return file, file.record
 
 
-def examined(name: str, content: bytes, key: str = "") -> Found:
-    """What is in these bytes, that are said to be the record of this name (and to lie at this path)."""
+def parse_file(name: str, content: bytes, key: str = "") -> RecordFile:
+    """The record in a file of this name, which lies at `key` if it comes from a store."""
     try:
         record = parse_record(content, name)
     except DamagedRecord as error:
-        return Found(name, content, None, error.message, key, isinstance(error, ForeignRecord))
-    place = f"{record.folder}/{name}.json"
-    if key not in ("", place):
-        return Found(name, content, None, f"{name[:12]} lies in a folder where it does not belong", key)
-    return Found(name, content, record, key=place)
+        return RecordFile(name, content, None, error.message, key, isinstance(error, ForeignRecord))
+    own_key = f"{record.folder}/{name}.json"
+    if key not in ("", own_key):
+        return RecordFile(name, content, None, f"{name[:12]} lies in a folder where it does not belong", key)
+    return RecordFile(name, content, record, key=own_key)
 
 
 def open_store(url: str, **options: Any) -> Store:
-    """The store at a folder or a URL that fsspec speaks; `options` go to its file system.
+    """The store in a folder or at a URL that fsspec knows; `options` go to its file system.
 
     Raises:
         InvalidInput: fsspec knows no such protocol, or its package is missing.
-        Unreachable: it refuses.
+        StoreUnreachable: the store refuses.
     """
     protocol, separator, rest = url.partition("://")
     if not separator and (wrong := NO_FOLDER.match(url)) and not os.path.lexists(url):
         if wrong["login"]:
-            raise InvalidInput(f"{url!r} is no store: git keeps it", hint="clone it and name the checkout's folder")
+            raise InvalidInput(f"{url!r} is an address of git", hint="clone it and name the checkout's folder")
         raise InvalidInput(f"{url!r} is neither a folder nor a URL", hint="URLs have two slashes: s3://bucket/path")
     if not separator or protocol in {"file", "local"}:
         return Store(LocalFiles(Path(os.path.expanduser(rest if separator else url))))  # noqa: PTH111  Path's may raise
     return Store(RemoteFiles(url, options))
 
 
-def own_store() -> Store:
-    """This user's records: what was planned here and what was pulled."""
-    return Store(LocalFiles(platformdirs.user_data_path("autotune") / "profiles"))
+def shipped_store() -> Store:
+    """The records that ship with autotune: every search may start from them."""
+    return Store(LocalFiles(shipped_path()))
 
 
-def remember(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()) -> str:
-    """Keep what a plan just measured on this machine in the user's own store; the record's name.
+def user_store() -> Store:
+    """This user's records: what was planned on this machine and what was pulled."""
+    return Store(LocalFiles(data_path("profiles")))
+
+
+def save_record(plan: TrainingPlan, hardware: HardwareProfile, calibration: tuple[Residual | None, ...] = ()) -> str:
+    """Add what a plan just measured on this machine to the user's store; gives the record's name.
 
     Raises:
-        InvalidInput: the plan is no evidence; see `record_of`.
+        InvalidInput: the plan is no evidence; see `build_record`.
     """
-    record = record_of(plan, hardware, calibration)
-    own_store().add(record)
+    record = build_record(plan, hardware, calibration)
+    user_store().add(record)
     return record.name

@@ -1,21 +1,20 @@
-"""What a list shows of each record, kept by name between runs: a name stands for its content, so this never goes stale.
+"""What a list shows of each record, cached by name: a name stands for its content, so the cache never goes stale.
 
-The index is a cache: whatever is wrong with it, it is made again from the records.
+Whatever is wrong with the cache, it is made again from the records.
 """
 
 import contextlib
 from pathlib import Path
 
-import platformdirs
 from pydantic import TypeAdapter, ValidationError
 
-from autotune.runtime import write_text_atomic
+from autotune.runtime import cache_path, write_text_atomic
 from autotune.schema import Frozen
-from autotune.sharing.record import Record, class_of
+from autotune.sharing.record import Record, workload_class
 from autotune.sharing.store import Store
 
 
-class Summary(Frozen):
+class RecordSummary(Frozen):
     """One record in a list."""
 
     name: str
@@ -29,38 +28,38 @@ class Summary(Frozen):
     peak_memory_bytes: int
 
 
-_Index = TypeAdapter(dict[str, Summary])
+_Index = TypeAdapter(dict[str, RecordSummary])
 
 
-def summaries(store: Store) -> tuple[Summary, ...]:
-    """All sound records of a store, newest first."""
-    path = platformdirs.user_cache_path("autotune") / "profiles-index.json"
-    index = _read(path)
+def summarize_records(store: Store) -> tuple[RecordSummary, ...]:
+    """All valid records of a store, newest first."""
+    path = cache_path("records-index.json")
+    index = _read_index(path)
     entries = store.entries()
     unseen = [entry for entry in entries if entry.name not in index]
-    fresh = {name: _summary(name, record) for name, record in store.records(unseen)}
+    fresh = {name: _summarize(name, record) for name, record in store.records(unseen)}
     if fresh:
         index |= fresh
-        with contextlib.suppress(OSError):  # a cache: without it records are opened again
+        with contextlib.suppress(OSError):  # without the cache, records are opened again
             write_text_atomic(path, _Index.dump_json(index).decode())
     found = [index[entry.name] for entry in entries if entry.name in index]
     return tuple(sorted(found, key=lambda row: (row.measured_on, row.name), reverse=True))
 
 
-def _read(path: Path) -> dict[str, Summary]:
+def _read_index(path: Path) -> dict[str, RecordSummary]:
     try:
         return _Index.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return {}
 
 
-def _summary(name: str, record: Record) -> Summary:
-    return Summary(
+def _summarize(name: str, record: Record) -> RecordSummary:
+    return RecordSummary(
         name=name,
         measured_on=record.measured_on.isoformat(),
         device_name=record.machine.device_name,
         family=record.workload.model.family,
-        work=class_of(record.workload),
+        work=workload_class(record.workload),
         settings=record.settings.label(),
         num_trials=len(record.trials),
         step_seconds=record.expected.step_seconds,

@@ -1,10 +1,10 @@
-"""What a search does with the records that count here, and when it stops believing them. Pure.
+"""What a search does with the records that count here, and when it stops relying on them. Pure.
 
-A record only proposes. Its settings are tried first where they are in the local space and predicted to fit; what it
-taught the cost model is believed as far as its machine is alike; and what it promises holds once local trials have
-reproduced it. A record that the cost model or a local trial contradicts is named, and nothing more is taken from it. So
-a wrong record can cost trials, and nothing else: only settings that ran here may win, and only what this machine's own
-search space admits is ever a fallback.
+A record only proposes. Its settings are tried first if they are in the local space and predicted to fit; what it
+taught the cost model is trusted as far as its machine is similar; and its measurements hold once local trials have
+reproduced them. A record that the cost model or a local trial contradicts is named, and nothing more is taken from it.
+So a wrong record can cost trials, and nothing else: only settings that ran here may win, and only what this machine's
+own search space admits is ever a fallback.
 """
 
 import math
@@ -13,24 +13,25 @@ from dataclasses import dataclass, replace
 
 from autotune.cost import CostModel, PriorResiduals
 from autotune.runtime import __version__
-from autotune.schema import Candidate, Prediction, Residual, TrialResult, Workload
-from autotune.sharing.query import KINDS, MatchedRecord, StoreMatches, same_work
+from autotune.schema import Candidate, Residual, TrialResult, Workload
+from autotune.sharing.query import MATCH_ORDER, MatchedRecord, StoreMatches, is_same_work
 from autotune.sharing.record import Record
 
-MOST_RECORDS = 3
+MAX_SOURCES = 3
 """Records of similar machines that a search stands on."""
-MOST_FIRST = 2
+MAX_FIRST_CANDIDATES = 2
 """Settings that won on similar machines and are tried first."""
-SAME_MEMORY = 0.03
-SAME_TIME = 0.10
-"""A promise is kept when a local trial is this near."""
-BELIEVED_TIME = (1 / 3, 10.0)
-BELIEVED_MEMORY = (1 / 1.5, 3.0)
-"""Measured over predicted: least and most that is believed unseen. What is slow or large does no harm, and true trials
-on a busy CPU have been 4 times as slow as predicted."""
-MISLEADING = math.log(3.0)
-"""Logarithm of the factor between what a record leads to expect and a trial here from which it is not believed."""
-ROOM = 1.1
+MEMORY_TOLERANCE = 0.03
+TIME_TOLERANCE = 0.10
+"""Relative difference up to which a local trial reproduces a measurement."""
+CREDIBLE_TIME_RATIO = (1 / 3, 10.0)
+CREDIBLE_MEMORY_RATIO = (1 / 1.5, 3.0)
+"""Measured over predicted, lowest and highest, of a record that is tried. What is slow or large does no harm, and true
+trials on a busy CPU have been 4 times as slow as predicted."""
+MAX_LOG_TIME_ERROR = math.log(3.0)
+"""Logarithm of the factor between the step time that a record leads to expect and a local trial's, above which the
+record is dropped."""
+BUDGET_MARGIN = 1.1
 """Share of the budget that settings that ran elsewhere may be predicted to take, and still be tried first: predictions
 are that far off at most in 95 of 100 cases, and trials have a cap."""
 
@@ -42,116 +43,124 @@ class WarmStartSource:
     name: str
     trials: tuple[TrialResult, ...]
     """Those that count, of settings that are in the local search space."""
-    promises: tuple[TrialResult, ...]
-    """What must be reproduced here before nothing else need be tried; empty where another machine measured it."""
+    to_reproduce: tuple[TrialResult, ...]
+    """Those that local trials must reproduce to end the search, the winner's first; empty if another machine's."""
     prior_residuals: PriorResiduals
     """What its trials taught the cost model there."""
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What the records say to one search."""
+    """What the records contribute to one search."""
 
-    grounds: tuple[WarmStartSource, ...]
+    sources: tuple[WarmStartSource, ...]
     """One that is exact or from before an upgrade, else the nearest few."""
-    first: tuple[Candidate, ...]
-    """Tried before all others."""
+    first_candidates: tuple[Candidate, ...]
+    """Candidates to try before all others."""
     cost: CostModel
 
     def priors(self, results: Sequence[TrialResult]) -> tuple[PriorResiduals, ...]:
-        """What the records taught the cost model, less those that `results` contradict; the most alike first."""
+        """What the records taught the cost model, less those that `results` contradict; the most similar first."""
         return tuple(
-            g.prior_residuals for g in self.grounds if g.prior_residuals.residuals and not self._doubt(g, results)
+            source.prior_residuals
+            for source in self.sources
+            if source.prior_residuals.residuals and not self._find_contradiction(source, results)
         )
 
-    def doubts(self, results: Sequence[TrialResult]) -> tuple[str, ...]:
+    def contradictions(self, results: Sequence[TrialResult]) -> tuple[str, ...]:
         """Records that `results` contradict, one line each."""
-        return tuple(f"{g.name[:12]} {why}" for g in self.grounds if (why := self._doubt(g, results)))
+        found = ((source, self._find_contradiction(source, results)) for source in self.sources)
+        return tuple(f"{source.name[:12]} {reason}" for source, reason in found if reason)
 
     @property
     def records(self) -> tuple[str, ...]:
-        """Names of the records, those that turned out wrong too: without them the search would have gone otherwise."""
-        return tuple(ground.name for ground in self.grounds)
+        """Names of the records, contradicted ones too: without them the search would have gone otherwise."""
+        return tuple(source.name for source in self.sources)
 
-    def _doubt(self, ground: WarmStartSource, results: Sequence[TrialResult]) -> str | None:
-        here = {result.candidate: result for result in results}
-        for promised in ground.promises:
-            if promised.candidate in here and (broken := broken_promise(promised, here[promised.candidate])):
-                return f"does not hold here: {broken}"
-        for candidate, there in ground.prior_residuals.residuals:
-            residual = self.cost.residual(here[candidate]) if candidate in here else None
-            if residual and abs(residual.time - there.time) > MISLEADING:
-                times = math.exp(residual.time - there.time)
-                return f"misleads: {candidate.label()} takes {times:.2g} times as long as it leads to expect"
+    def _find_contradiction(self, source: WarmStartSource, results: Sequence[TrialResult]) -> str | None:
+        local = {result.candidate: result for result in results}
+        for recorded in source.to_reproduce:
+            if recorded.candidate in local and (mismatch := find_mismatch(recorded, local[recorded.candidate])):
+                return f"does not hold here: {mismatch}"
+        for candidate, prior in source.prior_residuals.residuals:
+            residual = self.cost.residual(local[candidate]) if candidate in local else None
+            if residual and abs(residual.time - prior.time) > MAX_LOG_TIME_ERROR:
+                ratio = math.exp(residual.time - prior.time)
+                return f"misleads: {candidate.label()} takes {ratio:.2g} times as long as it leads to expect"
         return None
 
-    def kept(self, results: Sequence[TrialResult]) -> bool:
-        """Whether `results` reproduce all that a record promises, so that nothing else need be tried."""
-        return self._kept(results) is not None
+    def is_reproduced(self, results: Sequence[TrialResult]) -> bool:
+        """Whether `results` reproduce all of a record that must be, so that nothing else need be tried."""
+        return self._reproduced_source(results) is not None
 
-    def _kept(self, results: Sequence[TrialResult]) -> WarmStartSource | None:
-        here = {result.candidate: result for result in results}
-        for ground in self.grounds:
-            winner, *others = ground.promises or (None,)
-            promises = [winner, *(trial for trial in others if trial.candidate in self.first)]
-            if all(t and t.candidate in here and not broken_promise(t, here[t.candidate]) for t in promises):
-                return ground
+    def _reproduced_source(self, results: Sequence[TrialResult]) -> WarmStartSource | None:
+        local = {result.candidate: result for result in results}
+        for source in self.sources:
+            needed = source.to_reproduce[:1] + tuple(
+                trial for trial in source.to_reproduce[1:] if trial.candidate in self.first_candidates
+            )
+            if needed and all(t.candidate in local and not find_mismatch(t, local[t.candidate]) for t in needed):
+                return source
         return None
 
     def evidence(self, results: Sequence[TrialResult]) -> tuple[TrialResult, ...]:
-        """Trials of a record whose promises were kept explain, too, why others lost."""
-        ground = self._kept(results)
-        here = {result.candidate for result in results}
-        return tuple(trial for trial in ground.trials if trial.candidate not in here) if ground else ()
+        """Trials of a record that was reproduced explain, too, why other settings lost."""
+        source = self._reproduced_source(results)
+        local = {result.candidate for result in results}
+        return tuple(trial for trial in source.trials if trial.candidate not in local) if source else ()
 
 
 NO_WARM_START: WarmStart = WarmStart((), (), None)  # type: ignore[arg-type]
 
 
 def build_warm_start(
-    found: StoreMatches, candidates: Iterable[Candidate], budget_bytes: int, workload: Workload, cost: CostModel
+    matches: StoreMatches, candidates: Iterable[Candidate], budget_bytes: int, workload: Workload, cost: CostModel
 ) -> tuple[StoreMatches, WarmStart]:
-    """What of `found` a search among `candidates` stands on; and `found` with that alone, and what is not believed."""
+    """Choose the records that a search among `candidates` stands on.
+
+    Returns:
+        `matches` with the chosen records alone, those that are not credible among the refused; and the warm start.
+    """
     used: list[MatchedRecord] = []
-    grounds: list[WarmStartSource] = []
-    odd: list[str] = []
+    sources: list[WarmStartSource] = []
+    refused = list(matches.refused)
     space = frozenset(candidates)
-    as_asked = (_as_asked(item, space) for item in found.known)
-    for item in sorted(as_asked, key=lambda item: KINDS.index(item.match.kind)):
-        if len(grounds) == MOST_RECORDS or any(ground.promises for ground in grounds):
+    items = (_demote_restricted(item, space) for item in matches.records)
+    for item in sorted(items, key=lambda item: MATCH_ORDER.index(item.match.kind)):
+        if len(sources) == MAX_SOURCES or any(source.to_reproduce for source in sources):
             break
-        if item.record.settings in space:
-            if why := next(_oddities(item.record, workload, cost), None):
-                odd.append(f"{item.name[:12]} is not believed: {why}")
-                continue
-            local = tuple(trial for trial in item.trials if trial.candidate in space)
-            used.append(item)
-            grounds.append(
-                WarmStartSource(item.name, local, _promises(item), PriorResiduals(tuple(_residuals(item)), item.weight))
-            )
-    proposed = [t.candidate for g in grounds for t in g.promises] or [item.record.settings for item in used]
+        if item.record.settings not in space:
+            continue
+        if reason := next(_find_implausible(item.record, workload, cost), None):
+            refused.append(f"{item.name[:12]} is not credible: {reason}")
+            continue
+        used.append(item)
+        local = tuple(trial for trial in item.trials if trial.candidate in space)
+        residuals = PriorResiduals(tuple(_residuals(item)), item.weight)
+        sources.append(WarmStartSource(item.name, local, _trials_to_reproduce(item), residuals))
+    proposed = [trial.candidate for source in sources for trial in source.to_reproduce]
+    proposed = proposed or [item.record.settings for item in used]
+    limit = BUDGET_MARGIN * budget_bytes
     fitting = [
-        c for c in dict.fromkeys(proposed) if c in space and _has_room(cost.predict_uncalibrated(c), budget_bytes)
+        candidate
+        for candidate in dict.fromkeys(proposed)
+        if candidate in space and cost.predict_uncalibrated(candidate).required_memory_bytes <= limit
     ]
-    advice = WarmStart(tuple(grounds), tuple(fitting[:MOST_FIRST]), cost)
-    return replace(found, known=tuple(used), refused=(*found.refused, *odd)), advice
+    warm_start = WarmStart(tuple(sources), tuple(fitting[:MAX_FIRST_CANDIDATES]), cost)
+    return replace(matches, records=tuple(used), refused=tuple(refused)), warm_start
 
 
-def _as_asked(item: MatchedRecord, space: frozenset[Candidate]) -> MatchedRecord:
-    """A prior only where knobs were pinned or had values excluded that are free here: else it answers the question."""
+def _demote_restricted(item: MatchedRecord, space: frozenset[Candidate]) -> MatchedRecord:
+    """A match is a prior only if knobs were pinned, or had values excluded, there that are free here."""
     free = [name for name in item.record.narrowed if len({getattr(c, name, None) for c in space}) > 1]
     if not free:
         return item
-    told = f"search: narrowed down there in {', '.join(free)}"
-    return replace(item, match=replace(item.match, kind="near", reasons=(*item.match.reasons, told)))
+    reason = f"search: restricted there in {', '.join(free)}"
+    return replace(item, match=replace(item.match, kind="near", reasons=(*item.match.reasons, reason)))
 
 
-def _has_room(prediction: Prediction, budget_bytes: int) -> bool:
-    return prediction.required_memory_bytes <= ROOM * budget_bytes
-
-
-def _promises(item: MatchedRecord) -> tuple[TrialResult, ...]:
-    """The winner's trial; and where a library was upgraded, the fastest that ran on it, since it may be faster now."""
+def _trials_to_reproduce(item: MatchedRecord) -> tuple[TrialResult, ...]:
+    """The winner's trial; and if a library was upgraded, the fastest that ran on it, since it may be faster now."""
     if item.match.kind == "near":
         return ()
     ran = [trial for trial in item.record.trials if trial.outcome == "ok"]
@@ -164,7 +173,7 @@ def _promises(item: MatchedRecord) -> tuple[TrialResult, ...]:
 
 
 def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
-    """Of the trials that count, if they were compared with the cost model of this version."""
+    """Residuals of the trials that count, if they were compared with the cost model of this version."""
     record = item.record
     if record.autotune_version == __version__:
         for trial, residual in zip(record.trials, record.calibration, strict=False):
@@ -172,29 +181,33 @@ def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
                 yield trial.candidate, residual
 
 
-def _oddities(record: Record, workload: Workload, cost: CostModel) -> Iterator[str]:
-    """What the cost model of the record's own machine contradicts. Other work is left to local trials."""
-    if not same_work(record, workload):
+def _find_implausible(record: Record, workload: Workload, cost: CostModel) -> Iterator[str]:
+    """Trials that the cost model of the record's own machine contradicts. Other work is left to local trials."""
+    if not is_same_work(record, workload):
         return
     rates = record.machine.rates or cost.hardware.rates
     there = cost.for_hardware(cost.hardware.changed(rates=rates))
     for number, trial in enumerate(record.trials, start=1):
         residual = there.residual(trial)
-        least, most = BELIEVED_TIME if not record.machine.noisy else (0.0, math.inf)  # such rates contradict nothing
-        if residual and not least <= (times := math.exp(residual.time)) <= most:
-            yield f"trial {number} took {times:.2g} times the time that is predicted for its machine"
-        if residual and not BELIEVED_MEMORY[0] <= (times := math.exp(residual.memory)) <= BELIEVED_MEMORY[1]:
-            yield f"trial {number} took {times:.2g} times the memory that is predicted"
+        if residual is None:
+            continue
+        time, memory = math.exp(residual.time), math.exp(residual.memory)
+        lowest, highest = CREDIBLE_TIME_RATIO
+        if not record.machine.noisy and not lowest <= time <= highest:  # noisy rates contradict nothing
+            yield f"trial {number} took {time:.2g} times the time that is predicted for its machine"
+        lowest, highest = CREDIBLE_MEMORY_RATIO
+        if not lowest <= memory <= highest:
+            yield f"trial {number} took {memory:.2g} times the memory that is predicted"
 
 
-def broken_promise(promised: TrialResult, trial: TrialResult) -> str | None:
-    """Why a local trial of the same settings does not reproduce what was measured; None when it does."""
+def find_mismatch(recorded: TrialResult, trial: TrialResult) -> str | None:
+    """Why a local trial of the same settings does not reproduce a recorded one; None if it does."""
     seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
     if trial.outcome != "ok" or not seconds or not peak:
         return f"it ended as {trial.outcome}"
-    time, memory = seconds / (promised.median_step_seconds or math.inf), peak / (promised.peak_memory_bytes or math.inf)
-    if abs(memory - 1) > SAME_MEMORY:
-        return f"it takes {memory:.2f} times the promised memory"
-    if abs(time - 1) > SAME_TIME:
-        return f"it takes {time:.2f} times the promised time"
+    time, memory = seconds / (recorded.median_step_seconds or math.inf), peak / (recorded.peak_memory_bytes or math.inf)
+    if abs(memory - 1) > MEMORY_TOLERANCE:
+        return f"it takes {memory:.2f} times the recorded memory"
+    if abs(time - 1) > TIME_TOLERANCE:
+        return f"it takes {time:.2f} times the recorded time"
     return None

@@ -1,75 +1,74 @@
-"""Adapter gradients of a tiny instance of a family's real class, in the child: how far a candidate's are from fp32's.
+"""Measures, in the child, how far a candidate's adapter gradients and optimizer updates are from the reference's.
 
-And what its optimizer makes of gradients: how far the updates are from those of AdamW in fp64.
-
+Gradients are those of a tiny instance of the family's real class, against fp32; updates are held against AdamW in fp64.
 All variants share weights, adapter and inputs, rounded to bf16 beforehand, so that only what is computed differs.
 """
 
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autotune.families import add_adapter, family_named, flow_matching_loss
+from autotune.families import add_adapter, flow_matching_loss, get_family
 from autotune.knobs import torch_dtype
 from autotune.schema import Candidate
 from autotune.training import AdapterOptimizer, apply_knobs, to_device
-from autotune.trials.requests import GradientRequest, UpdateRequest
+from autotune.trials.requests import ChildState, GradientRequest, UpdateRequest
 from autotune.trials.steps import longest_captions, synthetic_samples
 from autotune.weights import build_empty, cast_as_loaded, fill_random
 
-UPDATES = 3
-UPDATED = ((4, 64), (96, 4), (7,))
-"""Shapes that an optimizer is held against the reference with; one is no multiple of any vector length."""
+NUM_UPDATES = 3
+UPDATED_SHAPES = ((4, 64), (96, 4), (7,))
+"""Shapes of the parameters that an optimizer updates; one is no multiple of any vector length."""
 
 
-def gradient_error(request: GradientRequest, kept: dict[str, Any]) -> float:
+def gradient_error(request: GradientRequest, child: ChildState) -> float:
     """Relative error against fp32 with native attention, nothing quantized, nothing recomputed."""
+    cache = child.cache
     torch.set_float32_matmul_precision("highest")
-    if "plain" not in kept:
-        kept["plain"] = _plain_transformer(request)
+    if "plain" not in cache:
+        cache["plain"] = _plain_transformer(request)
     key = f"reference {request.workload.text_padding}"
-    if key not in kept:
+    if key not in cache:
         size = request.candidate.micro_batch_size
         reference = Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32")
-        kept[key] = _gradients(request, kept["plain"], reference)
+        cache[key] = _gradients(request, cache["plain"], reference)
     torch.set_float32_matmul_precision("high")  # as training
-    return relative_error(_gradients(request, kept["plain"], request.candidate), kept[key])
+    return relative_error(_gradients(request, cache["plain"], request.candidate), cache[key])
 
 
-def update_error(request: UpdateRequest) -> float:
-    """Relative error of how far an adapter moves in some steps, against plain AdamW in fp64."""
+def update_error(request: UpdateRequest, _: ChildState) -> float:
+    """Relative error of an adapter's change over some steps, against plain AdamW in fp64."""
     generator, dtype = torch.Generator().manual_seed(0), torch_dtype(request.candidate.precision)
-    start = [torch.randn(shape, generator=generator).to(dtype) for shape in UPDATED]
+    start = [torch.randn(shape, generator=generator).to(dtype) for shape in UPDATED_SHAPES]
     parameters = [nn.Parameter(tensor.to(request.device, copy=True)) for tensor in start]
     own = AdapterOptimizer(parameters, learning_rate=1e-3, weight_decay=1e-2, max_grad_norm=1.0)
     plain = [nn.Parameter(tensor.double()) for tensor in start]
     adamw = torch.optim.AdamW(plain, lr=1e-3, weight_decay=1e-2, foreach=False, fused=False)
-    for _ in range(UPDATES):
+    for _step in range(NUM_UPDATES):
         for parameter, wanted in zip(own.parameters, plain, strict=True):
             gradient = torch.randn(wanted.shape, generator=generator).to(dtype)
             parameter.grad, wanted.grad = gradient.to(request.device), gradient.double()
         own.step()
         nn.utils.clip_grad_norm_(plain, 1.0)
         adamw.step()
-    return relative_error(
-        *(
-            [
-                parameter.detach().double().cpu() - before.double()
-                for parameter, before in zip(moved, start, strict=True)
-            ]
-            for moved in (own.masters, plain)
-        )
-    )
+
+    def changes(parameters: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(parameters, start, strict=True)
+        return [after.detach().double().cpu() - before.double() for after, before in pairs]
+
+    return relative_error(changes(own.masters), changes(plain))
 
 
-def relative_error(gradients: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
-    """Root mean square of the tensors' relative errors; a gradient that is missing is wrong by all of itself."""
+def relative_error(tensors: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
+    """Root mean square of the tensors' relative errors; a missing tensor counts as an error of 1.
+
+    Tensors whose reference is missing or zero are left out; infinite if none is left.
+    """
     errors = []
-    for found, wanted in zip(gradients, reference, strict=True):
+    for found, wanted in zip(tensors, reference, strict=True):
         size = 0.0 if wanted is None else float(wanted.norm())
         if wanted is None or size == 0.0:
             continue
@@ -78,16 +77,16 @@ def relative_error(gradients: Sequence[Tensor | None], reference: Sequence[Tenso
 
 
 def _plain_transformer(request: GradientRequest) -> nn.Module:
-    family = family_named(request.family)
+    family = get_family(request.family)
     transformer = build_empty(lambda: family.build_transformer(request.config), dtype=torch.float32)
     fill_random(transformer, device=request.device, seed=0)
     for parameter in transformer.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    return transformer.eval().requires_grad_(False)  # as loaded: blocks swap only what is frozen
+    return transformer.eval().requires_grad_(False)  # as loaded: block swap moves frozen weights only
 
 
 def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate) -> list[Tensor | None]:
-    family, dtype, work = family_named(request.family), torch_dtype(candidate.precision), request.workload
+    family, dtype, work = get_family(request.family), torch_dtype(candidate.precision), request.workload
     transformer = copy.deepcopy(plain)
     cast_as_loaded(transformer, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=True)

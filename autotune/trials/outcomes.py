@@ -1,26 +1,25 @@
-"""What a trial amounts to: which failures are which outcome, when a step spilled, when it may stop early. Pure."""
+"""Classifies what a trial amounts to: which errors are which outcome, whether a step spilled, when to prune. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autotune.runtime import is_out_of_memory
 from autotune.schema import Outcome, TrialResult
+from autotune.training import QualityMissed
 
-CLIFF = 3.0
-"""A step this many times slower than everything foretells has left the device's memory: spilling costs 5 to 20 times,
-a wrong prediction that was right about other settings seldom 3."""
+SPILL_FACTOR = 3.0
+"""A step this many times slower than expected has left the device's memory: spilling costs 5 to 20 times, a wrong
+prediction that was right about other settings seldom 3."""
 NEAR_BUDGET = 0.85
-"""Of what a trial may take: nothing spills that needs less."""
+"""Share of the budget: settings that need less do not spill."""
 CLEARLY_SLOWER = 1.25
-"""Times the best: a settled trial would not change the order."""
-SPREADS = 4.0
-"""Spreads of the best trial's steps that `clearly` takes on a noisy machine."""
+"""Times the best median: finishing the trial would not change the order."""
+NUM_SPREADS = 4.0
+"""Interquartile ranges of the best trial's steps that count as noise."""
 
 
-def classify(error: BaseException) -> Outcome:
-    """The outcome that an exception amounts to."""
-    from autotune.runtime import is_out_of_memory
-    from autotune.training import QualityMissed
-
+def classify_error(error: BaseException) -> Outcome:
+    """The outcome that an exception stands for."""
     if isinstance(error, QualityMissed):
         return "numerics"
     if is_out_of_memory(error):
@@ -31,23 +30,25 @@ def classify(error: BaseException) -> Outcome:
     return "crash"
 
 
-def one_line(error: BaseException) -> str:
-    """The first line of an error's message, and the notes on where it happened."""
+def first_line_with_notes(error: BaseException) -> str:
+    """The first line of an error's message, at most 200 characters, and the notes on where it happened."""
     lines = str(error).strip().splitlines()
-    where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return (lines[0][:200] if lines else "no message") + where
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return (lines[0][:200] if lines else "no message") + notes
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A trial that ran, and what was predicted for it at that time."""
+class TimedTrial:
+    """The measured step time of a trial, and what was predicted for it at that time."""
 
     seconds: float
     predicted_seconds: float
 
 
-def spilled(result: TrialResult, now: Timed | None, earlier: Sequence[Timed], cap_bytes: int) -> str | None:
-    """Why a trial that ran must have gone beyond the device's memory; None when nothing says so.
+def find_spill(
+    result: TrialResult, now: TimedTrial | None, earlier: Sequence[TimedTrial], cap_bytes: int
+) -> str | None:
+    """Why a trial that ran must have gone beyond the device's memory; None if nothing says so.
 
     Drivers on Windows and WSL move memory to the host instead of failing, and hosts swap. Steps are then far slower
     than predicted, and than what earlier trials say about predictions; all are of the same effective batch.
@@ -61,16 +62,16 @@ def spilled(result: TrialResult, now: Timed | None, earlier: Sequence[Timed], ca
     slowest = max(timed.seconds for timed in earlier)
     ratio = now.seconds / now.predicted_seconds
     usual = max(1.0, *(timed.seconds / timed.predicted_seconds for timed in earlier))
-    if ratio < CLIFF * usual or now.seconds < CLIFF * slowest:
+    if ratio < SPILL_FACTOR * usual or now.seconds < SPILL_FACTOR * slowest:
         return None
     return f"a step took {now.seconds:.3g} s, {ratio:.1f} times what was predicted, at the edge of memory: it spilled"
 
 
-def hopeless_seconds(best: TrialResult | None) -> float | None:
-    """Steps slower than this cannot win against `best`, noise included; None where nothing has run."""
+def pruning_threshold(best: TrialResult | None) -> float | None:
+    """Step seconds above which a trial cannot win against `best`, noise included; None if nothing has run."""
     median = best.median_step_seconds if best else None
     if best is None or median is None:
         return None
     ordered = sorted(best.step_seconds)
     spread = (ordered[-1 - len(ordered) // 4] - ordered[len(ordered) // 4]) / median
-    return median * max(CLEARLY_SLOWER, 1 + SPREADS * spread)
+    return median * max(CLEARLY_SLOWER, 1 + NUM_SPREADS * spread)

@@ -1,11 +1,11 @@
-"""Parity first: a choice may be tried on a machine only once its adapter gradients agree with the reference's there.
+"""Parity first: a choice may be tried on a machine only if its adapter gradients agree with the reference's there.
 
-An optimizer's gradients are given: its updates have to agree.
+An optimizer is given its gradients: its updates have to agree.
 
 Reference: the same weights and inputs in fp32, native attention, nothing quantized, nothing recomputed, on a tiny
-instance of the family's real class, on this device. Verdicts become capabilities of the machine's profile,
-`parity.<knob>.<choice>`, and are kept for each machine, set of library versions and kind of work, so that a plan seldom
-waits for them.
+instance of the family's real class, on this device. Verdicts become capabilities of the hardware profile, named
+`parity.<knob>.<choice>`, and are saved for each machine, set of library versions and kind of work: a plan seldom waits
+for them.
 """
 
 import contextlib
@@ -14,97 +14,97 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import platformdirs
-
+from autotune.backends import Registry
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
-from autotune.runtime import __version__, write_text_atomic
+from autotune.runtime import __version__, data_path, write_text_atomic
 from autotune.schema import Bucket, Candidate, Capability, Choice, HardwareProfile, Workload, digest_of
-from autotune.trials.requests import GradientRequest, UpdateRequest
+from autotune.trials.requests import Failure, GradientRequest, UpdateRequest
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
 
-MOST_TEXT_TOKENS = 77
+MAX_TEXT_TOKENS = 77
 RANK = 4
-"""Of the adapter: how it is multiplied does not depend on it."""
+"""Rank of the adapter: how it is multiplied does not depend on it."""
 TIMEOUT_SECONDS = 300.0
-"""Compiling blocks takes a minute or two on a processor."""
-PASSING = ("timeout", "oom", "host_oom")
-"""Outcomes that say more about the moment than about the choice: not kept."""
+"""Compiling blocks takes a minute or two on a CPU."""
+TRANSIENT_OUTCOMES = ("timeout", "oom", "host_oom")
+"""Outcomes that say more about the moment than about the choice: they are not saved."""
 
 ParityRequest = GradientRequest | UpdateRequest
 
 
 def check_parity(
-    context: TuningContext,
-    choices: Mapping[str, Sequence[Choice]],
-    model: ResolvedModel,
+    context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
 ) -> HardwareProfile:
-    """The machine with a capability for each of `choices` that changes results, found now or by an earlier plan.
+    """The hardware profile with a capability for each of `choices` that changes what is computed.
+
+    Args:
+        context: hardware, family and workload.
+        choices: values by knob; the first precision is the one that the others are checked in.
+        model: the model whose tiny instance is run.
 
     Raises:
         AutotuneError: another search has the device and does not end.
     """
-    hardware, to_prove = context.hardware, _to_prove(choices)
-    tiny = {**model.config, **context.family.tiny_config}
+    hardware, kinds = context.hardware, _kinds_of_computation(choices)
+    tiny_config = {**model.config, **context.family.tiny_config}
     precision = str(choices["precision"][0])
-    path = _path(context, tiny, precision)
-    known = _kept(path)
-    missing = [name for name in to_prove if name not in known]
+    path = _verdict_file(context, tiny_config, precision)
+    verdicts = _read_verdicts(path)
+    missing = [name for name in kinds if name not in verdicts]
     if missing:
         with ProcessTrialRunner(hardware, model.spec.name, context.workload, budget=context.budget) as runner:
             for name in missing:
-                request = _request(context, tiny, runner.device, precision, *to_prove[name])
-                answer = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
-                known[name], lasting = verdict(*to_prove[name], request, answer)
-                if lasting:
-                    _keep(path, known[name])
-    capabilities = (*hardware.capabilities, *(known[name] for name in to_prove))
-    return hardware.changed(capabilities=capabilities)
+                request = _build_request(context, tiny_config, runner.device, precision, *kinds[name])
+                result = runner.ask(request, timeout_seconds=TIMEOUT_SECONDS)
+                verdicts[name], is_lasting = judge_parity(*kinds[name], request, result)
+                if is_lasting:
+                    _save_verdict(path, verdicts[name])
+    return hardware.changed(capabilities=(*hardware.capabilities, *(verdicts[name] for name in kinds)))
 
 
-def verdict(knob: str, parity: Parity, request: ParityRequest, answer: float | Failure) -> tuple[Capability, bool]:
+def judge_parity(knob: str, parity: Parity, request: ParityRequest, result: float | Failure) -> tuple[Capability, bool]:
     """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
-    name = parity_capability(knob, parity.runs)
-    if isinstance(answer, Failure):
-        why = f"what it computes could not be checked on this machine ({answer.outcome}: {answer.message})"
-        return Capability(name=name, available=False, reason=why), answer.outcome not in PASSING
+    name = parity_capability(knob, parity.checked_choice)
+    if isinstance(result, Failure):
+        reason = f"what it computes could not be checked on this machine ({result.outcome}: {result.message})"
+        return Capability(name=name, available=False, reason=reason), result.outcome not in TRANSIENT_OUTCOMES
     what, allowed = "updates of the adapter", parity.tolerance  # which are in fp32 whatever the precision
     if isinstance(request, GradientRequest):
         what = "adapter gradients"
         if knob != "precision" and (dtype := Precision().parity(request.candidate.precision)):
             allowed += dtype.tolerance
-    error = f"{what} differ by {answer:.2g} from the reference's, {allowed:.2g} may be ({parity.because})"
-    if not math.isfinite(answer):
-        error = f"{what} are not finite, or there are none"
-    return Capability(name=name, available=answer <= allowed, reason=error), True
+    reason = f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} may be ({parity.reason})"
+    if not math.isfinite(result):
+        reason = f"{what} are not finite, or there are none"
+    return Capability(name=name, available=result <= allowed, reason=reason), True
 
 
-def _to_prove(choices: Mapping[str, Sequence[Choice]]) -> dict[str, tuple[str, Parity]]:
-    """Knob and parity of every kind of computation among the choices, by capability name, precisions first."""
+def _kinds_of_computation(choices: Mapping[str, Sequence[Choice]]) -> dict[str, tuple[str, Parity]]:
+    """Knob and parity rule of every kind of computation among the choices, by capability name, precisions first."""
     found: dict[str, tuple[str, Parity]] = {}
     for knob in sorted(KNOBS, key=lambda knob: knob.name != "precision"):
         for choice in choices.get(knob.name, ()):
             if parity := knob.parity(choice):
-                found.setdefault(parity_capability(knob.name, parity.runs), (knob.name, parity))
+                found.setdefault(parity_capability(knob.name, parity.checked_choice), (knob.name, parity))
     return found
 
 
-def _request(
-    context: TuningContext, tiny: Mapping[str, object], device: str, precision: str, knob: str, parity: Parity
+def _build_request(
+    context: TuningContext, tiny_config: Mapping[str, object], device: str, precision: str, knob: str, parity: Parity
 ) -> ParityRequest:
-    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.runs}
-    candidate = Candidate.model_validate({**fields, **dict(parity.needs)})
+    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.checked_choice}
+    candidate = Candidate.model_validate({**fields, **parity.other_choices})
     if knob == "optimizer":
         return UpdateRequest(candidate, device)
-    work = small_work(context.family, context.workload)
-    asked = TuningContext(context.hardware, context.family, work)
-    if any(one.conflict(candidate, asked) for one in KNOBS):  # masks, where captions differ in length
+    work = small_workload(context.family, context.workload)
+    small_context = TuningContext(context.hardware, context.family, work)
+    if any(one.conflict(candidate, small_context) for one in KNOBS):  # masks, if captions differ in length
         work = work.changed(text_padding="exact")
-    return GradientRequest(context.family.name, tiny, work, candidate, device)
+    return GradientRequest(context.family.name, tiny_config, work, candidate, device)
 
 
-def small_work(family: Family, workload: Workload) -> Workload:
+def small_workload(family: Family, workload: Workload) -> Workload:
     """The same kind of work in a small shape: two captions, few pixels, a tiny adapter."""
     largest, step = workload.largest_bucket, family.size_multiple_px
     bucket = Bucket(
@@ -113,30 +113,31 @@ def small_work(family: Family, workload: Workload) -> Workload:
         num_frames=min(largest.num_frames, 5),
         num_items=2,
     )
-    tokens = min(workload.max_text_tokens, MOST_TEXT_TOKENS)
+    tokens = min(workload.max_text_tokens, MAX_TEXT_TOKENS)
     shape = {"buckets": (bucket,), "max_text_tokens": tokens, "text_token_quantiles": (), "effective_batch_size": 2}
     return workload.changed(**shape, rank=RANK, lora_alpha=float(RANK), lora_dropout=0.0)
 
 
-def _path(context: TuningContext, tiny: Mapping[str, object], precision: str) -> Path:
-    """Where verdicts on this machine, with these libraries, for this kind of work are kept."""
-    work = small_work(context.family, context.workload).model_dump(mode="json", exclude={"model"})
+def _verdict_file(context: TuningContext, tiny_config: Mapping[str, object], precision: str) -> Path:
+    """Where verdicts on this machine, with these libraries, for this kind of work are saved."""
+    work = small_workload(context.family, context.workload).model_dump(mode="json", exclude={"model"})
     key = {
         "autotune": __version__,
         "precision": precision,
-        "machine": context.hardware.fingerprint,
+        "machine": context.hardware.match_keys,
         "device": context.hardware.device.name,
         "libraries": context.hardware.versions.model_dump(mode="json"),
+        "extensions": dict(Registry.load_extensions()),
         "family": context.family.name,
-        "config": json.loads(json.dumps(tiny, default=list)),
+        "config": json.loads(json.dumps(tiny_config, default=list)),
         "work": work,
     }
     name = digest_of(key).removeprefix("sha256:")[:32]
-    return platformdirs.user_data_path("autotune") / "parity" / f"{name}.json"
+    return data_path("parity", f"{name}.json")
 
 
-def _kept(path: Path) -> dict[str, Capability]:
-    """Verdicts by name; none where the file is absent or damaged: they are found again."""
+def _read_verdicts(path: Path) -> dict[str, Capability]:
+    """Verdicts by name; none if the file is absent or damaged: they are then found again."""
     try:
         capabilities = [Capability.model_validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
@@ -144,7 +145,7 @@ def _kept(path: Path) -> dict[str, Capability]:
     return {capability.name: capability for capability in capabilities}
 
 
-def _keep(path: Path, capability: Capability) -> None:
-    capabilities = {**_kept(path), capability.name: capability}
-    with contextlib.suppress(OSError):  # a verdict that cannot be kept is found again
+def _save_verdict(path: Path, capability: Capability) -> None:
+    capabilities = {**_read_verdicts(path), capability.name: capability}
+    with contextlib.suppress(OSError):  # what cannot be saved is found again
         write_text_atomic(path, "".join(f"{one.model_dump_json()}\n" for one in capabilities.values()))

@@ -3,7 +3,7 @@
 A parallel operation in the parent would deadlock its children, and a started CUDA could not be forked. Two libraries
 look at the GPU when they are imported: torchao asks for its compute capability, which starts CUDA, and whether triton
 knows it, which counts GPUs and, without NVML or on a slice of a GPU, starts CUDA, too; so the GPU is hidden meanwhile
-(what torchao settles by the answers are MX kernels, unused here). bitsandbytes chooses its backend, so it is left to
+(torchao decides only about MX kernels by it, which are unused here). bitsandbytes chooses its backend, so it is left to
 the trial that needs it.
 """
 
@@ -28,10 +28,12 @@ with (
     import transformers  # noqa: F401
     from diffusers import DiffusionPipeline  # noqa: F401
 
+    import autotune.trials.gradients
+    import autotune.trials.phases
     import autotune.trials.steps  # noqa: F401
 del sys.modules["bitsandbytes"]
-for answer in vars(torch.utils._triton).values():
-    getattr(answer, "cache_clear", lambda: None)()  # answers that were found while the GPU was hidden
+for function in vars(torch.utils._triton).values():
+    getattr(function, "cache_clear", lambda: None)()  # what was cached while the GPU was hidden
 
 silence_progress_bars()
 

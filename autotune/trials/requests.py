@@ -1,116 +1,118 @@
-"""What a parent asks of a trial's child: plain data that crosses to it, and the work by name, imported there alone."""
+"""What the parent of a trial asks of its child, and what the child keeps and reports: plain data that imports no work.
+
+`worker.py` says which function performs which request.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
-from autotune.schema import CachingSettings, Candidate, TrialResult, Workload
+from autotune.schema import CachingSettings, Candidate, Outcome, Workload
 
-SETTLED_SPREAD = 0.1
-"""Of the median: steps whose middle half differs by more are repeated, as on a machine that others use."""
-MOST_REPEATS = 4
-LEAST_HOPELESS_STEPS = 2
-"""The step after the one that is measured for memory is cold: on a processor it took up to 1.6 times the next ones."""
-EXTRA_SECONDS = 5.0
-"""No further steps once the timed ones have taken this long."""
-LEAST_STEPS, MOST_STEPS = 10, 40
-STEADY = 0.03
-"""Difference between the medians of both halves of a rehearsal's steps, up to which they are steady."""
-
-
-class Request(Protocol):
-    """Something to do in the child."""
-
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> Any:
-        """The answer. `kept` lives as long as the child; `tell` gives what is known so far, should the end not come."""
+MAX_SPREAD = 0.1
+"""Relative to the median: steps whose middle half differs by more are repeated, as on a machine that others use."""
+MAX_REPEATS = 4
+MIN_PRUNING_STEPS = 2
+"""The step after the one that is measured for memory is cold: on a CPU it took up to 1.6 times the next ones."""
+MAX_REPEAT_SECONDS = 5.0
+"""No step is repeated once the timed ones have taken this long."""
+MIN_REHEARSAL_STEPS, MAX_REHEARSAL_STEPS = 10, 40
+MAX_DRIFT = 0.03
+"""Relative difference between the medians of both halves of a rehearsal's steps, up to which they are steady."""
 
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """One candidate to run for a few steps, on the model in the child, which is loaded where it is not."""
+    """Run one candidate for a few steps on the child's model, which the first request loads. Gives a TrialResult."""
 
     model: str
-    """What the user calls the model."""
+    """Folder, family name or hub id of the model, as the user wrote it."""
     workload: Workload
     candidate: Candidate
     device: str
+    """torch's name of the device, e.g. `cuda:0`."""
     num_steps: int
     """Steady optimizer steps to time."""
-    hopeless_seconds: float | None = None
-    """Two steady steps slower than this end the trial: others are clearly faster."""
+    prune_above_seconds: float | None = None
+    """Two steady steps slower than this end the trial: other candidates are clearly faster."""
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> TrialResult:
-        from autotune.trials.steps import run_trial
-
-        return run_trial(self, kept)
-
-    def goes_on(self, times: list[float]) -> bool:
-        """Whether another step is worth its time after steady ones of `times` seconds."""
-        enough = len(times) >= LEAST_HOPELESS_STEPS
-        if enough and self.hopeless_seconds is not None and min(times) > self.hopeless_seconds:
+    def needs_another_step(self, seconds: list[float]) -> bool:
+        """Whether another step is worth its time after steady ones that took `seconds`."""
+        enough = len(seconds) >= MIN_PRUNING_STEPS
+        if enough and self.prune_above_seconds is not None and min(seconds) > self.prune_above_seconds:
             return False
-        return len(times) < self.num_steps or self._unsettled(times)
+        return len(seconds) < self.num_steps or self._is_unsteady(seconds)
 
-    def _unsettled(self, times: list[float]) -> bool:
-        middle = sorted(times)[len(times) // 4 : -(len(times) // 4) or None]
-        disagree = max(middle) - min(middle) > SETTLED_SPREAD * middle[len(middle) // 2]
-        return disagree and len(times) < MOST_REPEATS * self.num_steps and sum(times) < EXTRA_SECONDS
+    def _is_unsteady(self, seconds: list[float]) -> bool:
+        middle = sorted(seconds)[len(seconds) // 4 : -(len(seconds) // 4) or None]
+        disagree = max(middle) - min(middle) > MAX_SPREAD * middle[len(middle) // 2]
+        return disagree and len(seconds) < MAX_REPEATS * self.num_steps and sum(seconds) < MAX_REPEAT_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalRequest(TrialRequest):
-    """One candidate to run through every phase: caching, loading, training, previews and saving.
+    """Run one candidate through every phase: caching, loading, training, previews and saving. Gives a TrialResult.
 
-    Without the model's files only loading (random weights), training and saving can be.
+    Without the model's files, only loading (of random weights), training and saving can be rehearsed.
     """
 
     caching: CachingSettings
-    most_seconds: float
-    """No further steps after so much of training."""
-    scratch: str | None = None
+    max_seconds: float
+    """Training takes no further step after this long."""
+    scratch_folder: str | None = None
     """Folder to write in, which the parent removes, however the child ends; by default the system's."""
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> TrialResult:
-        from autotune.trials.phases import rehearse
-
-        return rehearse(self, tell)
-
-    def goes_on(self, times: list[float]) -> bool:
-        """Until the second half of the steps is as fast as the first, within the time there is."""
-        in_time = sum(times) < self.most_seconds
-        if len(times) < self.num_steps or (len(times) < LEAST_STEPS and in_time):
+    def needs_another_step(self, seconds: list[float]) -> bool:
+        """Whether the second half of the steps is not yet as fast as the first, and time is left."""
+        in_time = sum(seconds) < self.max_seconds
+        if len(seconds) < self.num_steps or (len(seconds) < MIN_REHEARSAL_STEPS and in_time):
             return True
-        first, second = (statistics.median(half) for half in (times[: len(times) // 2], times[len(times) // 2 :]))
-        return abs(second - first) > STEADY * first and len(times) < MOST_STEPS and in_time
+        half = len(seconds) // 2
+        first, second = statistics.median(seconds[:half]), statistics.median(seconds[half:])
+        return abs(second - first) > MAX_DRIFT * first and len(seconds) < MAX_REHEARSAL_STEPS and in_time
 
 
 @dataclass(frozen=True)
 class GradientRequest:
-    """One candidate to hold against the reference. The answer is the root mean square of its tensors' errors."""
+    """Compare a candidate's adapter gradients with the reference's. Gives their relative error, a float."""
 
     family: str
     config: Mapping[str, Any]
     """Constructor arguments of the tiny transformer."""
     workload: Workload
-    """Shapes to run, small ones."""
+    """Its shapes should be small."""
     candidate: Candidate
     device: str
-
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> float:
-        from autotune.trials.gradients import gradient_error
-
-        return gradient_error(self, kept)
 
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """An optimizer to hold against the reference. The answer is the root mean square of its tensors' errors."""
+    """Compare the updates of a candidate's optimizer with the reference's. Gives their relative error, a float."""
 
     candidate: Candidate
     device: str
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> float:
-        from autotune.trials.gradients import update_error
 
-        return update_error(self)
+@dataclass(frozen=True)
+class Failure:
+    """How a request ended without a result."""
+
+    outcome: Outcome
+    message: str
+    host_memory_bytes: int | None = None
+    """Largest resident memory of the child; None if it did not live to say."""
+    partial: Any = None
+    """The last partial result that the child reported."""
+
+
+@dataclass
+class ChildState:
+    """What lives as long as a child."""
+
+    report: Callable[[Any], None] = lambda partial: None
+    """Sends a partial result to the parent, which falls back on it should the child fail."""
+    cache: dict[str, Any] = field(default_factory=dict)
+    """What one request has built and the next ones use again, such as the loaded model."""
+    is_capped: bool = False
+    """Whether the limit on the child's memory is set."""

@@ -1,4 +1,4 @@
-"""The parent's side of trials: starts warm children, hands them requests, and survives whatever they do."""
+"""The parent's side of trials: starts warm children, sends them requests, and survives whatever they do."""
 
 import contextlib
 import multiprocessing
@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 
 from autotune.hardware import (
-    LEAST_MARGIN_BYTES,
+    MIN_MARGIN_BYTES,
     DeviceLock,
+    default_reserve_bytes,
     lock_path,
     process_overhead_bytes,
     shares_host_memory,
-    usual_reserve,
 )
 from autotune.knobs import reload_key
-from autotune.runtime import stderr_in
+from autotune.runtime import redirect_stderr
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -36,18 +36,18 @@ from autotune.schema import (
     TrialResult,
     Workload,
 )
-from autotune.trials.outcomes import Timed, hopeless_seconds, spilled
-from autotune.trials.requests import RehearsalRequest, Request, TrialRequest
-from autotune.trials.watchdog import WATCH_SECONDS, Watchdog, usual_watchdog
-from autotune.trials.worker import Allowance, Failure, serve
+from autotune.trials.outcomes import TimedTrial, find_spill, pruning_threshold
+from autotune.trials.requests import Failure, RehearsalRequest, TrialRequest
+from autotune.trials.watchdog import POLL_SECONDS, Watchdog, default_watchdog
+from autotune.trials.worker import MemoryLimits, serve
 
-STEADY_STEPS = 3
+NUM_STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
 TRIAL_TIMEOUT_SECONDS = 600.0
-"""Of one trial, loading included."""
-BESIDE_TENSORS_BYTES = 1 << 30
-"""On a processor, for libraries that a trial imports and the profiler's list of a step's allocations (some 300 MiB for
-eight micro-batches of six blocks): what a run may take there is counted in tensors, when the answer has come."""
+"""Limit on one trial, loading included."""
+CPU_OVERHEAD_BYTES = 1 << 30
+"""On a CPU, for libraries that a trial imports and the profiler's list of a step's allocations (some 300 MiB for eight
+micro-batches of six blocks): the budget there counts tensors alone, and the parent compares them with it afterwards."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Child:
     requests: Connection
     key: tuple[Choice, ...]
     available_before: int
-    """What the host had when the child started."""
+    """Available host memory in bytes when the child started."""
 
 
 class ProcessTrialRunner:
@@ -66,11 +66,11 @@ class ProcessTrialRunner:
 
     Args:
         hardware: this machine.
-        model: what the user calls the model: a folder or a known name.
-        workload: of one process.
-        budget: what a trial may take, on a processor with its tensors alone; by default what the device leaves.
-        predict: what is expected of a candidate; without it no spill is told by its step time.
-        watchdog: ends a child before the host runs out; by default as suits the device.
+        model: the model as the user calls it: a folder, a family or a hub id.
+        workload: what one process trains.
+        budget: what a trial may take, on a CPU with its tensors alone; by default what the device leaves.
+        predict: the cost model's prediction for a candidate; without it no spill is found by step time.
+        watchdog: ends a child before the host runs out of memory; by default as suits the device.
     """
 
     def __init__(
@@ -87,96 +87,86 @@ class ProcessTrialRunner:
         self.model, self.workload, self.device, self.predict = model, workload, device.torch_name, predict
         self.shares_memory = shares_host_memory(device.memory_kind)
         self.memory_cap_bytes = budget.num_bytes - (0 if self.shares_memory else process_overhead_bytes(hardware))
-        usual = usual_reserve(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
-        self.reserve_bytes = LEAST_MARGIN_BYTES + usual
-        """Left of what a card has free when a child starts."""
-        self.mark_cap = budget.is_set_by_user
-        """Whether results say that the user, not the device, decided the cap."""
-        self.watchdog = watchdog or usual_watchdog(device.memory_kind)
+        usual = default_reserve_bytes(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
+        self.reserve_bytes = MIN_MARGIN_BYTES + usual
+        """Part of a card's free memory that is left alone when a child starts."""
+        self.budget_set_by_user = budget.is_set_by_user
+        """If true, results carry the cap: they are no evidence for devices of this size."""
+        self.watchdog = watchdog or default_watchdog(device.memory_kind)
         self.lock = DeviceLock(lock_path(device))
         self.timeout_seconds = TRIAL_TIMEOUT_SECONDS
-        self.num_steps = STEADY_STEPS
+        self.num_steps = NUM_STEADY_STEPS
         self._child: _Child | None = None
-        self._ran: list[tuple[TrialResult, Timed]] = []
+        self._ran: list[tuple[TrialResult, TimedTrial]] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="autotune-trial-", ignore_cleanup_errors=True)
         self._log = Path(self._scratch.name) / "log"
         self._log.touch()
 
     def run(self, candidate: Candidate) -> TrialResult:
-        """Run the candidate in a child that has, or loads, what it needs; the result says what that cost.
+        """Run the candidate in a child that has, or loads, the model it needs.
 
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        started = self._turn()
+        self.lock.acquire()
+        started = time.monotonic()  # waiting for the device is no part of a trial's cost
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
-        limit = hopeless_seconds(best)
+        limit = pruning_threshold(best)
         request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
         result = self.classify(candidate, self.ask(request, reload_key(candidate)))
         return result.changed(wall_seconds=round(time.monotonic() - started, 3))
 
-    def _turn(self) -> float:
-        """Wait for the device; returns when that ended, in monotonic seconds: waiting is no trial's cost."""
-        self.lock.take()
-        return time.monotonic()
-
-    def confirm(self, candidate: Candidate, caching: CachingSettings, most_seconds: float) -> TrialResult:
+    def confirm(self, candidate: Candidate, caching: CachingSettings, max_seconds: float) -> TrialResult:
         """Run a candidate that has won through every phase of a run, and until its steps are steady.
 
-        Where another phase fails or takes too long, what training showed stands, and the message says so.
+        If a later phase fails or takes too long, what training showed stands, and the message says so.
 
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        started = self._turn()
+        self.lock.acquire()
+        started = time.monotonic()
         self.close_child()  # phases are measured from an empty device on
-        request = RehearsalRequest(
-            self.model,
-            self.workload,
-            candidate,
-            self.device,
-            self.num_steps,
-            caching=caching,
-            most_seconds=most_seconds,
-            scratch=self._scratch.name,
-        )
-        answer = self.ask(request)
-        if isinstance(answer, Failure) and answer.so_far is not None:
-            known = ", ".join(phase.name for phase in answer.so_far.phases)
-            answer = answer.so_far.changed(message=f"confirmed as far as {known}: {answer.message}")
-        result = self.classify(candidate, answer)
-        return result.changed(confirms=True, wall_seconds=round(time.monotonic() - started, 3))
+        common = (self.model, self.workload, candidate, self.device, self.num_steps)
+        scratch = self._scratch.name
+        request = RehearsalRequest(*common, caching=caching, max_seconds=max_seconds, scratch_folder=scratch)
+        result = self.ask(request)
+        if isinstance(result, Failure) and result.partial is not None:
+            phases = ", ".join(phase.name for phase in result.partial.phases)
+            result = result.partial.changed(message=f"confirmed as far as {phases}: {result.message}")
+        confirmed = self.classify(candidate, result)
+        return confirmed.changed(confirms=True, wall_seconds=round(time.monotonic() - started, 3))
 
-    def classify(self, candidate: Candidate, answer: TrialResult | Failure) -> TrialResult:
-        """The outcome as the parent sees it: failures typed, spills found, a cap set by the user marked."""
-        mark = self.memory_cap_bytes if self.mark_cap else None
-        if isinstance(answer, Failure):
+    def classify(self, candidate: Candidate, result: TrialResult | Failure) -> TrialResult:
+        """The result as the parent sees it: failures become outcomes, spills are found, a user's budget is marked."""
+        user_cap = self.memory_cap_bytes if self.budget_set_by_user else None
+        if isinstance(result, Failure):
             self.close_child()
             return TrialResult(
                 candidate=candidate,
-                outcome=answer.outcome,
-                message=answer.message,
-                host_memory_bytes=answer.host_memory_bytes,
-                memory_cap_bytes=mark,
+                outcome=result.outcome,
+                message=result.message,
+                host_memory_bytes=result.host_memory_bytes,
+                memory_cap_bytes=user_cap,
             )
-        result = answer.changed(memory_cap_bytes=mark)
-        if self.device == "cpu" and (result.peak_memory_bytes or 0) > self.memory_cap_bytes:
-            most = f"{self.memory_cap_bytes / 2**20:,.0f} MiB may be taken"
-            took = f"a step takes {(result.peak_memory_bytes or 0) / 2**20:,.0f} MiB"
-            return result.changed(outcome="oom", message=f"{took}, {most}")
+        result = result.changed(memory_cap_bytes=user_cap)
+        peak_bytes = result.peak_memory_bytes or 0
+        if self.device == "cpu" and peak_bytes > self.memory_cap_bytes:
+            allowed = f"{self.memory_cap_bytes / 2**20:,.0f} MiB may be taken"
+            return result.changed(outcome="oom", message=f"a step takes {peak_bytes / 2**20:,.0f} MiB, {allowed}")
         seconds = result.median_step_seconds
         if result.outcome != "ok" or seconds is None:
             return result
-        now = Timed(seconds, self.predict(candidate).step_seconds if self.predict else seconds)
-        why = spilled(result, now, [timed for _, timed in self._ran], self.memory_cap_bytes)
+        now = TimedTrial(seconds, self.predict(candidate).step_seconds if self.predict else seconds)
+        why = find_spill(result, now, [timed for _, timed in self._ran], self.memory_cap_bytes)
         if why:
             self.close_child()
             return result.changed(outcome="spill", message=why)
         self._ran.append((result, now))
         return result
 
-    def ask(self, request: Request, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None) -> Any:
-        """What a child with that `key` answers to the request, or the Failure; after one the child is gone.
+    def ask(self, request: Any, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None) -> Any:
+        """What a child with that `key` makes of a request (see `worker.TASKS`), or the Failure that ended the child.
 
         Raises:
             AutotuneError: another search has the device and does not end.
@@ -184,72 +174,73 @@ class ProcessTrialRunner:
         child = self._child_for(key)
         log_start = self._log.stat().st_size
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        so_far = None
+        partial = None
         try:
             child.requests.send(request)
-            for final, answer in self._answers(child, limit):
-                if final:
+            for is_final, result in self._receive(child, limit):
+                if is_final:
                     break
-                so_far = answer
+                partial = result
         except (EOFError, OSError):
-            answer = self._death(child, log_start)
-        if isinstance(answer, Failure):
+            result = self._explain_death(child, log_start)
+        if isinstance(result, Failure):
             self.close_child()
-            answer = replace(answer, so_far=so_far)
-        if self.lock.is_wanted():
-            self.close_child()  # the other must find the device empty
-            self.lock.give_back()
-        return answer
+            result = replace(result, partial=partial)
+        if self.lock.has_waiting_search():
+            self.close_child()  # the other search must find the device empty
+            self.lock.release()
+        return result
 
-    def _answers(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
-        """(is final, answer) as they come, while the host lives and time is left."""
+    def _receive(self, child: _Child, limit_seconds: float) -> Iterator[tuple[bool, Any]]:
+        """(is final, result) as they come, while the host has memory and time is left."""
         deadline = time.monotonic() + limit_seconds
         while True:
-            if child.requests.poll(WATCH_SECONDS):
+            if child.requests.poll(POLL_SECONDS):
                 yield child.requests.recv()
-            elif alarm := self.watchdog.alarm():
-                yield True, Failure(self._host_ran_out, alarm)
+            elif shortage := self.watchdog.find_shortage():
+                yield True, Failure(self._host_oom, shortage)
             elif time.monotonic() > deadline:
                 yield True, Failure("timeout", f"no answer within {limit_seconds:.0f} s")
 
-    def _death(self, child: _Child, log_start: int) -> Failure:
+    def _explain_death(self, child: _Child, log_start: int) -> Failure:
         child.process.join(timeout=10)
         code = child.process.exitcode
         if code == -signal.SIGKILL:
-            return Failure(self._host_ran_out, "killed by the system, most likely out of host memory")
+            return Failure(self._host_oom, "killed by the system, most likely out of host memory")
         with self._log.open("rb") as log:
             log.seek(log_start)
             lines = log.read().decode(errors="replace").strip().splitlines()
-        if lines and lines[-1].startswith(MemoryError.__name__):  # not even enough to answer that it was too little
+        if lines and lines[-1].startswith(MemoryError.__name__):  # too little memory even to report it
             return Failure("oom", "the trial process had too little memory to work at all")
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
         last = f": {lines[-1][:200]}" if lines else ""
         ran_out = any(word in last for word in ("MemoryError", "bad_alloc"))
-        return Failure(self._host_ran_out if ran_out else "crash", f"the trial process died, {cause}{last}")
+        return Failure(self._host_oom if ran_out else "crash", f"the trial process died, {cause}{last}")
 
     @property
-    def _host_ran_out(self) -> Outcome:
+    def _host_oom(self) -> Outcome:
+        """The outcome when the host runs out of memory."""
         return "oom" if self.shares_memory else "host_oom"
 
     def _cap_bytes(self) -> int:
         """What a trial may take now: on shared memory never what the watchdog would end it for."""
         if not self.shares_memory:  # the child asks the card itself
             return self.memory_cap_bytes
-        beside = BESIDE_TENSORS_BYTES if self.device == "cpu" else 0
-        return max(0, min(self.memory_cap_bytes + beside, self.watchdog.available() - self.watchdog.floor_bytes))
+        overhead = CPU_OVERHEAD_BYTES if self.device == "cpu" else 0
+        return max(0, min(self.memory_cap_bytes + overhead, self.watchdog.available() - self.watchdog.floor_bytes))
 
     def _child_for(self, key: tuple[Choice, ...]) -> _Child:
         if self._child and (self._child.key != key or not self._child.process.is_alive()):
             self.close_child()
         if self._child is None:
-            self.lock.take()
+            self.lock.acquire()
             available = self.watchdog.available()
-            allowance = Allowance(self.device, self._cap_bytes(), self.reserve_bytes)
+            limits = MemoryLimits(self.device, self._cap_bytes(), self.reserve_bytes)
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["autotune.trials.preload"])
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, str(self._log), allowance), name="autotune-trial")
-            with stderr_in(self._log):  # the fork server inherits it once, when it starts
+            process = context.Process(target=serve, args=(theirs, str(self._log), limits), name="autotune-trial")
+            with redirect_stderr(self._log):  # the fork server inherits it once, when it starts
                 process.start()
             theirs.close()
             self._child = _Child(process, ours, key, available)
@@ -261,7 +252,7 @@ class ProcessTrialRunner:
         if child is None:
             return
         wanted = child.available_before
-        if self.device == "cpu":  # exactly known, however much others take meanwhile
+        if self.device == "cpu":  # known exactly, however much other processes take meanwhile
             wanted = self.watchdog.available() + _private_bytes(child.process.pid)
         child.requests.close()
         child.process.join(timeout=0.5)
@@ -271,19 +262,19 @@ class ProcessTrialRunner:
             child.process.kill()
             child.process.join()
         child.process.close()
-        self.watchdog.wait_for_return(wanted)
+        self.watchdog.wait_for_memory(wanted)
 
     def __enter__(self) -> "ProcessTrialRunner":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close_child()
-        self.lock.give_back()
+        self.lock.release()
         self._scratch.cleanup()
 
 
 def _private_bytes(process_id: int | None) -> int:
-    """What the system gets back when the process ends."""
+    """Memory that the system gets back when the process ends."""
     try:
         return int(psutil.Process(process_id).memory_full_info().uss)
     except psutil.Error:

@@ -1,15 +1,15 @@
-"""A trial in the child: load what the candidate needs, take real steps, tell how long and how large they were."""
+"""A trial in the child: load what the candidate needs, take real steps, measure how long and how large they are."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autotune.families import Batch, Family, Sample, resolve_model
-from autotune.runtime import device_peak_bytes, give_back_memory, host_peak_bytes, with_peak_memory
+from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory
 from autotune.schema import (
     Bucket,
     Candidate,
@@ -29,40 +29,41 @@ from autotune.training import (
     optimizer_step,
     to_device,
 )
-from autotune.trials.requests import TrialRequest
+from autotune.trials.requests import ChildState, TrialRequest
 
-COMPARED_STEP = 3
-"""Of the steady ones: its loss is kept, so that losses of trials compare however many steps each took."""
+LOSS_STEP = 3
+"""Number of the steady step whose loss is reported, so that losses of trials compare however many steps each took."""
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """A model in memory, shared by candidates that differ only in settings that need no reload."""
 
     model: TrainingModel
     largest: list[Sample]
     """One effective batch in the largest shapes: it decides memory."""
     typical: list[Sample]
-    """One in the usual shapes: it decides speed. The same list where they are about the largest."""
+    """One effective batch in the usual shapes: it decides speed. The same list if they are about the largest."""
     initial: list[torch.Tensor]
     """Values of the adapter that every candidate begins with."""
     seconds: float
     peak_bytes: int | None
-    """Device memory while loading; None on CPU, where the process's memory tells."""
+    """Peak of device memory while loading; None on CPU, where the process's memory tells."""
 
 
-def run_trial(request: TrialRequest, kept: dict[str, Any]) -> TrialResult:
-    """Run the candidate on the model in `kept`, which is loaded where it is not."""
-    if "loaded" not in kept:
-        kept["loaded"] = load(request)
+def run_trial(request: TrialRequest, child: ChildState) -> TrialResult:
+    """Run the candidate on the child's model, which is loaded by the first request."""
+    if "loaded" not in child.cache:
+        child.cache["loaded"] = load_for_trial(request)
     try:
-        return Steps(kept["loaded"], request.workload, request.candidate).result(request.goes_on)
+        steps = StepRunner(child.cache["loaded"], request.workload, request.candidate)
+        return steps.measure(request.needs_another_step)
     finally:
-        give_back_memory()  # the next candidate must not find the allocator full of this one's blocks
+        release_memory()  # the next candidate must not find the allocator full of this one's blocks
 
 
-def load(request: TrialRequest) -> Loaded:
-    """Load the transformer as the candidate wants it, with an adapter and random samples."""
+def load_for_trial(request: TrialRequest) -> LoadedModel:
+    """Load the transformer under the candidate's settings, with an adapter and random samples."""
     device, workload = torch.device(request.device), request.workload
     started = time.perf_counter()
     resolved = resolve_model(request.model)
@@ -73,11 +74,11 @@ def load(request: TrialRequest) -> Loaded:
     if has_typical_shape(workload):
         typical = synthetic_samples(*known, typical_bucket(workload), typical_text_tokens(workload), model.dtype)
     initial = [parameter.detach().clone() for parameter in model.adapter]
-    return Loaded(model, largest, typical, initial, time.perf_counter() - started, device_peak_bytes(device))
+    return LoadedModel(model, largest, typical, initial, time.perf_counter() - started, device_peak_bytes(device))
 
 
 def longest_captions(workload: Workload, count: int) -> list[int]:
-    """Lengths in tokens. Where captions are uneven every second is shorter, so that batches carry training's mask."""
+    """Lengths in tokens. With masked padding every second is one shorter, so that batches carry training's mask."""
     return [max(1, workload.max_text_tokens - (workload.text_padding == "masked" and i % 2)) for i in range(count)]
 
 
@@ -89,7 +90,7 @@ def synthetic_samples(
     text_tokens: Sequence[int],
     dtype: torch.dtype,
 ) -> list[Sample]:
-    """Random samples in the shape of `bucket`, with captions of these lengths."""
+    """Random samples in the shape of `bucket`, one for each caption length in `text_tokens`."""
     shapes = family.sample_shapes(config, bucket, max(text_tokens), workload.num_control_images)
     generator = torch.Generator().manual_seed(0)
     samples = [
@@ -101,10 +102,10 @@ def synthetic_samples(
     return samples
 
 
-class Steps:
-    """One candidate's steps, on training's own step function."""
+class StepRunner:
+    """Takes a candidate's optimizer steps by training's own step function."""
 
-    def __init__(self, loaded: Loaded, workload: Workload, candidate: Candidate) -> None:
+    def __init__(self, loaded: LoadedModel, workload: Workload, candidate: Candidate) -> None:
         model = self.model = loaded.model
         self.loaded, self.workload, self.candidate = loaded, workload, candidate
         self.retries_before = _allocator_retries(model.device)
@@ -116,26 +117,26 @@ class Steps:
         self.batches = self._batches(loaded.largest)
         self.step_number = 0
 
-    def result(self, goes_on: Callable[[list[float]], bool]) -> TrialResult:
-        """Take steps while `goes_on` of the steady ones' seconds, at least one, and tell all about them."""
+    def measure(self, needs_another_step: Callable[[list[float]], bool]) -> TrialResult:
+        """Take steps, at least one steady one, while `needs_another_step` of the steady ones' seconds."""
         # The first step allocates the optimizer's state; the second is measured for memory, which can slow it down.
-        _, first = self.timed()
-        peak, second = self.measured()
+        _, first = self.timed_step()
+        peak, second = self.memory_step()
         warmup = [first, second]
         if self.loaded.typical is not self.loaded.largest:
             self.batches = self._batches(self.loaded.typical)
-            warmup.append(self.timed()[1])
+            warmup.append(self.timed_step()[1])
         times: list[float] = []
         losses: list[float] = []
-        while not times or goes_on(times):
-            outcome, seconds = self.timed()
+        while not times or needs_another_step(times):
+            outcome, seconds = self.timed_step()
             losses.append(outcome.loss)
             times.append(seconds)
-        final_loss = losses[min(len(losses), COMPARED_STEP) - 1]
-        reason = self.broken(outcome)
+        final_loss = losses[min(len(losses), LOSS_STEP) - 1]
+        defect = self.find_defect(outcome)
         return TrialResult(
             candidate=self.candidate,
-            outcome="numerics" if reason else "ok",
+            outcome="numerics" if defect else "ok",
             step_seconds=tuple(times),
             warmup_seconds=tuple(warmup),
             load_seconds=self.loaded.seconds,
@@ -145,7 +146,7 @@ class Steps:
             host_memory_bytes=host_peak_bytes(),
             quantization_error=self.model.quantization_error,
             final_loss=final_loss if math.isfinite(final_loss) else None,
-            message=reason or "",
+            message=defect or "",
         )
 
     def _batches(self, samples: Sequence[Sample]) -> list[Batch]:
@@ -156,41 +157,37 @@ class Steps:
         return batches
 
     def step(self) -> StepOutcome:
+        """Take one optimizer step; each micro-batch is copied to the device when its turn comes, as in training."""
         self.step_number += 1
         return optimizer_step(
             self.model.family,
             self.model.transformer,
             self.optimizer,
-            self.on_device(),
+            (to_device(batch, self.model.device, self.model.dtype) for batch in self.batches),
             step=self.step_number,
             effective_batch_size=self.workload.effective_batch_size,
         )
 
-    def on_device(self) -> Iterator[Batch]:
-        """The step's micro-batches, each copied when its turn comes, as in training."""
-        for batch in self.batches:
-            yield to_device(batch, self.model.device, self.model.dtype)
-
-    def timed(self) -> tuple[StepOutcome, float]:
-        """Take one and tell its seconds. The loss is read back inside, so the device has finished when it returns."""
+    def timed_step(self) -> tuple[StepOutcome, float]:
+        """Take a step; its outcome and seconds. The loss is read back, so the device has finished when it returns."""
         started = time.perf_counter()
         outcome = self.step()
         return outcome, time.perf_counter() - started
 
-    def measured(self) -> tuple[int, float]:
-        """Take one and tell its peak of memory in bytes, and its seconds."""
+    def memory_step(self) -> tuple[int, float]:
+        """Take a step; its peak of memory in bytes, and its seconds."""
         started = time.perf_counter()
-        _, peak = with_peak_memory(self.model.device, self._live, self.step)
+        _, peak = measure_peak_memory(self.model.device, self._live_tensors, self.step)
         return peak, time.perf_counter() - started
 
-    def _live(self) -> list[torch.Tensor]:
+    def _live_tensors(self) -> list[torch.Tensor]:
         batches = (tensor for batch in self.batches for tensor in batch.values())
         return [*live_tensors(self.model.transformer, self.optimizer), *batches]
 
-    def broken(self, outcome: StepOutcome) -> str | None:
-        """Why what was computed cannot be training: a non-finite loss, or layers that never moved.
+    def find_defect(self, outcome: StepOutcome) -> str | None:
+        """Why the steps cannot be training: a non-finite loss, or layers that no gradient reached; None if they can.
 
-        Of the last block some layers may stay still (`Family.last_block`): what has no backward pass shows in all.
+        Some layers of the last block may stay still (`Family.last_block`): what has no backward pass shows in all.
         """
         if not math.isfinite(outcome.loss):
             return "the loss is not finite"

@@ -1,6 +1,6 @@
-"""Keeps the host alive while a child tries settings: watches, from outside, how much memory the host has left.
+"""Keeps the host alive while a child tries settings: watches, from the parent, how much memory the host has left.
 
-Where device and host share memory, an over-allocation hangs the machine before anything raises; and the host's memory
+If device and host share memory, an over-allocation hangs the machine before anything raises; and the host's memory
 also runs out on its own while weights are loaded. Nothing inside the child can be trusted to notice in time.
 """
 
@@ -14,24 +14,24 @@ import psutil
 from autotune.hardware import host_floor_bytes, memory_bytes, memory_limits
 from autotune.schema import MemoryKind
 
-WATCH_SECONDS = 0.02
+POLL_SECONDS = 0.02
 """Between two looks. Filling memory at 20 GB/s takes 0.4 GB meanwhile, far less than any floor."""
-RETURN_SECONDS = 30.0
-"""The kernel takes seconds to return a large process's memory; what is not back then is someone else's."""
-STALLED_SECONDS = 1.0
-NOTICEABLE_BYTES = 64 * 2**20
-"""Changes below this are the machine's own noise."""
+MAX_WAIT_SECONDS = 30.0
+"""The kernel takes seconds to return a large process's memory; what is not back by then belongs to another process."""
+MAX_STALL_SECONDS = 1.0
+NOISE_BYTES = 64 * 2**20
+"""Smaller changes are the machine's own noise."""
 
 
 def available_bytes() -> int:
-    """What the host can give without swapping or, where that is less, the container or the job that this runs in."""
+    """What the host, and any container or job that this process runs in, can give without swapping."""
     limits = memory_limits() if _is_limited() else ()
     return min((host_available_bytes(), *(left for _, left in limits)))
 
 
 @cache
 def _is_limited() -> bool:
-    """Whether such a limit holds here: reading them all takes 0.3 ms, too long for every look."""
+    """Whether a container or a job limits memory: reading the limits takes 0.3 ms, too long for every look."""
     return bool(memory_limits())
 
 
@@ -42,13 +42,14 @@ def host_available_bytes() -> int:
 
 @dataclass
 class Watchdog:
-    """Says when a child must die for the host's sake, and when the next may start."""
+    """Says when a child must be ended for the host's sake, and when the next may start."""
 
     floor_bytes: int
+    """What the host needs to stay alive."""
     available: Callable[[], int] = available_bytes
 
-    def alarm(self) -> str | None:
-        """Why the child must be ended now; None while all is well."""
+    def find_shortage(self) -> str | None:
+        """Why the child must be ended now; None while the host has enough memory."""
         left = self.available()
         if left >= self.floor_bytes:
             return None
@@ -57,21 +58,21 @@ class Watchdog:
             "alive: the trial was ended"
         )
 
-    def wait_for_return(self, wanted_bytes: int) -> None:
-        """Wait until `wanted_bytes` are available again, or no more comes back."""
+    def wait_for_memory(self, wanted_bytes: int) -> None:
+        """Wait until `wanted_bytes` are available, or until no more memory comes back."""
         started = rising = time.monotonic()
-        most = self.available()
-        while most < wanted_bytes - NOTICEABLE_BYTES:
-            time.sleep(WATCH_SECONDS)
+        largest = self.available()
+        while largest < wanted_bytes - NOISE_BYTES:
+            time.sleep(POLL_SECONDS)
             now, left = time.monotonic(), self.available()
-            if left > most + NOTICEABLE_BYTES:
-                most, rising = left, now
-            if now - rising > STALLED_SECONDS or now - started > RETURN_SECONDS:
+            if left > largest + NOISE_BYTES:
+                largest, rising = left, now
+            if now - rising > MAX_STALL_SECONDS or now - started > MAX_WAIT_SECONDS:
                 return
 
 
-def usual_watchdog(kind: MemoryKind) -> Watchdog:
-    """For trials on a device with that kind of memory. What CUDA takes of shared memory no container's limit holds."""
+def default_watchdog(kind: MemoryKind) -> Watchdog:
+    """For trials on a device with that kind of memory. No container's limit holds what CUDA takes of shared memory."""
     total, available = memory_bytes(), available_bytes
     if kind == "integrated":
         total, available = int(psutil.virtual_memory().total), host_available_bytes

@@ -1,7 +1,7 @@
-"""The child process: performs requests and answers, with what came of them or with how they failed.
+"""The child process of trials: performs requests, and sends back what came of each or how it failed.
 
-It owns its process group, so that the parent can end it whole, and ends itself when the parent is gone. After a
-failure that may have left the device in disorder it exits, and the parent starts a fresh one.
+It leads a process group, so that the parent can end it with all it started, and ends itself when the parent is gone.
+After a failure, which may have left the device in disorder, it exits, and the parent starts a fresh one.
 """
 
 import os
@@ -18,69 +18,71 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from autotune.knobs import configure_allocator
-from autotune.schema import Outcome
-from autotune.trials.requests import Request
+from autotune.runtime import host_peak_bytes
+from autotune.training import make_current
+from autotune.trials.gradients import gradient_error, update_error
+from autotune.trials.outcomes import classify_error, first_line_with_notes
+from autotune.trials.phases import rehearse
+from autotune.trials.requests import ChildState, Failure, GradientRequest, RehearsalRequest, TrialRequest, UpdateRequest
+from autotune.trials.steps import run_trial
+
+TASKS: dict[type, Callable[[Any, ChildState], Any]] = {
+    TrialRequest: run_trial,
+    RehearsalRequest: rehearse,
+    GradientRequest: gradient_error,
+    UpdateRequest: update_error,
+}
+"""Type of request: the function that performs it in the child. What it returns crosses to the parent."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """How a request ended that has no answer."""
-
-    outcome: Outcome
-    message: str
-    host_memory_bytes: int | None = None
-    so_far: Any = None
-    """The last answer that was given before."""
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """What a child may take, whatever the machine would allow."""
+class MemoryLimits:
+    """How much memory a child may take, whatever the machine would allow."""
 
     device: str
     """torch's name of the device, e.g. `cuda:0`."""
-    memory_cap_bytes: int
+    cap_bytes: int
     reserve_bytes: int
-    """Left of what a card has free when the child starts."""
+    """Part of a card's free memory that is left alone when the child starts."""
 
 
-def serve(requests: Connection, log: str, allowance: Allowance) -> None:
-    """Answer requests until the parent closes the pipe: (True, answer), and before it any number of (False, so far).
+def serve(requests: Connection, log: str, limits: MemoryLimits) -> None:
+    """Perform requests until the parent closes the pipe.
 
-    Should the parent die, the folder of `log` goes with it.
+    Sends any number of (False, partial result) and then (True, result) for each. Should the parent die, the folder that
+    holds `log` is removed.
     """
     os.setpgid(0, 0)
     _redirect_output(log)
     threading.Thread(target=_exit_with_parent, args=(Path(log).parent,), daemon=True).start()
     _require_preload()
-    kept: dict[str, Any] = {}
+    state = ChildState(report=lambda partial: requests.send((False, partial)))
     while True:
         try:
-            request: Request = requests.recv()
+            request = requests.recv()
         except EOFError:
             return
-        answer = _answer(request, kept, lambda so_far: requests.send((False, so_far)), allowance)
-        requests.send((True, answer))
-        if isinstance(answer, Failure):
+        result = _perform(request, state, limits)
+        requests.send((True, result))
+        if isinstance(result, Failure):
             return
 
 
-def _answer(request: Request, kept: dict[str, Any], tell: Callable[[Any], None], allowance: Allowance) -> Any:
-    from autotune.runtime import host_peak_bytes
-    from autotune.trials.outcomes import classify, one_line
-
+def _perform(request: Any, state: ChildState, limits: MemoryLimits) -> Any:
     try:
-        if "capped" not in kept:
+        if not state.is_capped:
             if candidate := getattr(request, "candidate", None):
                 configure_allocator(candidate.allocator)  # before the cap starts CUDA
-            cap_memory(allowance)
-            kept["capped"] = True
-        return request.perform(kept, tell)
+            cap_memory(limits)
+            state.is_capped = True
+        return TASKS[type(request)](request, state)
     except BaseException as error:
         traceback.print_exc()
-        return Failure(classify(error), f"{type(error).__name__}: {one_line(error)}", host_peak_bytes())
+        message = f"{type(error).__name__}: {first_line_with_notes(error)}"
+        return Failure(classify_error(error), message, host_peak_bytes())
 
 
 def _redirect_output(log: str) -> None:
@@ -89,36 +91,32 @@ def _redirect_output(log: str) -> None:
     os.dup2(handle, 2)
 
 
-def _exit_with_parent(scratch: Path) -> None:
+def _exit_with_parent(scratch_folder: Path) -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch_folder, ignore_errors=True)
         os._exit(1)
 
 
 def _require_preload() -> None:
     preload = sys.modules.get("autotune.trials.preload")
     if not getattr(preload, "DONE", False):
-        import autotune.trials.preload  # noqa: F401 - shows the error that the fork server swallowed
+        import autotune.trials.preload  # noqa: F401 - raises the error that the fork server swallowed
 
 
-def cap_memory(allowance: Allowance) -> None:
-    """Let this process take no more than it may and, of a card, than is free now: others may have come since.
+def cap_memory(limits: MemoryLimits) -> None:
+    """Let this process take no more than `limits` and, on a card, than is free now: other processes may have started.
 
-    On a processor it is what comes on top of the libraries that every trial has.
+    On a CPU the cap comes on top of the libraries that every trial has.
     """
-    import torch
-
-    from autotune.training import make_current
-
-    device, cap_bytes = torch.device(allowance.device), allowance.memory_cap_bytes
+    device, cap_bytes = torch.device(limits.device), limits.cap_bytes
     if device.type == "cuda":
         make_current(device)
         free, total = torch.cuda.mem_get_info(device)
         if torch.cuda.get_device_properties(device).is_integrated:
-            free = total  # what is called free there leaves out what the kernel would give back; the parent looked
-        allowed = max(0, min(cap_bytes, free - allowance.reserve_bytes))
+            free = total  # the free memory leaves out what the kernel would give back; the parent has looked at that
+        allowed = max(0, min(cap_bytes, free - limits.reserve_bytes))
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
     elif device.type == "mps":
         torch.mps.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.mps.recommended_max_memory()))

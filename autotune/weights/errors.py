@@ -1,10 +1,10 @@
-"""What can be wrong with weights, one type each, so that callers and tests can tell them apart.
+"""Errors about weights, one type for each problem, so that callers and tests can distinguish them.
 
 InvalidInput
 └── BadWeights
     ├── TruncatedFile, CorruptFile, HeaderTooLarge     a file that cannot be read
     ├── MissingWeights, PickledWeights                 a folder without weights that can be read
-    ├── KeyMismatch, ShapeMismatch, DtypeMismatch      sound files for another model
+    ├── KeyMismatch, ShapeMismatch, DtypeMismatch      valid files of another model
     └── HubError                                       a repository that cannot be fetched
 """
 
@@ -20,7 +20,7 @@ class TruncatedFile(BadWeights):
 
 
 class CorruptFile(BadWeights):
-    """The header or the index says something that cannot be true."""
+    """The header or the index is invalid."""
 
 
 class HeaderTooLarge(BadWeights):
@@ -32,19 +32,19 @@ class MissingWeights(BadWeights):
 
 
 class PickledWeights(BadWeights):
-    """Only pickled files are there; reading one can run any code, so autotune does not."""
+    """Only pickled files exist; reading one can run any code, so autotune does not."""
 
 
 class KeyMismatch(BadWeights):
-    """Tensors that the model needs are absent, or it has no place for some."""
+    """Tensors that the model needs are absent, or it has no slot for some."""
 
 
 class ShapeMismatch(BadWeights):
-    """A tensor has another shape than its place in the model."""
+    """A tensor has another shape than its slot in the model."""
 
 
 class DtypeMismatch(BadWeights):
-    """A tensor of whole numbers where the model has real numbers, or the reverse."""
+    """An integer tensor for a floating-point slot of the model, or the reverse."""
 
 
 class HubError(BadWeights):

@@ -1,41 +1,42 @@
-"""Give a model built without weights its tensors, one by one as they arrive, and quantize each module when it is whole.
+"""Fill a model built without weights, tensor by tensor as they arrive, and quantize each module once it is complete.
 
-So loading needs the final model, the one module that is being converted, and what the loader reads ahead; never two
-copies of the model.
+So loading needs the final model, the one module that is being converted, and what the loader holds; never two copies
+of the model.
 
     model = build_empty(lambda: QwenImageTransformer2DModel(**config), dtype=torch.bfloat16)
-    load_into(model, open_source(folder / "transformer"), loader="pread", device="cuda", transform=quantize)
+    load_into(model, open_weights(folder / "transformer"), loader="pread", device="cuda", transform=quantize)
 """
 
+import ctypes
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
+
+import torch
+from torch import Tensor, nn
 
 from autotune.weights.building import DtypePolicy
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
 from autotune.weights.files import TensorEntry
-from autotune.weights.loaders import loader_called
+from autotune.weights.loaders import get_loader
 from autotune.weights.sources import WeightSource
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
-Transform = Callable[[str, "nn.Module"], "nn.Module | None"]
+Transform = Callable[[str, nn.Module], nn.Module | None]
 """Called once with a module's qualified name and the module, as soon as all parameters and buffers of its own have
-arrived. It may change the module in place, or return another to put in its place."""
+arrived. It may change the module in place, or return another one to replace it."""
 
 TRIM_EVERY_BYTES = 4 << 20
-"""Of tensors loaded, until memory that is free is given back."""
+"""Bytes of loaded tensors after which free memory is returned to the system."""
 
 OTHER_MODEL = "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
 
 
 def load_into(
-    model: "nn.Module",
+    model: nn.Module,
     source: WeightSource,
     *,
     loader: str = "safetensors",
@@ -46,81 +47,73 @@ def load_into(
 ) -> None:
     """Load `source` into `model`, tensor by tensor, onto `device`; the model ends in evaluation mode.
 
-    Without a policy every tensor takes the dtype of its place in the model. `rename` gives the model's name for a
-    stored one (`building.names_in_transformers`). Names, shapes and kinds of dtype are checked from the headers before
+    Without a policy every tensor takes the dtype of its slot in the model. `rename` returns the model's name for a
+    stored one (`building.transformers_renaming`). Names, shapes and kinds of dtype are checked from the headers before
     a tensor is read. After an error during reading the model must not be used.
 
     Raises:
         KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
         TruncatedFile: a file shrank since its header was read.
-        InvalidInput: the loader is unknown or cannot be used here.
+        InvalidInput: the loader is unknown or cannot be used on this machine.
     """
-    import torch
-
     target = torch.device(device)
-    chosen = loader_called(loader, target)
-    slots = _slots(model)
-    names = {stored: rename(stored) if rename else stored for stored in source.places}
-    _check(model, slots, source, names)
+    stream_from = get_loader(loader, target).stream
+    slots = _find_slots(model)
+    names = {stored: rename(stored) if rename else stored for stored in source.locations}
+    _check_match(model, slots, source, names)
     freed = 0
-    arrivals = _Arrivals(model, slots, transform)
-    with closing(chosen.stream(source, target)) as stream:
+    filler = _Filler(model, slots, transform)
+    with closing(stream_from(source, target)) as stream:
         for stored, tensor in stream:
             name = names[stored]
-            if name in arrivals.by_name:
-                slot = arrivals.by_name[name]
-                wanted = dtype_policy(name, tensor.dtype) if dtype_policy else slot.dtype
-                arrivals.accept(slot, tensor.to(wanted))
-                freed += tensor.nbytes if transform or wanted != tensor.dtype or target.type != "cpu" else 0
+            if name in filler.by_name:
+                slot = filler.by_name[name]
+                dtype = dtype_policy(name, tensor.dtype) if dtype_policy else slot.dtype
+                filler.fill(slot, tensor.to(dtype))
+                freed += tensor.nbytes if transform or dtype != tensor.dtype or target.type != "cpu" else 0
             del tensor  # or its memory would be held while the next one is read
             if freed >= TRIM_EVERY_BYTES:
-                _return_freed_memory()
+                _trim_heap()
                 freed = 0
-    arrivals.finish(target)
+    filler.finish(target)
     if freed or transform:
-        _return_freed_memory()
+        _trim_heap()
 
 
-def _return_freed_memory() -> None:
-    """Have glibc give free pages back to the system, which it keeps where a small allocation lies behind them.
+def _trim_heap() -> None:
+    """Have glibc return free pages to the system, which it holds if a small allocation lies behind them.
 
     Without it the heap grew to several times the model while quantizing. A no-op on other C libraries. See
     malloc_trim(3); a call takes about a millisecond.
     """
-    import ctypes
-
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
 def fill_random(
-    model: "nn.Module",
+    model: nn.Module,
     *,
     device: str = "cpu",
     seed: int,
     dtype_policy: DtypePolicy | None = None,
     transform: Transform | None = None,
 ) -> None:
-    """Random weights for a model built by `build_empty`, streamed like `load_into`: for trials without the files.
+    """Fill a model built by `build_empty` with random weights, streamed like `load_into`: for trials without the files.
 
-    Matrices are uniform with variance 1 / fan-in, so that activations keep their scale; vectors called `weight` are
+    Matrices are uniform with variance 1 / fan-in, so that activations stay in scale; vectors called `weight` are
     ones (norms), other vectors zeros (biases). A tensor's values depend on the seed and its name alone.
     """
-    import torch
-
     target = torch.device(device)
-    slots = _slots(model)
-    arrivals = _Arrivals(model, slots, transform)
+    slots = _find_slots(model)
+    filler = _Filler(model, slots, transform)
     for slot in slots:
         dtype = dtype_policy(slot.name, slot.dtype) if dtype_policy else slot.dtype
-        arrivals.accept(slot, _random(slot, target, seed).to(dtype))
-    arrivals.finish(target)
+        filler.fill(slot, _draw(slot, target, seed).to(dtype))
+    filler.finish(target)
 
 
-def _random(slot: "_Slot", device: "torch.device", seed: int) -> "Tensor":
-    import torch
-
+def _draw(slot: "_Slot", device: torch.device, seed: int) -> Tensor:
     if slot.is_buffer and not slot.tensor.is_meta:
         return slot.tensor.to(device)
     values = torch.zeros(slot.tensor.shape, device=device, dtype=slot.dtype)
@@ -133,93 +126,86 @@ def _random(slot: "_Slot", device: "torch.device", seed: int) -> "Tensor":
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place for one tensor: one parameter or persistent buffer, under all the names it has."""
+    """A place for one tensor in a model: one parameter or persistent buffer, under all the names that it has."""
 
     names: tuple[str, ...]
-    holders: tuple[tuple["nn.Module", str], ...]
-    tensor: "Tensor"
-    is_buffer: bool
+    tensor: Tensor
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     @property
-    def dtype(self) -> "torch.dtype":
+    def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
+    @property
+    def is_buffer(self) -> bool:
+        return not isinstance(self.tensor, nn.Parameter)
 
-def _slots(model: "nn.Module") -> tuple[_Slot, ...]:
+
+def _find_slots(model: nn.Module) -> tuple[_Slot, ...]:
     slots: dict[int, _Slot] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for leaf, tensor, is_buffer in _own_tensors(module):
-            known = slots.get(id(tensor), _Slot((), (), tensor, is_buffer))
-            names = (*known.names, f"{prefix}.{leaf}" if prefix else leaf)
-            holders = known.holders if (module, leaf) in known.holders else (*known.holders, (module, leaf))
-            slots[id(tensor)] = _Slot(names, holders, tensor, is_buffer)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        known = slots.get(id(tensor))
+        slots[id(tensor)] = _Slot((*known.names, name) if known else (name,), tensor)
     return tuple(slots.values())
 
 
-def _own_tensors(module: "nn.Module") -> Iterator[tuple[str, "Tensor", bool]]:
-    for leaf, parameter in module._parameters.items():
-        if parameter is not None:
-            yield leaf, parameter, False
-    for leaf, buffer in module._buffers.items():
-        if buffer is not None and leaf not in module._non_persistent_buffers_set:
-            yield leaf, buffer, True
+def _find_holders(model: nn.Module, slot: _Slot) -> list[tuple[nn.Module, str]]:
+    """Modules that have the slot's tensor, and its attribute name in each."""
+    places = [name.rpartition(".") for name in slot.names]
+    return list(dict.fromkeys((model.get_submodule(parent), leaf) for parent, _, leaf in places))
 
 
-class _Arrivals:
-    """Puts tensors in their places and knows when a module is whole."""
+class _Filler:
+    """Puts tensors into their slots and transforms each module once it is complete."""
 
-    def __init__(self, model: "nn.Module", slots: Iterable[_Slot], transform: Transform | None) -> None:
+    def __init__(self, model: nn.Module, slots: Sequence[_Slot], transform: Transform | None) -> None:
         self.model = model
         self.transform = transform
         self.by_name = {name: slot for slot in slots for name in slot.names}
         self.filled: set[str] = set()
-        self.missing: dict[nn.Module, int] = {}
-        for slot in slots:
-            for module, _ in slot.holders:
-                self.missing[module] = self.missing.get(module, 0) + 1
+        self.holders = {slot.name: _find_holders(model, slot) for slot in slots}
+        self.num_missing = Counter(module for holders in self.holders.values() for module, _ in holders)
         self.module_names = {module: name for name, module in model.named_modules()}
 
-    def accept(self, slot: _Slot, tensor: "Tensor") -> None:
-        """Put `tensor` in its place. A tied tensor that was stored twice is taken once."""
-        from torch import nn
-
+    def fill(self, slot: _Slot, tensor: Tensor) -> None:
+        """Put `tensor` into its slot. A tied tensor that was stored twice is taken once."""
         if slot.name in self.filled:
             return
         self.filled.add(slot.name)
-        new = tensor if slot.is_buffer else nn.Parameter(tensor, requires_grad=_may_learn(slot, tensor))
-        for module, leaf in slot.holders:
-            places: dict[str, Any] = module._buffers if slot.is_buffer else module._parameters
-            places[leaf] = new
-        for module, _ in slot.holders:
-            self.missing[module] -= 1
-            if not self.missing[module]:
-                self._whole(module)
+        needs_grad = slot.tensor.requires_grad and tensor.is_floating_point()
+        new = tensor if slot.is_buffer else nn.Parameter(tensor, requires_grad=needs_grad)
+        for module, leaf in self.holders[slot.name]:
+            own: dict[str, Any] = module._buffers if slot.is_buffer else module._parameters
+            own[leaf] = new
+        for module, _ in self.holders[slot.name]:
+            self.num_missing[module] -= 1
+            if not self.num_missing[module]:
+                self._complete(module)
 
-    def _whole(self, module: "nn.Module") -> None:
+    def _complete(self, module: nn.Module) -> None:
         name = self.module_names[module]
         replacement = self.transform(name, module) if self.transform else None
         if replacement is not None and replacement is not module and name:
-            parent, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), leaf, replacement)
-            for tensors in (module._parameters, module._buffers):  # the slots know this module until all have come
+            self.model.set_submodule(name, replacement)
+            for tensors in (module._parameters, module._buffers):  # the slots refer to this module until the end
                 tensors.update(dict.fromkeys(tensors))
 
-    def finish(self, device: "torch.device") -> None:
-        """Move what is in no file, make sure that nothing was left without values, and give back what quantizing took:
-        CUDA's allocator would have to at the edge of memory, in the middle of a step, which reads as a spill."""
-        import torch
+    def finish(self, device: torch.device) -> None:
+        """Move what is in no file, check that nothing was left without values, and return what quantizing took.
 
+        CUDA's allocator would otherwise have to return it at the edge of memory, in the middle of a step, which looks
+        like a spill to host memory.
+        """
         for name, module in self.model.named_modules():
             for leaf in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(leaf)
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[leaf] = buffer.to(device)
             for leaf, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
-                if _is_meta(value):
+                if getattr(value, "is_meta", False):
                     message = f"{name}.{leaf} has no values: it is in no file and was built on the meta device"
                     raise BadWeights(message, hint="build the model with autotune.weights.building.build_empty")
         self.model.eval()
@@ -227,35 +213,28 @@ class _Arrivals:
             torch.cuda.empty_cache()
 
 
-def _may_learn(slot: _Slot, tensor: "Tensor") -> bool:
-    return slot.tensor.requires_grad and tensor.is_floating_point()
-
-
-def _is_meta(value: Any) -> bool:
-    return bool(getattr(value, "is_meta", False))
-
-
-def _check(model: "nn.Module", slots: tuple[_Slot, ...], source: WeightSource, names: Mapping[str, str]) -> None:
+def _check_match(model: nn.Module, slots: tuple[_Slot, ...], source: WeightSource, names: Mapping[str, str]) -> None:
+    """Raise KeyMismatch, ShapeMismatch or DtypeMismatch unless the headers are those of the model's weights."""
     entries: dict[str, TensorEntry] = {}
     for stored, name in names.items():
-        entry = source.places[stored][1]
+        entry = source.locations[stored][1]
         if name in entries:
             raise KeyMismatch(f"{entries[name].name} and {stored} are both {name} in the model", hint=OTHER_MODEL)
         entries[name] = entry
     known = {name for slot in slots for name in slot.names}
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    extra = [name for name in entries if name not in known and not any(re.search(p, name) for p in ignored)]
+    unexpected = [name for name in entries if name not in known and not any(re.search(p, name) for p in ignored)]
     missing = [slot.name for slot in slots if not entries.keys() & set(slot.names)]
-    for absent, what in ((missing, "lacks"), (extra, "has, but the model has no place for,")):
-        if absent:
-            shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-            raise KeyMismatch(f"{source.path} {what} {shown}", hint=OTHER_MODEL)
+    for keys, problem in ((missing, "lacks"), (unexpected, "has, but the model has no place for,")):
+        if keys:
+            shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            raise KeyMismatch(f"{source.path} {problem} {shown}", hint=OTHER_MODEL)
     for slot in slots:
         for name in set(slot.names) & entries.keys():
-            _check_kind(slot, name, entries[name])
+            _check_slot(slot, name, entries[name])
 
 
-def _check_kind(slot: _Slot, name: str, entry: TensorEntry) -> None:
+def _check_slot(slot: _Slot, name: str, entry: TensorEntry) -> None:
     if entry.shape != tuple(slot.tensor.shape):
         message = f"{name} has shape {entry.shape} in the file, {tuple(slot.tensor.shape)} in the model"
         raise ShapeMismatch(message, hint=OTHER_MODEL)

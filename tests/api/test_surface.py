@@ -18,13 +18,13 @@ from autotune.schema.events import Event, event_line, parse_event
 FUNCTIONS = """
     check check_data convert_weights doctor estimate event_line explain_error export_records find_record
     import_records inspect_weights list_choices list_gpus list_models list_records load_plan make_demo plan
-    plan_text prepare_process probe prune_records pull_records push_records sample save_plan train
-    verify_records
+    plan_text prepare_process probe prune_records pull_records push_records read_record sample save_plan
+    shipped_profiles train verify_records
 """
 OBJECTS = """
     Candidate CatalogGpu CheckResult DataReport Demo Estimate FileSummary Finding HardwareProfile Job
     JobOverrides ModelSpec PlanOptions Prediction Record RecordList RecordVerdict RunReport SearchSpace
-    Summary TrainingPlan Transfer TrialResult Workload WorkloadOptions
+    RecordSummary TrainingPlan Transfer TrialResult Workload WorkloadOptions
 """
 EVENTS = """
     CandidatesPredicted Event Notice PhaseStarted Progressed RecordsMatched RunStarted SearchSpaceBuilt

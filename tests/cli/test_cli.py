@@ -17,7 +17,7 @@ from autotune.api.amounts import memory_bytes
 from autotune.cli.app import app
 from autotune.cli.options import JobOptions, option_of
 from autotune.errors import InvalidInput
-from autotune.runtime.threads import limit_thread_spinning
+from autotune.runtime.process import limit_thread_spinning
 from tests.conftest import autotune
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
@@ -30,14 +30,14 @@ def test_importing_the_front_door_or_the_cli_loads_nothing_heavy(module: str) ->
     assert process.stdout.strip() == "[]"
 
 
-def test_an_interrupt_that_python_drops_comes_again() -> None:
+def test_an_interrupt_that_python_drops_comes_repeat_interrupt() -> None:
     code = """
 import signal, sys, time, weakref
-from autotune.cli.app import _again
+from autotune.cli.app import _repeat_interrupt
 
 class Tensor: ...
 
-sys.unraisablehook = _again
+sys.unraisablehook = _repeat_interrupt
 tensor = Tensor()
 watched = weakref.ref(tensor, lambda _: signal.raise_signal(signal.SIGINT))
 try:
@@ -255,7 +255,7 @@ def test_names_with_brackets_are_printed_as_they_are(capfd: pytest.CaptureFixtur
 def test_progress_can_be_read_by_programs_or_left_out() -> None:
     process = autotune("--progress", "json", "probe", "--quick", "--json")
     first, *_ = (json.loads(line) for line in process.stderr.splitlines())
-    assert first == {"event": "PhaseStarted", "name": "reading the machine"}
+    assert first == {"event": "StatusChanged", "text": "reading the machine"}
     assert json.loads(process.stdout)["device"]["kind"]
     assert autotune("--progress", "none", "probe", "--quick").stderr == ""
     assert autotune("--progress", "loud", "models").returncode == 2

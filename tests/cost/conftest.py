@@ -1,4 +1,4 @@
-"""Predictors that the tests of this room share, so that each tiny model is traced once."""
+"""Cost models that the tests of this room share, so that each tiny model is traced once."""
 
 from collections.abc import Callable
 

@@ -8,7 +8,7 @@ from tiny_models import TINY, gpu, workload_of
 from autotune.cost.job_estimate import estimate, job_time
 from autotune.cost.predict import CostModel
 from autotune.families.registry import FAMILIES
-from autotune.reporting.estimate import render
+from autotune.reporting.estimate import estimate_text
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Estimate
 
@@ -25,21 +25,21 @@ def _predictor() -> CostModel:
 
 
 def test_the_text_fits_a_terminal_and_names_every_part(answer):
-    text = render(answer)
+    text = estimate_text(answer)
     assert max(len(line) for line in text.splitlines()) <= 80
     for word in ("fits", "weights", "optimizer", "Phases", "preview", "Step time", "recomputing", "Job of 1000 steps"):
         assert word in text
 
 
 def test_a_long_name_does_not_push_the_verdict_out(answer):
-    lines = render(answer.model_copy(update={"hardware": "N" * 60})).splitlines()
+    lines = estimate_text(answer.model_copy(update={"hardware": "N" * 60})).splitlines()
     assert max(map(len, lines)) <= 80
     assert " ".join(lines[:2]).endswith(": fits")
 
 
 def test_what_does_not_fit_says_what_would_help(answer):
-    assert "autotune plan" not in render(answer)
-    assert "autotune plan" in render(answer.model_copy(update={"fits": False}))
+    assert "autotune plan" not in estimate_text(answer)
+    assert "autotune plan" in estimate_text(answer.model_copy(update={"fits": False}))
 
 
 def test_json_has_both_figures_on_top(answer):

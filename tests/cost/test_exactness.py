@@ -11,7 +11,7 @@ from autotune.families.loss import flow_matching_loss
 from autotune.families.registry import FAMILIES
 from autotune.schema.candidate import Candidate
 from autotune.training.step import AdapterOptimizer
-from benchmarks.cpu_truth import batches, build, parts_of, run, storage_bytes
+from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
 from tests.builders import BITSANDBYTES
 
 STORED = [
@@ -83,7 +83,7 @@ def test_bytes_saved_for_backward_are_exact(predictor, name, quantization):
 
 
 def _plain(transformer):
-    return (part for tensor in (*transformer.parameters(), *transformer.buffers()) for part in parts_of(tensor))
+    return (part for tensor in (*transformer.parameters(), *transformer.buffers()) for part in read_parts(tensor))
 
 
 def _kept_by_nodes(root):

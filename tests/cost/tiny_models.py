@@ -77,7 +77,7 @@ def gpu(name: str) -> HardwareProfile:
 def workload_of(name: str, **changes: Any) -> Workload:
     family, config = FAMILIES[name], TINY.get(name, {})
     config = changes.pop("config", config)
-    frames = 5 if family.takes_clips else 1
+    frames = 5 if family.can_train_clips else 1
     values: dict[str, Any] = {
         "model": ModelSpec(
             family=name,

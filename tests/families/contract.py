@@ -144,9 +144,9 @@ def masks_are_announced(small: Small) -> None:
 
     nn.functional.scaled_dot_product_attention = spy
     try:
-        assert masked(samples[:1]) == small.family.masks(1, "masked")
-        assert masked([samples[0]] * 2) == small.family.masks(2, "exact")
-        assert masked(samples) == small.family.masks(2, "masked")
+        assert masked(samples[:1]) == small.family.has_attention_mask(1, "masked")
+        assert masked([samples[0]] * 2) == small.family.has_attention_mask(2, "exact")
+        assert masked(samples) == small.family.has_attention_mask(2, "masked")
     finally:
         nn.functional.scaled_dot_product_attention = original
 

@@ -72,7 +72,7 @@ class StableDiffusion3(Family):
             return_dict=False,
         )[0][:, :, None]
 
-    def masks(self, micro_batch_size, text_padding):
+    def has_attention_mask(self, micro_batch_size, text_padding):
         return False
 
     def write_small_pipeline(self, folder, captions, seed):

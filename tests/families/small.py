@@ -27,7 +27,7 @@ class Small:
 
     @property
     def bucket(self) -> Bucket:
-        frames = 5 if self.family.takes_clips else 1
+        frames = 5 if self.family.can_train_clips else 1
         return Bucket(width_px=48, height_px=64, num_frames=frames, num_items=1)
 
     def pixels(self, bucket: Bucket, seed: int = 0) -> torch.Tensor:

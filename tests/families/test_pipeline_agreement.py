@@ -33,7 +33,7 @@ def _options(family, pipeline, monkeypatch):
         del options["guidance_scale"]
     if family.name == "kandinsky5-image-lite":
         monkeypatch.setattr(pipeline, "resolutions", [(48, 64)])
-    if family.takes_clips:
+    if family.can_train_clips:
         options["num_frames"] = 5
     return options
 
@@ -47,7 +47,7 @@ def controls(small, monkeypatch):
     stock_size = edit.calculate_dimensions
     monkeypatch.setattr(edit, "calculate_dimensions", lambda _, ratio: stock_size(AREA, ratio))
     monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", AREA)
-    monkeypatch.setattr(qwen_image_edit, "CONDITION_AREA", AREA)
+    monkeypatch.setattr(qwen_image_edit.QwenImageEdit, "condition_area_px", AREA)
     sizes = [(64, 64), (96, 32), (32, 96)][: small.family.max_controls]
     return [
         small.pixels(Bucket(width_px=width, height_px=height, num_frames=1, num_items=1), seed=number)
@@ -124,7 +124,7 @@ def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monke
         expected = pipeline.vae.decode(raw).sample
     if family.name.startswith("kandinsky5"):
         given = latents.permute(0, 2, 3, 4, 1)
-        if family.takes_clips:
+        if family.can_train_clips:
             given = torch.cat([given, torch.zeros_like(given), torch.zeros_like(given[..., :1])], dim=-1)
     else:
         given = torch.nn.functional.pixel_unshuffle(latents[:, :, 0], 2).flatten(2).mT

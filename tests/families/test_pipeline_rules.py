@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.families.base import bare_pipeline, unwrapped
-from autotune.families.qwen_image_edit import CONDITION_AREA, PLUS_CONDITION_AREA, _stock_size
+from autotune.families.base import build_empty_pipeline, unwrap_model
 from autotune.families.registry import FAMILIES
 from autotune.schema.workload import Bucket
 from tests.families.small import CAPTIONS
@@ -14,21 +13,22 @@ from tests.families.small import CAPTIONS
 sides = st.integers(1, 4096)
 
 
-@given(sides, sides, st.sampled_from([CONDITION_AREA, PLUS_CONDITION_AREA]))
+@given(sides, sides)
 @settings(max_examples=100, deadline=None)
-def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, height, area):
+def test_control_images_get_the_size_that_the_edit_pipelines_give_them(width, height):
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
-    assert _stock_size(area, width / height) == edit.calculate_dimensions(area, width / height)[:2]
-    assert _stock_size(area, width / height) == plus.calculate_dimensions(area, width / height)
-    assert plus.CONDITION_IMAGE_SIZE == PLUS_CONDITION_AREA
+    one, several = FAMILIES["qwen-image-edit"], FAMILIES["qwen-image-edit-plus"]
+    assert one._condition_size(width, height) == edit.calculate_dimensions(1024 * 1024, width / height)[:2]
+    area = plus.CONDITION_IMAGE_SIZE
+    assert several._condition_size(width, height) == plus.calculate_dimensions(area, width / height)
 
 
 @given(sides, sides)
 @settings(max_examples=100, deadline=None)
 def test_video_positions_scale_as_in_the_pipeline(height, width):
-    stock = bare_pipeline("Kandinsky5T2VPipeline")._get_scale_factor(height, width)
+    stock = build_empty_pipeline("Kandinsky5T2VPipeline")._get_scale_factor(height, width)
     assert FAMILIES["kandinsky5-video-lite"]._rope_scale(height, width) == stock
 
 
@@ -57,8 +57,8 @@ def test_wrapped_models_are_seen_through():
     inner = torch.nn.Linear(1, 1)
     wrapped = torch.nn.Module()
     wrapped.module = torch.compile(inner)
-    assert unwrapped(wrapped) is inner
-    assert unwrapped(inner) is inner
+    assert unwrap_model(wrapped) is inner
+    assert unwrap_model(inner) is inner
 
 
 @pytest.mark.parametrize("name", ["qwen-image-edit", "qwen-image-edit-plus"])

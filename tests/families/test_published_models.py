@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from autotune.cost.model import TracedModel
 from autotune.errors import InvalidInput
-from autotune.families.registry import FAMILIES, family_named
-from autotune.families.resolve import build_on_meta, parts_of, resolve_model
+from autotune.families.registry import FAMILIES, get_family
+from autotune.families.resolve import build_on_meta, read_parts, resolve_model
 from autotune.schema.workload import Bucket
 from tests.builders import workload
 from tests.families.published import CONFIGS
@@ -62,14 +62,14 @@ def published_folder(folder, name):
 def test_the_folder_of_a_published_model_is_that_model(tmp_path, name):
     family, model = FAMILIES[name], resolve_model(str(published_folder(tmp_path, name)))
     assert model.spec.architecture == resolve_model(name).spec.architecture
-    parts = parts_of(model)
+    parts = read_parts(model)
     assert parts.vae_class == family.parts.vae_class
     with torch.device("meta"):
         vaes = [getattr(diffusers, known.vae_class)(**known.vae_config) for known in (parts, family.parts)]
     ours, theirs = (json.loads(json.dumps(vae.config)) for vae in vaes)
     assert {**ours, "_use_default_values": None} == {**theirs, "_use_default_values": None}
     without_weights = replace(model, folder=None)
-    assert parts_of(without_weights) == family.parts
+    assert read_parts(without_weights) == family.parts
 
 
 def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):
@@ -78,7 +78,7 @@ def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "of_another_release": None}))
     model = resolve_model(str(folder))
     small = workload(model=model.spec, buckets=(Bucket(width_px=64, height_px=64, num_frames=1, num_items=1),))
-    traced = TracedModel(model.family, model.config, small, "cpu", parts_of(model))
+    traced = TracedModel(model.family, model.config, small, "cpu", read_parts(model))
     assert traced.vae_cost("bf16").weight_bytes == 2 * 83_819_683
 
 
@@ -88,7 +88,7 @@ def test_each_pipeline_class_belongs_to_one_family():
 
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(InvalidInput) as caught:
-        family_named("sdxl")
+        get_family("sdxl")
     assert "flux1-dev" in caught.value.hint
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.families.resolve import fetch_model, parts_of, resolve_model
+from autotune.families.resolve import fetch_model, read_parts, resolve_model
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_an_autoencoder_that_cannot_be_built_is_refused_before_anything_is_trace
     (folder / "model_index.json").write_text(json.dumps({**index, "vae": ["diffusers", vae]}))
     (folder / "vae" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=f"does not build a {vae}"):
-        parts_of(resolve_model(str(folder)))
+        read_parts(resolve_model(str(folder)))
 
 
 @pytest.mark.parametrize("revision", ["../../../x", "a/../../b", "/etc", "", "a b", "\x1b[2J"])

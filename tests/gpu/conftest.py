@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.schema.candidate import Candidate
@@ -52,7 +52,7 @@ def precision(hardware: HardwareProfile) -> str:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu") / "model"
-    family_named("qwen-image").write_small_pipeline(folder, CAPTIONS, seed=0)
+    get_family("qwen-image").write_small_pipeline(folder, CAPTIONS, seed=0)
     return folder
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import FAMILIES, family_named
+from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import resolve_model
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
 from autotune.trials.parity import check_parity
 from tests.gpu.conftest import CAPTIONS, work
@@ -17,15 +17,15 @@ NAMES = [name for name in FAMILIES if not FAMILIES[name].max_controls]
 @pytest.mark.parametrize("padding", ["exact", "masked"])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardware, precision, name, padding):
-    family_named(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
+    get_family(name).write_small_pipeline(tmp_path / "model", CAPTIONS, seed=0)
     resolved = resolve_model(str(tmp_path / "model"))
-    open_gates = {capability.name for capability in hardware.capabilities if capability.available}
+    available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision],
-        "attention": [b for b in BACKENDS if f"attention.{b}" in open_gates],
-        "quantization": [q for q in WEIGHT_FORMATS if f"quantization.{q}" in open_gates],
+        "attention": [b for b in Attention().names if f"attention.{b}" in available],
+        "quantization": [q for q in WEIGHT_FORMATS if f"quantization.{q}" in available],
         "swapped_blocks": [0, 1],
-        "compile": ["block"] if "compile" in open_gates and hardware.device.kind == "cuda" else [],
+        "compile": ["block"] if "compile" in available and hardware.device.kind == "cuda" else [],
         "optimizer": ["adamw"],
     }
     workload = work(tmp_path / "model", padding=padding)

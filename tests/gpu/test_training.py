@@ -13,9 +13,9 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.events import Event
 from autotune.schema.plan_file import seal
 from autotune.training.run import train
-from autotune.training.sample import Wanted, sample_run
+from autotune.training.sample import SampleRequest, sample_run
 from autotune.weights.loaders import LOADERS
-from autotune.weights.sources import open_source
+from autotune.weights.sources import open_weights
 from tests.events import notices_to, steps_to
 from tests.training.small import make_plan, write_model_and_images
 
@@ -55,7 +55,9 @@ def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(data, hardware, 
     plan = make_plan(*data, hardware, settings=swapped, output=str(tmp_path / "out"), preview_prompts=("a red square",))
     report = train(plan, hardware, tmp_path / "cache")
     assert report.verdict.num_unmoved == 0
-    (written,) = sample_run(tmp_path / "out", hardware, Wanted("a red square", seed=plan.job.seed), tmp_path / "cache")
+    (written,) = sample_run(
+        tmp_path / "out", hardware, SampleRequest("a red square", seed=plan.job.seed), tmp_path / "cache"
+    )
     assert Image.open(written).size == Image.open(tmp_path / "out" / "sample_with_adapter.png").size
 
 
@@ -83,9 +85,9 @@ def test_a_stopped_run_resumed_ends_where_an_unbroken_one_does(data, hardware, s
 @pytest.mark.parametrize("name", LOADERS)
 def test_every_loader_brings_the_same_bits_to_the_device(data, device, name):
     loader, target = LOADERS[name], torch.device(device)
-    if reason := loader.unavailable(target):
+    if reason := loader.unavailable_reason(target):
         pytest.skip(reason)
-    source = open_source(data[0] / "transformer")
+    source = open_weights(data[0] / "transformer")
     expected = {
         key: value for path in (data[0] / "transformer").glob("*.safetensors") for key, value in load_file(path).items()
     }

@@ -10,9 +10,10 @@ import torch
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.knobs.allocator import VARIABLES
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import Attention
 from autotune.schema.candidate import Candidate
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import TASKS
 from tests.gpu.conftest import GIB, candidate, work
 
 LOSS_TOLERANCES = {"torchao-int8": 0.1, "bnb-int8": 0.1, "torchao-fp8": 0.5, "layerwise-fp8": 0.5, "bnb-nf4": 1.0}
@@ -27,8 +28,8 @@ def test_a_forked_child_uses_the_device(runner, precision):
 
 
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", BACKENDS)
-def test_every_attention_whose_gate_is_open_trains(runner, hardware, precision, name):
+@pytest.mark.parametrize("name", Attention().names)
+def test_every_attention_that_is_available_trains(runner, hardware, precision, name):
     capability = hardware.capability(f"attention.{name}")
     if not capability.available:
         pytest.skip(capability.reason)
@@ -39,7 +40,7 @@ def test_every_attention_whose_gate_is_open_trains(runner, hardware, precision, 
 @pytest.mark.anywhere
 @pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name != "none"])
 @pytest.mark.parametrize("checkpointed", [0, 2])
-def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, name, checkpointed):
+def test_every_storage_that_is_available_trains(runner, hardware, precision, name, checkpointed):
     capability = hardware.capability(f"quantization.{name}")
     if not capability.available:
         pytest.skip(capability.reason)
@@ -52,7 +53,7 @@ def test_every_storage_whose_gate_is_open_trains(runner, hardware, precision, na
 
 @pytest.mark.parametrize("name", ["bnb-int8", "bnb-nf4", "torchao-int8", "torchao-fp8", "layerwise-fp8"])
 def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
-    from autotune.families.registry import family_named
+    from autotune.families.registry import get_family
     from autotune.quantization.layers import quantize_inside
     from autotune.runtime.memory import tensor_bytes
     from autotune.weights.building import build_empty
@@ -61,7 +62,7 @@ def test_stored_weights_are_as_small_as_the_cost_model_says(hardware, name):
     capability = hardware.capability(f"quantization.{name}")
     if not capability.available:
         pytest.skip(capability.reason)
-    family = family_named("qwen-image")
+    family = get_family("qwen-image")
     config = {"num_layers": 1, "joint_attention_dim": 128}
     model = build_empty(lambda: family.build_transformer(config), dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
@@ -88,9 +89,13 @@ class AskAllocator:
     candidate: Candidate
     device: str
 
-    def perform(self, kept, tell):
-        torch.zeros(1, device=self.device)
-        return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+
+def has_expandable_segments(request, child):
+    torch.zeros(1, device=request.device)
+    return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+
+
+TASKS[AskAllocator] = has_expandable_segments
 
 
 @pytest.mark.parametrize("memory", ["pageable", "pinned"])

@@ -10,44 +10,43 @@ from autotune.hardware.system import Unavailable
 from autotune.schema.hardware import HardwareProfile
 
 HERE = Path(__file__).parent
-ANSWERS: dict[str, Any] = {
-    name: answers
-    for name, answers in yaml.safe_load((HERE / "machines.yaml").read_text()).items()
+SOURCES: dict[str, Any] = {
+    name: sources
+    for name, sources in yaml.safe_load((HERE / "machines.yaml").read_text()).items()
     if not name.startswith("_")
 }
-MACHINES = tuple(ANSWERS)
+MACHINES = tuple(SOURCES)
 
 
 class FakeSystem:
-    """A machine described by data: `{source: {question: answer}}`.
+    """A machine described by data: `{source: {query: value}}`.
 
-    Answers under `devices`, a list, belong to one device each. An answer `{"absent": reason}` is unanswered, and a
-    whole source may be absent in the same way.
+    Values under `devices`, a list, belong to one device each. A value `{"absent": reason}` is unavailable, and a whole
+    source may be absent in the same way.
     """
 
-    def __init__(self, answers: Mapping[str, object]) -> None:
-        self._answers = answers
+    def __init__(self, sources: Mapping[str, object]) -> None:
+        self._sources = sources
 
-    def ask(self, source: str, question: str, index: int = 0) -> object:
-        known = _present(self._answers.get(source, {}))
-        if not isinstance(known, Mapping):
-            raise Unavailable(f"{source} gives no answers")
-        devices = known.get("devices", ())
-        of_device = devices[index] if index < len(devices) else {}
-        for place in (of_device, known):
-            if question in place:
-                return _present(place[question])
+    def query(self, source: str, name: str, index: int = 0) -> object:
+        values = _present(self._sources.get(source, {}))
+        if not isinstance(values, Mapping):
+            raise Unavailable(f"{source} reports nothing")
+        devices = values.get("devices", ())
+        for place in (devices[index] if index < len(devices) else {}, values):
+            if name in place:
+                return _present(place[name])
         raise Unavailable("not reported")
 
 
-def _present(answer: object) -> object:
-    if isinstance(answer, Mapping) and "absent" in answer:
-        raise Unavailable(str(answer["absent"]))
-    return answer
+def _present(value: object) -> object:
+    if isinstance(value, Mapping) and "absent" in value:
+        raise Unavailable(str(value["absent"]))
+    return value
 
 
 def machine(name: str) -> FakeSystem:
-    return FakeSystem(ANSWERS[name])
+    return FakeSystem(SOURCES[name])
 
 
 def as_text(profile: HardwareProfile, findings: list[str]) -> str:

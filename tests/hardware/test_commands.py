@@ -7,16 +7,27 @@ from typer.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.hardware import diagnosis as doctor
+from autotune.hardware import probing
 from autotune.hardware.catalog import load_catalog
+from autotune.schema.hardware import HardwareProfile
 from tests.hardware.fleet import machine
 
 
 @pytest.mark.parametrize(("name", "status"), [("cpu-only-torch", 1), ("gb10", 0), ("h200", 0)])
 def test_the_doctor_exits_with_one_where_something_blocks(monkeypatch, name, status):
     monkeypatch.setattr(doctor, "RealSystem", lambda torch: machine(name))
-    told = CliRunner().invoke(app, ["doctor", "--json"])
-    severities = [finding["severity"] for finding in json.loads(told.stdout)]
-    assert told.exit_code == status == int("blocks" in severities)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    severities = [finding["severity"] for finding in json.loads(result.stdout)]
+    assert result.exit_code == status == int("blocks" in severities)
+
+
+def test_the_probe_shows_the_fingerprint_to_people_and_scripts(monkeypatch):
+    monkeypatch.setattr(probing, "RealSystem", lambda: machine("rtx-4090"))
+    fingerprint = probing.probe().fingerprint
+    assert fingerprint[:23] in CliRunner().invoke(app, ["probe", "--quick"]).stdout
+    printed = CliRunner().invoke(app, ["probe", "--quick", "--json"]).stdout
+    assert json.loads(printed)["fingerprint"] == fingerprint
+    assert HardwareProfile.model_validate_json(printed) == probing.probe()
 
 
 def test_the_catalog_is_listed_for_people_and_for_scripts():

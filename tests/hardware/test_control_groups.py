@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune.hardware import sources as answers
+from autotune.hardware import sources
 from autotune.hardware.facts import read_host
-from autotune.hardware.memory import budget
+from autotune.hardware.memory import compute_budget
 from autotune.hardware.reader import Reader
 from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import Unavailable
@@ -20,8 +20,8 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hierarchy whose process lies in /slurm/job_7/step_0."""
     (tmp_path / "own").write_text("1:name=systemd:/elsewhere\n0::/slurm/job_7/step_0\n")
     (tmp_path / "fs" / "slurm" / "job_7" / "step_0").mkdir(parents=True)
-    monkeypatch.setattr(answers, "OWN_CGROUP", tmp_path / "own")
-    monkeypatch.setattr(answers, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(sources, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(sources, "CGROUPS", tmp_path / "fs")
     return tmp_path / "fs"
 
 
@@ -35,19 +35,19 @@ def test_the_narrowest_of_the_limits_above_a_process_counts(groups: Path) -> Non
     limit(groups / "slurm", 100 * GIB, used=90 * GIB, inactive=5 * GIB)
     limit(groups / "slurm" / "job_7", 32 * GIB, used=2 * GIB)
     limit(groups / "slurm" / "job_7" / "step_0", "max")
-    assert RealSystem(torch=False).ask("os", "container_free_bytes") == 15 * GIB
+    assert RealSystem(torch=False).query("os", "container_free_bytes") == 15 * GIB
 
 
 def test_a_container_sees_its_own_group_as_the_root(groups: Path) -> None:
     limit(groups, 8 * GIB, used=GIB)
-    answers.OWN_CGROUP.write_text("0::/\n")
-    assert RealSystem(torch=False).ask("os", "container_free_bytes") == 7 * GIB
+    sources.OWN_CGROUP.write_text("0::/\n")
+    assert RealSystem(torch=False).query("os", "container_free_bytes") == 7 * GIB
 
 
 @pytest.fixture
 def v1(groups: Path) -> Path:
-    """A Docker container under cgroup v1: told the host's path, which it does not see."""
-    answers.OWN_CGROUP.write_text("5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n")
+    """A Docker container under cgroup v1, which reads its path as the host sees it."""
+    sources.OWN_CGROUP.write_text("5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n")
     for controller in ("memory", "cpu"):
         (groups / controller).mkdir()
     (groups / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
@@ -58,52 +58,52 @@ def v1(groups: Path) -> Path:
 
 
 def test_limits_of_the_older_control_groups_count_too(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers.os, "sched_getaffinity", lambda _: range(64), raising=False)
-    ask = RealSystem(torch=False).ask
-    assert ask("os", "container_free_bytes") == 2 * GIB
+    monkeypatch.setattr(sources.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    query = RealSystem(torch=False).query
+    assert query("os", "container_free_bytes") == 2 * GIB
     (v1 / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    assert ask("os", "logical_cores") == 64
+    assert query("os", "logical_cores") == 64
     (v1 / "cpu" / "cpu.cfs_quota_us").write_text("250000\n")
-    assert ask("os", "logical_cores") == 2
+    assert query("os", "logical_cores") == 2
     (v1 / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
     with pytest.raises(Unavailable, match="no limit"):
-        ask("os", "container_free_bytes")
+        query("os", "container_free_bytes")
 
 
 def test_a_small_container_of_a_large_host_keeps_a_share_of_its_own_memory_free(
     groups: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers.psutil, "virtual_memory", lambda: SimpleNamespace(total=512 * GIB, available=400 * GIB))
+    monkeypatch.setattr(sources.psutil, "virtual_memory", lambda: SimpleNamespace(total=512 * GIB, available=400 * GIB))
     limit(groups, 2 * GIB, used=GIB // 4)
     host = read_host(Reader(RealSystem(torch=False)))
     assert (host.memory_bytes, host.available_memory_bytes) == (2 * GIB, 2 * GIB - GIB // 4)
-    assert budget("host", host.memory_bytes, host.available_memory_bytes, None)[0] == int(1.5 * GIB)
+    assert compute_budget("host", host.memory_bytes, host.available_memory_bytes, None)[0] == int(1.5 * GIB)
 
 
 @pytest.mark.parametrize("damage", ["", "max", "-1", "1 2 3", "none of your business", "\0"])
 def test_odd_control_groups_cost_neither_cores_nor_memory(
     groups: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(sources.os, "sched_getaffinity", lambda _: range(8), raising=False)
     for file in ("cpu.max", "memory.current", "memory.stat"):
         (groups / file).write_text(damage)
     (groups / "slurm" / "memory.max").mkdir()
-    assert RealSystem(torch=False).ask("os", "logical_cores") == 8
-    assert read_host(Reader(RealSystem(torch=False))).memory_bytes == answers.psutil.virtual_memory().total
+    assert RealSystem(torch=False).query("os", "logical_cores") == 8
+    assert read_host(Reader(RealSystem(torch=False))).memory_bytes == sources.psutil.virtual_memory().total
 
 
 def test_without_limits_nothing_is_answered(groups: Path) -> None:
     with pytest.raises(Unavailable, match="no limit"):
-        RealSystem(torch=False).ask("os", "container_free_bytes")
-    answers.OWN_CGROUP.unlink()
+        RealSystem(torch=False).query("os", "container_free_bytes")
+    sources.OWN_CGROUP.unlink()
     with pytest.raises(Unavailable, match="no limit"):
-        RealSystem(torch=False).ask("os", "container_free_bytes")
+        RealSystem(torch=False).query("os", "container_free_bytes")
 
 
 def test_cores_of_a_job_are_counted_by_its_quota(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers.os, "sched_getaffinity", lambda _: range(64), raising=False)
+    monkeypatch.setattr(sources.os, "sched_getaffinity", lambda _: range(64), raising=False)
     (groups / "slurm" / "cpu.max").write_text("max 100000\n")
     (groups / "slurm" / "job_7" / "cpu.max").write_text("850000 100000\n")
-    assert RealSystem(torch=False).ask("os", "logical_cores") == 8
+    assert RealSystem(torch=False).query("os", "logical_cores") == 8
     (groups / "slurm" / "job_7" / "step_0" / "cpu.max").write_text("50000 100000\n")
-    assert RealSystem(torch=False).ask("os", "logical_cores") == 1
+    assert RealSystem(torch=False).query("os", "logical_cores") == 1

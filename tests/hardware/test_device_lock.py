@@ -1,5 +1,6 @@
 """One device, one search: by real processes."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -11,57 +12,57 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError
-from autotune.hardware.device_lock import DeviceLock, held_for_run, lock_path
+from autotune.hardware.device_lock import DeviceLock, lock_for_run, lock_path
 from autotune.hardware.nvidia import DriverSource
 from tests.builders import hardware
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def _hold(path: Path, pipe: Connection, trains: bool, told: Path | None) -> None:
+def _hold(path: Path, pipe: Connection, for_training: bool, marker: Path | None) -> None:
     waits: list[str] = []
 
-    def tell(words: str) -> None:
-        waits.append(words)
-        if told is not None:
-            told.touch()
+    def on_wait(message: str) -> None:
+        waits.append(message)
+        if marker is not None:
+            marker.touch()
 
-    lock = DeviceLock(path, tell, trains=trains)
-    lock.take()
+    lock = DeviceLock(path, on_wait, for_training=for_training)
+    lock.acquire()
     pipe.send(waits)
     pipe.recv()
-    lock.give_back()
+    lock.release()
 
 
 def _holder(
-    path: Path, *, trains: bool = False, told: Path | None = None
+    path: Path, *, for_training: bool = False, marker: Path | None = None
 ) -> tuple["multiprocessing.process.BaseProcess", Connection]:
-    """A process that takes the lock; `told` appears when it begins to wait."""
+    """A process that takes the lock; `marker` appears when it begins to wait."""
     ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_hold, args=(path, theirs, trains, told), daemon=True)
+    process = SPAWN.Process(target=_hold, args=(path, theirs, for_training, marker), daemon=True)
     process.start()
     return process, ours
 
 
-def _until_wanted(lock: DeviceLock) -> None:
+def _await_waiting_search(lock: DeviceLock) -> None:
     deadline = time.monotonic() + 60  # a process may take long to start on a busy machine
-    while not lock.is_wanted() and time.monotonic() < deadline:
+    while not lock.has_waiting_search() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def test_the_second_search_is_told_whom_it_waits_for_and_runs_after_it(
+def test_the_second_search_learns_whom_it_waits_for_and_runs_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "locks" / "device.lock"
     first, pipe = _holder(path)
     assert pipe.recv() == []
     with monkeypatch.context() as patch:
-        patch.setattr("autotune.hardware.device_lock.LONGEST_WAIT_SECONDS", 0.1)
+        patch.setattr("autotune.hardware.device_lock.MAX_WAIT_SECONDS", 0.1)
         with pytest.raises(AutotuneError, match=f"process {first.pid}") as refused:
-            DeviceLock(path).take()
+            DeviceLock(path).acquire()
     assert refused.value.hint
     second, other = _holder(path)
-    _until_wanted(DeviceLock(path))
+    _await_waiting_search(DeviceLock(path))
     assert not other.poll(0)
     pipe.send("end")
     assert str(first.pid) in other.recv()[0]
@@ -74,35 +75,35 @@ def test_searches_take_turns(tmp_path: Path) -> None:
     """Two that wait for each other's results must both come forward."""
     path = tmp_path / "device.lock"
     lock = DeviceLock(path)
-    lock.take()
-    assert not lock.is_wanted()
+    lock.acquire()
+    assert not lock.has_waiting_search()
     other, pipe = _holder(path)
-    _until_wanted(lock)
-    lock.give_back()
+    _await_waiting_search(lock)
+    lock.release()
     assert len(pipe.recv()) == 1  # it was given the lock before we could take it again
     pipe.send("end")
-    lock.take()
+    lock.acquire()
     other.join(10)
-    lock.give_back()
+    lock.release()
 
 
-def test_runs_share_a_device_and_a_search_is_told_whose_run_has_it(tmp_path: Path) -> None:
+def test_runs_share_a_device_and_a_search_learns_whose_run_has_it(tmp_path: Path) -> None:
     path = tmp_path / "device.lock"
-    run, pipe = _holder(path, trains=True)
+    run, pipe = _holder(path, for_training=True)
     assert pipe.recv() == []
     with pytest.raises(AutotuneError, match=rf"training run \(process {run.pid} of ") as refused:
-        DeviceLock(path).take()
+        DeviceLock(path).acquire()
     assert "--resume" in refused.value.hint
-    beside = DeviceLock(path, trains=True)
-    beside.take()
+    second_run = DeviceLock(path, for_training=True)
+    second_run.acquire()
     pipe.send("end")
     run.join(10)
     with pytest.raises(AutotuneError, match=f"process {os.getpid()} of "):
-        DeviceLock(path).take()
-    beside.give_back()
+        DeviceLock(path).acquire()
+    second_run.release()
     search = DeviceLock(path)
-    search.take()
-    search.give_back()
+    search.acquire()
+    search.release()
 
 
 def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
@@ -110,22 +111,22 @@ def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
 ) -> None:
     path, waits = tmp_path / "device.lock", []
     search = DeviceLock(path)
-    search.take()
-    impatient = DeviceLock(path, waits.append, trains=True)
+    search.acquire()
+    impatient = DeviceLock(path, waits.append, for_training=True)
     with monkeypatch.context() as patch:
-        patch.setattr("autotune.hardware.device_lock.LONGEST_WAIT_SECONDS", 0.1)
+        patch.setattr("autotune.hardware.device_lock.MAX_WAIT_SECONDS", 0.1)
         with pytest.raises(AutotuneError, match=f"process {os.getpid()}"):
-            impatient.take()
+            impatient.acquire()
     assert "waiting for its end" in waits[0]
-    told = tmp_path / "told"
-    run, pipe = _holder(path, trains=True, told=told)
+    marker = tmp_path / "waits"
+    run, pipe = _holder(path, for_training=True, marker=marker)
     deadline = time.monotonic() + 60
-    while not told.exists() and time.monotonic() < deadline:
+    while not marker.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.3)
-    assert not search.is_wanted()
+    assert not search.has_waiting_search()
     assert not pipe.poll(0)
-    search.give_back()
+    search.release()
     assert pipe.poll(60)
     assert f"process {os.getpid()}" in pipe.recv()[0]
     pipe.send("end")
@@ -135,15 +136,15 @@ def test_a_run_waits_for_the_end_of_a_search_and_never_takes_its_turn(
 def test_a_run_of_several_processes_holds_all_their_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gpu = hardware().device
-    with held_for_run(gpu, 2, print):
+    with lock_for_run(gpu, 2, print):
         for index in (0, 1):
             with pytest.raises(AutotuneError, match="training run"):
-                DeviceLock(lock_path(gpu.model_copy(update={"index": index}))).take()
-        DeviceLock(lock_path(gpu.model_copy(update={"index": 2}))).take()
+                DeviceLock(lock_path(gpu.model_copy(update={"index": index}))).acquire()
+        DeviceLock(lock_path(gpu.model_copy(update={"index": 2}))).acquire()
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-        with held_for_run(gpu, 2, print):
+        with lock_for_run(gpu, 2, print):
             pass  # one of its processes: nothing to wait for
-    DeviceLock(lock_path(gpu)).take()
+    DeviceLock(lock_path(gpu)).acquire()
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
@@ -154,10 +155,36 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
     holder.join(10)
     started = time.monotonic()
     lock = DeviceLock(path)
-    lock.take()
-    lock.take()  # held already: nothing to wait for
-    lock.give_back()
+    lock.acquire()
+    lock.acquire()  # held already: nothing to wait for
+    lock.release()
     assert time.monotonic() - started < 1
+
+
+def _acquired_as_another_user(path: Path) -> bool:
+    """Whether a process of the user nobody gets the lock at once."""
+    if (process := os.fork()) == 0:
+        os.setuid(65534)
+        lock = DeviceLock(path, lambda message: os._exit(1))
+        with contextlib.suppress(BaseException):
+            lock.acquire()
+            os._exit(0)
+        os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_users_exclude_each_other_by_a_lock_file_that_either_has_made() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        theirs, ours = Path(folder) / "theirs.lock", Path(folder) / "ours.lock"
+        assert _acquired_as_another_user(theirs)
+        for path in (theirs, ours):
+            lock = DeviceLock(path)
+            lock.acquire()
+            assert not _acquired_as_another_user(path)
+            lock.release()
+            assert _acquired_as_another_user(path)
 
 
 def test_each_device_has_its_own_lock() -> None:
@@ -179,7 +206,7 @@ def test_a_card_has_one_lock_whichever_cards_a_process_sees(monkeypatch: pytest.
     assert one != other
 
 
-def test_a_cache_that_cannot_be_written_does_not_keep_a_processor_from_being_locked(
+def test_a_cache_that_cannot_be_written_does_not_keep_a_cpu_from_being_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = hardware(kind="cpu").device
@@ -191,15 +218,15 @@ def test_a_cache_that_cannot_be_written_does_not_keep_a_processor_from_being_loc
 
 
 def test_a_link_in_place_of_the_lock_is_refused_and_its_target_stays(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "precious").write_text("unchanged")
     (tmp_path / "a.lock").symlink_to(tmp_path / "precious")
     with pytest.raises(AutotuneError, match="cannot be opened"):
-        DeviceLock(tmp_path / "a.lock").take()
-    assert (tmp_path / "precious").read_text() == "kept"
+        DeviceLock(tmp_path / "a.lock").acquire()
+    assert (tmp_path / "precious").read_text() == "unchanged"
 
 
 def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "device.lock").mkdir()
     with pytest.raises(AutotuneError, match=r"device\.lock") as refused:
-        DeviceLock(tmp_path / "device.lock").take()
+        DeviceLock(tmp_path / "device.lock").acquire()
     assert "delete" in refused.value.hint

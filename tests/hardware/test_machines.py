@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from autotune.api.machines import memory_budget_for
+from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.errors import InvalidInput
-from autotune.hardware.diagnosis import LEAST, findings
-from autotune.hardware.doctor_facts import examine
+from autotune.hardware.capabilities import NO_BF16
+from autotune.hardware.diagnosis import MIN_VERSIONS, findings
+from autotune.hardware.doctor_facts import read_doctor_facts
 from autotune.hardware.memory import limited_budget
-from autotune.hardware.probing import profile_of
-from autotune.knobs.attention import BACKENDS
-from tests.hardware.fleet import ANSWERS, HERE, MACHINES, FakeSystem, as_text, machine
+from autotune.hardware.probing import read_profile
+from autotune.knobs.attention import Attention
+from tests.hardware.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
 
 GIB = 2**30
 DISK = 90 * GIB
@@ -24,6 +25,7 @@ TRUTH = {
     "rtx-4090": ("cuda", "discrete", {"power-limited", "narrow-pcie", "sage-installed"}),
     "rtx-5090": ("cuda", "discrete", set()),
     "a100-40gb": ("cuda", "discrete", {"cuda-12"}),
+    "v100": ("cuda", "discrete", set()),
     "h100-sxm": ("cuda", "discrete", set()),
     "h200": ("cuda", "discrete", set()),
     "gh200": ("cuda", "coherent", set()),
@@ -43,12 +45,12 @@ TRUTH = {
 
 
 def found(system):
-    return {finding.name: finding for finding in findings(examine(system, DISK))}
+    return {finding.name: finding for finding in findings(read_doctor_facts(system, DISK))}
 
 
 def changed(name, **sources):
-    """The machine with some answers of some sources replaced."""
-    return FakeSystem({**ANSWERS[name], **{s: {**ANSWERS[name].get(s, {}), **new} for s, new in sources.items()}})
+    """The machine with some values of some sources replaced."""
+    return FakeSystem({**SOURCES[name], **{s: {**SOURCES[name].get(s, {}), **new} for s, new in sources.items()}})
 
 
 def test_every_machine_has_a_truth():
@@ -57,15 +59,15 @@ def test_every_machine_has_a_truth():
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_kind_memory_and_findings_are_true(name):
-    profile = profile_of(machine(name))
+    profile = read_profile(machine(name))
     assert (profile.device.kind, profile.device.memory_kind, set(found(machine(name)))) == TRUTH[name]
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_whole_profile_is_as_recorded(name):
     """After a wanted change: REWRITE_EXPECTED=1 pytest tests/hardware/test_machines.py, and review the difference."""
-    told = [f"{f.severity} {f.name}: {f.what} -- {f.fix}" for f in findings(examine(machine(name), DISK))]
-    text, path = as_text(profile_of(machine(name)), told), HERE / "expected" / f"{name}.yaml"
+    lines = [f"{f.severity} {f.name}: {f.what} -- {f.fix}" for f in findings(read_doctor_facts(machine(name), DISK))]
+    text, path = as_text(read_profile(machine(name)), lines), HERE / "expected" / f"{name}.yaml"
     if os.environ.get("REWRITE_EXPECTED"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -75,12 +77,39 @@ def test_the_whole_profile_is_as_recorded(name):
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_same_machine_has_the_same_fingerprint_with_another_process_running(name):
     busy = changed(name, nvml={"other_process_bytes": 9 * GIB, "free_bytes": GIB}, os={"available_bytes": 20 * GIB})
-    assert profile_of(machine(name)).fingerprint == profile_of(busy).fingerprint
+    assert read_profile(machine(name)).fingerprint == read_profile(busy).fingerprint
+
+
+def test_another_gpu_memory_or_driver_is_another_machine():
+    card = read_profile(machine("rtx-4090"))
+    others = [
+        *(read_profile(machine(name)) for name in MACHINES if TRUTH[name][0] != "cpu" and name != "rtx-4090"),
+        read_profile(changed("rtx-4090", nvml={"driver": "595.10"})),
+        read_profile(changed("rtx-4090", packages={"torch_cuda": "12.9"})),
+        card.changed(device=card.device.changed(total_memory_bytes=48 * GIB)),
+        card.changed(device=card.device.changed(compute_capability=(9, 0))),
+        card.changed(device=card.device.changed(memory_kind="coherent")),
+    ]
+    assert len({profile.fingerprint for profile in (card, *others)}) == len(others) + 1
+
+
+def test_a_cpu_is_known_by_its_name_cores_and_memory_but_not_by_what_is_free_or_installed():
+    cpu = read_profile(machine("no-gpu"))
+    same = changed("no-gpu", os={"available_bytes": 8 * GIB}, packages={"torch": "2.14.0"})
+    others = ({"cpu": "AMD EPYC 9654"}, {"physical_cores": 3}, {"memory_bytes": 700 * GIB})
+    assert read_profile(same).fingerprint == cpu.fingerprint
+    assert len({cpu.fingerprint, *(read_profile(changed("no-gpu", os=one)).fingerprint for one in others)}) == 4
+
+
+def test_whether_a_plan_may_be_reused_does_not_depend_on_the_driver():
+    card, newer = (read_profile(changed("rtx-4090", nvml={"driver": driver})) for driver in ("580.95.05", "595.10"))
+    assert newer.match_keys == card.match_keys
+    assert newer.fingerprint != card.fingerprint
 
 
 def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
     """The second of two is busy."""
-    free, busy = (profile_of(machine("two-gpus"), index) for index in range(2))
+    free, busy = (read_profile(machine("two-gpus"), index) for index in range(2))
     monkeypatch.setattr("autotune.api.machines.read_machine", lambda index: (free, busy)[index])
     assert busy.device.budget_bytes < free.device.budget_bytes - GIB
     assert memory_budget_for(free) == free.device.budget
@@ -92,7 +121,7 @@ def test_of_gpus_that_train_together_the_fullest_decides(monkeypatch):
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_absent_fact_says_why(name):
-    profile = profile_of(machine(name))
+    profile = read_profile(machine(name))
     for fact in profile.provenance:
         assert (fact.source is None) == bool(fact.absent_because)
         part, _, field = fact.fact.partition(".")
@@ -101,28 +130,28 @@ def test_every_absent_fact_says_why(name):
 
 
 def test_gb10_budgets_from_available_memory_not_from_a_container_limit():
-    device = profile_of(machine("gb10")).device
+    device = read_profile(machine("gb10")).device
     assert device.budget_bytes == 110_000_000_000 - device.total_memory_bytes // 8
 
 
 def test_orin_ignores_what_cuda_calls_free():
-    assert profile_of(machine("orin")).device.budget_bytes > 40 * GIB
+    assert read_profile(machine("orin")).device.budget_bytes > 40 * GIB
 
 
 def test_a_display_keeps_a_reserve_and_the_user_can_set_it():
-    profile = profile_of(machine("rtx-3060"))
+    profile = read_profile(machine("rtx-3060"))
     assert "display" in profile.device.budget_reason
     assert limited_budget(profile.device, reserve_bytes=0).num_bytes == profile.device.budget_bytes + GIB
 
 
 def test_a_cap_holds_where_nobody_knows_the_devices_size():
-    profile = profile_of(machine("rtx-3060"))
+    profile = read_profile(machine("rtx-3060"))
     unknown = profile.device.changed(total_memory_bytes=None)
     assert limited_budget(unknown, cap_bytes=4 * GIB).num_bytes < 4 * GIB
 
 
 def test_the_smallest_limit_of_several_decides_and_none_leaves_the_machines_own_budget():
-    device = profile_of(machine("rtx-3060")).device
+    device = read_profile(machine("rtx-3060")).device
     assert limited_budget(device) == limited_budget(device, max_bytes=device.budget_bytes) == device.budget
     capped = limited_budget(device, cap_bytes=4 * GIB)
     assert limited_budget(device, cap_bytes=4 * GIB, max_bytes=3 * GIB).num_bytes == 3 * GIB < capped.num_bytes
@@ -130,24 +159,24 @@ def test_the_smallest_limit_of_several_decides_and_none_leaves_the_machines_own_
 
 
 def test_each_of_two_gpus_has_its_own_profile():
-    first, second = profile_of(machine("two-gpus"), 0).device, profile_of(machine("two-gpus"), 1).device
+    first, second = read_profile(machine("two-gpus"), 0).device, read_profile(machine("two-gpus"), 1).device
     assert (first.links[0].peer_index, second.links[0].peer_index, first.links[0].path) == (1, 0, "nvlink")
     assert second.budget_bytes < 5_000_000_000 < first.budget_bytes
     with pytest.raises(InvalidInput, match="no cuda device 2"):
-        profile_of(machine("two-gpus"), 2)
+        read_profile(machine("two-gpus"), 2)
 
 
 def test_memory_kind_can_be_overridden_and_says_so():
-    profile = profile_of(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "coherent"}))
+    profile = read_profile(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "coherent"}))
     assert profile.device.memory_kind == "coherent"
     assert "AUTOTUNE_MEMORY_KIND=coherent" in profile.device.memory_kind_reason
     assert any("AUTOTUNE_MEMORY_KIND" in note for note in profile.notes)
     with pytest.raises(InvalidInput):
-        profile_of(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "unified"}))
+        read_profile(changed("gb10", environment={"AUTOTUNE_MEMORY_KIND": "unified"}))
 
 
 @pytest.mark.parametrize(
-    ("name", "gate", "available", "because"),
+    ("name", "capability", "available", "because"),
     [
         ("rtx-3060", "precision.fp8", False, "8.9"),
         ("rtx-4090", "precision.fp8", True, ""),
@@ -155,35 +184,57 @@ def test_memory_kind_can_be_overridden_and_says_so():
         ("h100-sxm", "attention._native_cudnn", True, ""),
         ("rtx-4090", "attention.sage", False, "no backward"),
         ("rtx-4090", "attention.flash", True, ""),
+        ("v100", "precision.bf16", False, "needs compute capability 8.0, this is 7.0"),
+        ("v100", "quantization.bnb-nf4", True, ""),
+        ("v100", "quantization.bnb-int8", False, "needs compute capability 7.5, this is 7.0"),
         ("gb10", "quantization.bnb-nf4", False, "not installed"),
         ("no-gpu", "quantization.torchao-int8", True, ""),
         ("no-gpu", "quantization.bnb-nf4", False, "not installed"),
         ("cpu-only-torch", "quantization.bnb-nf4", False, "needs bitsandbytes 0.50, this is 0.49.0"),
         ("apple-m3-max", "quantization.bnb-int8", False, "needs cuda or cpu"),
         ("no-gpu", "attention._native_flash", True, ""),
-        ("no-gpu", "precision.fp16", False, "processor"),
+        ("no-gpu", "precision.fp16", False, "CPU"),
         ("orin", "compile", False, "triton"),
         ("h100-sxm", "gds", True, ""),
         ("rtx-4090", "gds", False, "nvidia-fs"),
         ("apple-m3-max", "attention._native_flash", False, "mps"),
     ],
 )
-def test_gates_are_true_and_say_why(name, capability, available, because):
-    told = profile_of(machine(name)).capability(capability)
-    assert told.available == available
-    assert because in told.reason
+def test_capabilities_are_true_and_say_why(name, capability, available, because):
+    actual = read_profile(machine(name)).capability(capability)
+    assert actual.available == available
+    assert because in actual.reason
+
+
+def test_a_card_without_bf16_says_what_it_trains_in(monkeypatch):
+    old, new = (read_profile(machine(name)) for name in ("v100", "a100-40gb"))
+    assert any(note.startswith(NO_BF16) and "trains in fp32" in note for note in old.notes)
+    assert not any(note.startswith(NO_BF16) for note in new.notes)
+    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: old)
+    events = []
+    hardware_for(None, on_event=events.append)
+    assert "trains in fp32" in events[-1].text
+
+
+def test_a_card_of_eight_lanes_misses_none():
+    width = {"pcie_width": 8, "pcie_max_width": 8}
+    card = {**SOURCES["rtx-4090"]["nvml"]["devices"][0], **width, "name": "NVIDIA GeForce RTX 4060 Ti"}
+    sold = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20}]})
+    slot = changed("rtx-4090", nvml={"devices": [{**card, "total_bytes": 16380 << 20, "pcie_width": 4}]})
+    assert "narrow-pcie" not in found(sold)
+    assert "4 PCIe lanes of 8" in found(slot)["narrow-pcie"].what
 
 
 @pytest.mark.parametrize("storage", ["bnb-nf4", "bnb-int8"])
-def test_bitsandbytes_runs_on_a_processor_from_the_version_that_was_tried(storage):
-    newer = profile_of(changed("cpu-only-torch", packages={"bitsandbytes": "0.50.2"}))
+def test_bitsandbytes_runs_on_a_cpu_from_the_version_that_was_tried(storage):
+    newer = read_profile(changed("cpu-only-torch", packages={"bitsandbytes": "0.50.2"}))
     assert newer.capability(f"quantization.{storage}").available
 
 
 @pytest.mark.parametrize("storage", ["torchao-int8", "torchao-fp8"])
 @pytest.mark.parametrize(("version", "usable"), [("0.17.0", False), ("0.18.0", True)])
 def test_torchao_stores_weights_as_training_reads_them_from_the_version_that_was_tried(storage, version, usable):
-    capability = profile_of(changed("rtx-4090", packages={"torchao": version})).capability(f"quantization.{storage}")
+    capability = read_profile(changed("rtx-4090", packages={"torchao": version})).capability(f"quantization.{storage}")
     assert capability.available is usable
 
 
@@ -210,9 +261,9 @@ def test_the_doctor_notices(name, sources, finding):
     assert finding not in found(machine(name))
 
 
-def test_the_doctor_asks_for_the_versions_that_an_installation_asks_for():
-    asked = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {f"{name}>={least}" for name, least in LEAST.items()} <= set(asked)
+def test_the_doctor_requires_the_versions_that_an_installation_requires():
+    required = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {f"{name}>={version}" for name, version in MIN_VERSIONS.items()} <= set(required)
 
 
 @pytest.mark.parametrize("value", ["0", "0,1", "GPU-8f1c", "MIG-aa", "1"])
@@ -244,23 +295,23 @@ def test_the_doctor_names_the_torch_for_a_driver_before_one_is_installed(driver,
     assert build in found(system)["no-torch"].fix
 
 
-def test_a_gpu_whose_driver_version_is_unknown_gets_no_build_for_processors():
+def test_a_gpu_whose_driver_version_is_unknown_gets_no_build_for_cpus():
     without = {"absent": "this torch is built without CUDA"}
-    told = found(changed("no-nvml", packages={"torch_cuda": without}, torch={"cuda": without}))
-    assert "cu126" in told["cpu-only-torch"].fix
+    findings_by_name = found(changed("no-nvml", packages={"torch_cuda": without}, torch={"cuda": without}))
+    assert "cu126" in findings_by_name["cpu-only-torch"].fix
 
 
 def test_a_driver_that_runs_no_build_of_torch_is_updated_first():
     for versions in ({"torch": {"absent": "not installed"}, "torch_cuda": {"absent": "not installed"}}, {}):
-        told = found(changed("rtx-4090", packages=versions, nvml={"driver": "470.256.02"}))
-        fix = told["driver-too-old" if not versions else "no-torch"].fix
+        findings_by_name = found(changed("rtx-4090", packages=versions, nvml={"driver": "470.256.02"}))
+        fix = findings_by_name["driver-too-old" if not versions else "no-torch"].fix
         assert fix.startswith("update the driver to 580 or newer, then install the cu130 build")
 
 
 def test_findings_come_worst_first():
     built_without = {"torch_cuda": {"absent": "built without"}}
-    system = changed("wsl2-4090", packages=built_without, torch={"cuda": {"absent": "not asked"}})
-    order = [finding.severity for finding in findings(examine(system, DISK))]
+    system = changed("wsl2-4090", packages=built_without, torch={"cuda": {"absent": "not read"}})
+    order = [finding.severity for finding in findings(read_doctor_facts(system, DISK))]
     assert order == sorted(order, key=("blocks", "hurts", "note").index)
     assert order[0] == "blocks"
 
@@ -268,9 +319,11 @@ def test_findings_come_worst_first():
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_backend_that_the_machine_is_said_to_have_is_one_that_a_plan_can_choose(name):
     capabilities = [
-        capability for capability in profile_of(machine(name)).capabilities if capability.name.startswith("attention.")
+        capability
+        for capability in read_profile(machine(name)).capabilities
+        if capability.name.startswith("attention.")
     ]
     assert {capability.name.removeprefix("attention.") for capability in capabilities if capability.available} <= set(
-        BACKENDS
+        Attention().names
     )
-    assert {f"attention.{backend}" for backend in BACKENDS} <= {capability.name for capability in capabilities}
+    assert {f"attention.{backend}" for backend in Attention().names} <= {capability.name for capability in capabilities}

@@ -13,7 +13,7 @@ import torch
 from autotune.hardware import disk, rates
 from autotune.hardware import measure as measuring
 from autotune.hardware.catalog import load_catalog
-from autotune.hardware.probing import measure_rates, profile_of
+from autotune.hardware.probing import measure_rates, read_profile
 from autotune.schema.hardware import Rate
 from tests.builders import BITSANDBYTES
 from tests.hardware.fleet import machine
@@ -50,11 +50,11 @@ def small_effort(monkeypatch, tmp_path):
 
 def reports_of(name="no-gpu"):
     reports = []
-    measuring.measure(profile_of(machine(name)), machine(name), lambda kind, value: reports.append((kind, value)))
+    measuring.measure(read_profile(machine(name)), machine(name), lambda kind, value: reports.append((kind, value)))
     return reports
 
 
-def test_a_processor_is_measured_whole(small_effort):
+def test_a_cpu_is_measured_whole(small_effort):
     reports = reports_of()
     found = [Rate.model_validate_json(value) for kind, value in reports if kind == "rate"]
     assert [value for kind, value in reports if kind == "note"] == []
@@ -65,8 +65,7 @@ def test_a_processor_is_measured_whole(small_effort):
         "operation.launch",
         *(
             f"{kernel}.{dtype}"
-            for kernel, capability in rates.KERNELS.items()
-            if capability is None
+            for kernel in rates.kernel_names(read_profile(machine("no-gpu")))
             for dtype in ("bf16", "fp32")
         ),
         "matmul.bf16.8x64x64",
@@ -119,26 +118,28 @@ def test_what_the_time_does_not_reach_is_said(small_effort, monkeypatch):
 
 @BITSANDBYTES
 def test_4_bit_weights_are_measured_where_they_work(small_effort):
-    profile = profile_of(machine("no-gpu"))
+    profile = read_profile(machine("no-gpu"))
     capabilities = tuple(
         capability.model_copy(update={"available": True}) if capability.name == "quantization.bnb-nf4" else capability
         for capability in profile.capabilities
     )
-    told = []
+    reports = []
     measuring.measure(
-        profile.model_copy(update={"capabilities": capabilities}), machine("no-gpu"), lambda *what: told.append(what)
+        profile.model_copy(update={"capabilities": capabilities}),
+        machine("no-gpu"),
+        lambda *report: reports.append(report),
     )
-    names = {json.loads(value)["name"] for kind, value in told if kind == "rate"}
+    names = {json.loads(value)["name"] for kind, value in reports if kind == "rate"}
     assert {f"dequantization.uint8.{dtype}" for dtype in ("bf16", "fp32")} <= names
 
 
 def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enough_for_small_cards(monkeypatch):
     """A launch takes a GPU's driver and Python some 5 us; a step charges it by itself."""
-    meter = rates.Meter(profile_of(machine("no-gpu")), lambda: None)
+    meter = rates.Meter(read_profile(machine("no-gpu")), lambda: None)
     moved = []
     monkeypatch.setattr(meter, "time", lambda call: call())
     monkeypatch.setattr(meter, "rate", lambda name, work, timings, unit: moved.append(work))
-    for name in (name for name, capability in rates.KERNELS.items() if capability is None):
+    for name in rates.kernel_names(read_profile(machine("no-gpu"))):
         meter.kernel(name, "bf16")
     each = rates.BENCHMARK_SIZES["cuda"].kernel_elements / rates.BENCHMARK_SIZES["cpu"].kernel_elements
     fastest = max(gpu.memory_gb_per_second for gpu in load_catalog()) * 1e9
@@ -148,15 +149,15 @@ def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enoug
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_what_a_library_takes_to_load_is_not_taken_for_the_time_of_a_call(monkeypatch, kind):
-    meter = rates.Meter(profile_of(machine("no-gpu")), lambda: None)
+    meter = rates.Meter(read_profile(machine("no-gpu")), lambda: None)
     meter.kind, meter.sizes = kind, dataclasses.replace(meter.sizes, limit_seconds=0.01)
-    monkeypatch.setattr(meter, "finish", lambda: None)
+    monkeypatch.setattr(meter, "synchronize", lambda: None)
     load = iter([0.05])
     assert meter.time(lambda: time.sleep(next(load, 0.0))).median < 0.04
 
 
 def child(code, **options):
-    return measure_rates(profile_of(machine("h100-sxm")), lambda _: None, (sys.executable, "-c", code), **options)
+    return measure_rates(read_profile(machine("h100-sxm")), lambda _: None, (sys.executable, "-c", code), **options)
 
 
 RATE = Rate(name="memory.bandwidth", value=3e12, unit="B/s", spread=0.01, num_samples=9)
@@ -184,7 +185,7 @@ def test_a_child_whose_probe_has_ended_ends_without_a_word(ends):
     pipe = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen((sys.executable, "-c", code), **pipe) as started:
         started.stdout.close()
-        started.stdin.write(profile_of(machine("no-gpu")).model_dump_json().encode())
+        started.stdin.write(read_profile(machine("no-gpu")).model_dump_json().encode())
         started.stdin.close()
         assert started.stderr.read() == b""
 
@@ -192,23 +193,23 @@ def test_a_child_whose_probe_has_ended_ends_without_a_word(ends):
 def test_a_killed_measurement_of_the_disk_leaves_no_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def timed(read, **options):
+    def time_calls(read, **options):
         read()
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(disk, "timed", timed)
+    monkeypatch.setattr(disk, "time_calls", time_calls)
     with pytest.raises(KeyboardInterrupt):
-        disk.disk_timings("pread", 2**16, torch.device("cpu"), 1.0)
+        disk.time_reads("pread", 2**16, torch.device("cpu"), 1.0)
 
 
 def test_names_of_any_script_reach_the_child_and_bytes_that_are_no_text_cost_nothing():
     code = "import json, sys; cpu = json.load(sys.stdin.buffer)['host']['cpu']; sys.stdout.buffer.write(b'\\xff\\n')"
     report = "print(json.dumps({'note': cpu})); print(json.dumps({'measuring': 'done'}))"
-    profile = profile_of(machine("no-gpu"))
+    profile = read_profile(machine("no-gpu"))
     named = profile.changed(host=profile.host.changed(cpu="\N{GREEK CAPITAL LETTER OMEGA} 3A6000"))
-    told = measure_rates(named, lambda _: None, (sys.executable, "-c", f"{code}; {report}"))
-    assert told.notes[-1] == named.host.cpu
+    measured = measure_rates(named, lambda _: None, (sys.executable, "-c", f"{code}; {report}"))
+    assert measured.notes[-1] == named.host.cpu
 
 
 def test_a_child_that_chatters_is_understood():
@@ -220,9 +221,9 @@ def test_a_child_that_chatters_is_understood():
     assert "noisy: why" in profile.notes
 
 
-def test_other_processes_on_the_processor_are_noise(small_effort, monkeypatch):
+def test_other_processes_on_the_cpu_are_noise(small_effort, monkeypatch):
     monkeypatch.setattr(measuring.BackgroundLoad, "share", lambda self: 0.4)
-    assert ("noisy", "other processes took 40% of the processor") in reports_of()
+    assert ("noisy", "other processes took 40% of the CPU") in reports_of()
 
 
 def test_own_work_is_no_other_process():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.hardware.memory import OVERRIDES, budget, memory_kind
+from autotune.hardware.memory import OVERRIDES, classify_memory, compute_budget
 
 SIZES = st.one_of(st.none(), st.integers(0, 2**45))
 
@@ -25,26 +25,26 @@ SIZES = st.one_of(st.none(), st.integers(0, 2**45))
     ],
 )
 def test_two_signals_decide(integrated, pages, kind):
-    assert memory_kind(integrated, pages, None)[0] == kind
+    assert classify_memory(integrated, pages, None)[0] == kind
 
 
 @given(st.text(min_size=1))
 def test_an_override_is_a_known_kind_or_refused(text):
     if text in OVERRIDES:
-        assert memory_kind(None, None, text)[0] == text
+        assert classify_memory(None, None, text)[0] == text
         return
     with pytest.raises(InvalidInput):
-        memory_kind(None, None, text)
+        classify_memory(None, None, text)
 
 
 @given(st.sampled_from((*OVERRIDES, "host")), SIZES, SIZES, st.booleans(), st.one_of(st.none(), st.integers(0, 2**40)))
 def test_a_budget_never_exceeds_what_is_free(kind, total, free, display, reserve):
     if total is None and free is None:
         with pytest.raises(AutotuneError):
-            budget(kind, total, free, display, reserve)
+            compute_budget(kind, total, free, display, reserve)
         return
-    num_bytes, why = budget(kind, total, free, display, reserve)
+    num_bytes, why = compute_budget(kind, total, free, display, reserve)
     assert 0 <= num_bytes <= min(size for size in (total, free) if size is not None)
     assert why
     if reserve is not None:
-        assert budget(kind, total, free, display, reserve + 1)[0] <= num_bytes
+        assert compute_budget(kind, total, free, display, reserve + 1)[0] <= num_bytes

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ int cuDeviceGetUuid_v2(unsigned char *u, int d) { for (int i = 0; i < 16; i++) u
 
 @pytest.fixture
 def libcuda(tmp_path, monkeypatch):
-    """Builds a libcuda whose cuInit answers `status`, and puts it where ctypes loads it from."""
+    """Builds a libcuda whose cuInit returns `status`, and puts it where ctypes loads it from."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
 
@@ -46,18 +45,18 @@ def libcuda(tmp_path, monkeypatch):
     return build
 
 
-def test_the_driver_api_answers_through_ctypes(libcuda):
+def test_the_driver_api_is_read_through_ctypes(libcuda):
     driver = libcuda(0)
-    answers = {name: ask(0) for name, ask in driver.questions.items()}
-    assert answers == {"count": 1, "cuda_driver": "13.2", "integrated": 1, "host_page_tables": 1}
+    values = {name: read(0) for name, read in driver.queries.items()}
+    assert values == {"count": 1, "cuda_driver": "13.2", "integrated": 1, "host_page_tables": 1}
     assert driver.uuid(0) == "00010203-0405-0607-0809-0a0b0c0d0e0f"
     with pytest.raises(Unavailable, match="101"):
-        driver.questions["integrated"](1)
+        driver.queries["integrated"](1)
 
 
 def test_a_driver_that_does_not_start_is_a_reason(libcuda):
     with pytest.raises(Unavailable, match="cuInit failed with error 100"):
-        libcuda(100).questions["integrated"](0)
+        libcuda(100).queries["integrated"](0)
 
 
 class FakeNvml:
@@ -114,47 +113,45 @@ class FakeNvml:
         return 50
 
 
-def test_nvml_answers_in_our_units_and_by_uuid(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    ask = NvmlSource(lambda index: str(1 - index)).questions  # CUDA's order is the other way round
-    assert ask["driver"](0) == "580.95.05"
-    assert ask["cuda_driver"](0) == "13.0"
-    assert ask["free_bytes"](0) == 60
-    assert ask["power_limit_watts"](0) == 350.0
-    assert [FLAG.validate_python(ask["mig"](index)) for index in (0, 1)] == [False, True]
-    assert ask["links"](0) == [(0, "nvlink")]
-    assert ask["other_process_bytes"](1) == 30  # ours is left out, and a process seen twice counts once
+def test_nvml_is_read_by_uuid_and_in_our_units(monkeypatch):
+    monkeypatch.setattr(nvidia, "pynvml", FakeNvml())
+    queries = NvmlSource(lambda index: str(1 - index)).queries  # CUDA's order is the other way round
+    assert queries["driver"](0) == "580.95.05"
+    assert queries["cuda_driver"](0) == "13.0"
+    assert queries["free_bytes"](0) == 60
+    assert queries["power_limit_watts"](0) == 350.0
+    assert [FLAG.validate_python(queries["mig"](index)) for index in (0, 1)] == [False, True]
+    assert queries["links"](0) == [(0, "nvlink")]
+    assert queries["other_process_bytes"](1) == 30  # ours is left out, and a process seen twice counts once
     with pytest.raises(Unavailable, match="1 other processes"):
-        ask["other_process_bytes"](0)
+        queries["other_process_bytes"](0)
 
 
 def test_every_function_that_is_called_exists_in_the_real_module():
-    import pynvml
-
     called = set(re.findall(r"\b(nvml[A-Z]\w+|nvmlMemory_v2|NVML_\w+)", Path(nvidia.__file__).read_text()))
     assert len(called) > 20
-    assert [name for name in sorted(called) if not hasattr(pynvml, name)] == []
+    assert [name for name in sorted(called) if not hasattr(nvidia.pynvml, name)] == []
 
 
 def test_a_device_that_nvml_does_not_know_is_a_reason(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(nvidia, "pynvml", FakeNvml())
     with pytest.raises(Unavailable, match="no device with UUID 9"):
-        NvmlSource(lambda _: "9").questions["free_bytes"](0)
+        NvmlSource(lambda _: "9").queries["free_bytes"](0)
 
 
 @pytest.mark.parametrize("source", ["torch", "nvml", "driver", "os", "packages", "environment"])
-def test_the_real_machine_answers_or_says_why(source):
+def test_the_real_machine_has_a_value_or_a_reason(source):
     with pytest.raises(Unavailable):
-        RealSystem(torch=False).ask(source, "no such question")
+        RealSystem(torch=False).query(source, "no such query")
 
 
 def test_the_real_machine_knows_its_memory_and_packages():
     system = RealSystem(torch=False)
-    assert system.ask("os", "memory_bytes") >= system.ask("os", "available_bytes") > 0
-    assert system.ask("os", "logical_cores") >= 1
-    assert system.ask("packages", "pydantic").startswith("2")
+    assert system.query("os", "memory_bytes") >= system.query("os", "available_bytes") > 0
+    assert system.query("os", "logical_cores") >= 1
+    assert system.query("packages", "pydantic").startswith("2")
     with pytest.raises(Unavailable, match="not installed"):
-        system.ask("packages", "surely-not-installed")
+        system.query("packages", "surely-not-installed")
 
 
 def test_models_are_kept_where_the_hub_keeps_them(tmp_path, monkeypatch):
@@ -162,5 +159,5 @@ def test_models_are_kept_where_the_hub_keeps_them(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: looked.append(folder) or SimpleNamespace(free=7))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "large" / "hub"))
     (tmp_path / "large").mkdir()
-    assert RealSystem(torch=False).ask("os", "disk_free_bytes") == 7
+    assert RealSystem(torch=False).query("os", "disk_free_bytes") == 7
     assert looked == [tmp_path / "large"]

@@ -1,4 +1,4 @@
-"""No answer of a driver, however wrong, raises anything but the typed error, and no absent fact becomes 0."""
+"""No value that a driver reports, however wrong, raises anything but the typed error; no absent fact becomes 0."""
 
 import copy
 
@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from autotune.errors import AutotuneError
 from autotune.hardware.diagnosis import findings
-from autotune.hardware.doctor_facts import examine
-from autotune.hardware.probing import profile_of
+from autotune.hardware.doctor_facts import read_doctor_facts
+from autotune.hardware.probing import read_profile
 from autotune.hardware.reader import SIZE, Reader
 from autotune.schema.hardware import HardwareProfile
-from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem
+from tests.hardware.fleet import MACHINES, SOURCES, FakeSystem
 
 NONSENSE = st.one_of(
     st.none(),
@@ -25,22 +25,22 @@ NONSENSE = st.one_of(
 )
 
 
-def places(answers):
-    for source, known in answers.items():
+def places(sources):
+    for source, known in sources.items():
         if "absent" in known:
             continue
-        for question in known:
-            if question != "devices":
-                yield (source, question)
+        for query in known:
+            if query != "devices":
+                yield (source, query)
         for index, device in enumerate(known.get("devices", ())):
-            yield from ((source, "devices", index, question) for question in device)
+            yield from ((source, "devices", index, query) for query in device)
 
 
-def survived(answers):
+def survived(sources):
     """The profile, or None where the typed error was raised; any other error escapes."""
     try:
-        findings(examine(FakeSystem(answers), 2**36))
-        return profile_of(FakeSystem(answers))
+        findings(read_doctor_facts(FakeSystem(sources), 2**36))
+        return read_profile(FakeSystem(sources))
     except AutotuneError as error:
         if not error.hint:
             raise
@@ -50,14 +50,14 @@ def survived(answers):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_nonsense_raises_only_the_typed_error(data):
-    answers = copy.deepcopy(ANSWERS[data.draw(st.sampled_from(MACHINES))])
-    where = sorted(places(answers), key=str)
+    sources = copy.deepcopy(SOURCES[data.draw(st.sampled_from(MACHINES))])
+    where = sorted(places(sources), key=str)
     for path in data.draw(st.lists(st.sampled_from(where), min_size=1, max_size=12, unique=True)):
-        target = answers
+        target = sources
         for key in path[:-1]:
             target = target[key]
         target[path[-1]] = data.draw(NONSENSE)
-    profile = survived(answers)
+    profile = survived(sources)
     if profile is None:
         return
     assert HardwareProfile.model_validate_json(profile.model_dump_json()) == profile
@@ -74,10 +74,10 @@ def test_nonsense_raises_only_the_typed_error(data):
     assert 0 <= device.budget_bytes <= most
 
 
-@given(st.sampled_from(sorted({source for answers in ANSWERS.values() for source in answers} - {"os"})))
+@given(st.sampled_from(sorted({source for sources in SOURCES.values() for source in sources} - {"os"})))
 def test_a_missing_source_is_survived(source):
     for name in MACHINES:
-        survived({**ANSWERS[name], source: {"absent": "gone"}})
+        survived({**SOURCES[name], source: {"absent": "gone"}})
 
 
 def test_the_first_source_that_makes_sense_wins_and_the_others_are_remembered():
@@ -86,5 +86,5 @@ def test_the_first_source_that_makes_sense_wins_and_the_others_are_remembered():
     assert reader.provenance[-1].source == "NVML"
     assert reader.fact("other", SIZE, "torch:x", "driver:x") is None
     assert reader.provenance[-1].absent_because == (
-        "CUDA runtime: answered -1, which cannot be; CUDA driver API: not reported"
+        "CUDA runtime: reports -1, which is invalid; CUDA driver API: not reported"
     )

@@ -1,6 +1,7 @@
 """A saved profile is used while it holds, and never trusted once it is damaged."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -8,15 +9,15 @@ from hypothesis import strategies as st
 
 from autotune.errors import InvalidInput
 from autotune.hardware import store
-from autotune.hardware.probing import profile_of, with_rates
+from autotune.hardware.probing import read_profile
 from autotune.hardware.store import (
-    NOT_KEPT,
+    NOT_SAVED,
     cached_profile,
     hardware_named,
+    has_valid_rates,
     load_profile,
     profile_path,
     save_profile,
-    still_holds,
 )
 from autotune.schema.hardware import Conditions, Rate
 from tests.hardware.fleet import MACHINES, machine
@@ -34,7 +35,7 @@ RATES = (
 
 
 def measured(name):
-    return with_rates(profile_of(machine(name)), RATES, ("an old note", "not measured: gds"), False)
+    return read_profile(machine(name)).changed(rates=RATES, notes=("an old note", "not measured: gds"))
 
 
 @pytest.fixture
@@ -45,14 +46,14 @@ def probes(monkeypatch, tmp_path):
 
     def probe(*, index=0, on_progress=None):
         state["read"] += 1
-        return profile_of(machine(state["machine"]), index)
+        return read_profile(machine(state["machine"]), index)
 
     def measure(profile, tell):
         state["measured"] += 1
         return measured(state["machine"])
 
     monkeypatch.setattr(store, "probe", probe)
-    monkeypatch.setattr(store, "measured", measure)
+    monkeypatch.setattr(store, "measure_rates", measure)
     return state
 
 
@@ -85,14 +86,14 @@ def test_a_cache_that_cannot_be_written_costs_only_what_it_would_have_kept(probe
     first, again = cached_profile(), cached_profile()
     assert probes["measured"] == 2
     assert first.rates == again.rates == RATES
-    assert [note.partition(":")[0] for note in first.notes][-1] == NOT_KEPT
+    assert [note.partition(":")[0] for note in first.notes][-1] == NOT_SAVED
 
 
 def test_rates_are_reused_with_a_fresh_budget(probes):
     first, again = cached_profile(), cached_profile()
     assert (probes["read"], probes["measured"]) == (2, 1)
     assert first.rates == again.rates == RATES
-    assert again.notes == (*profile_of(machine("rtx-4090")).notes, "not measured: gds")
+    assert again.notes == (*read_profile(machine("rtx-4090")).notes, "not measured: gds")
 
 
 def test_another_card_or_stack_is_measured_again(probes):
@@ -100,7 +101,7 @@ def test_another_card_or_stack_is_measured_again(probes):
     probes["machine"] = "rtx-5090"
     cached_profile()
     assert probes["measured"] == 2
-    save_profile(measured("wsl2-4090"), profile_path(profile_of(machine("rtx-4090"))))
+    save_profile(measured("wsl2-4090"), profile_path(read_profile(machine("rtx-4090"))))
     probes["machine"] = "rtx-4090"
     cached_profile()
     assert probes["measured"] == 3
@@ -113,13 +114,15 @@ def test_another_card_or_stack_is_measured_again(probes):
         ("rtx-4090", "device", {"power_limit_watts": 340.0}, True),
         ("rtx-4090", "device", {"power_limit_watts": None}, True),
         ("rtx-4090", "host", {"logical_cores": 2}, True),
+        ("rtx-4090", "versions", {"driver": "595.10"}, True),
+        ("rtx-4090", "versions", {"cuda_runtime": "12.9"}, False),
         ("no-gpu", "host", {"logical_cores": 2}, False),
     ],
 )
-def test_rates_of_a_machine_that_was_slowed_down_are_measured_again(name, part, change, holds):
+def test_rates_are_measured_again_if_the_machine_or_what_decides_its_kernels_has_changed(name, part, change, holds):
     saved = measured(name)
     now = saved.changed(**{part: getattr(saved, part).changed(**change)})
-    assert still_holds(saved, now) == holds
+    assert has_valid_rates(saved, now) == holds
 
 
 def test_fresh_measures_again(probes):
@@ -130,7 +133,7 @@ def test_fresh_measures_again(probes):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"profile": {}, "digest": ""}', "\x00" * 50, "[" * 9999])
 def test_a_damaged_file_is_measured_again(probes, content):
-    path = profile_path(profile_of(machine("rtx-4090")))
+    path = profile_path(read_profile(machine("rtx-4090")))
     path.parent.mkdir(parents=True)
     path.write_text(content)
     assert cached_profile().rates == RATES
@@ -146,6 +149,14 @@ def test_an_edited_rate_is_not_trusted(probes):
     with pytest.raises(InvalidInput, match="damaged or edited"):
         load_profile(path)
     assert cached_profile().rates == RATES
+
+
+def test_a_profile_that_0_1_0_saved_keeps_its_rates():
+    """Its file has other names for some fields and no fingerprint."""
+    saved = load_profile(Path(__file__).parents[1] / "fixtures" / "schema1" / "hardware-profile.json")
+    assert saved.rates
+    assert saved.capability("attention.native").available
+    assert has_valid_rates(saved, saved.changed(notes=()))
 
 
 def test_a_missing_file_says_what_to_do(tmp_path):

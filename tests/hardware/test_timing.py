@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.hardware.timing import MOST_SAMPLES, Timings, timed
+from autotune.hardware.timing import MAX_SAMPLES, Timings, time_calls
 
 
 @given(st.floats(1e-7, 100), st.floats(0.01, 1))
@@ -14,8 +14,8 @@ def test_a_measurement_ends_in_time_and_has_a_sample(call_seconds, limit_seconds
         nonlocal now
         now += call_seconds
 
-    timings = timed(call, limit_seconds=limit_seconds, clock=lambda: now)
-    assert 1 <= len(timings.seconds) <= MOST_SAMPLES
+    timings = time_calls(call, limit_seconds=limit_seconds, clock=lambda: now)
+    assert 1 <= len(timings.seconds) <= MAX_SAMPLES
     assert abs(timings.median / call_seconds - 1) < 1e-6
     assert now <= 5 * limit_seconds + 3 * call_seconds + 2e-3
 
@@ -28,7 +28,7 @@ def test_the_first_call_warms_up():
         nonlocal now
         now += next(durations)
 
-    assert timed(call, limit_seconds=3.0, clock=lambda: now).median == 1.0
+    assert time_calls(call, limit_seconds=3.0, clock=lambda: now).median == 1.0
 
 
 def test_every_call_is_made_ready_for_where_that_is_asked():
@@ -39,7 +39,7 @@ def test_every_call_is_made_ready_for_where_that_is_asked():
         now += 1e-6
         order.append("call")
 
-    timed(call, limit_seconds=1e-5, before=lambda: order.append("ready"), clock=lambda: now)
+    time_calls(call, limit_seconds=1e-5, setup=lambda: order.append("ready"), clock=lambda: now)
     assert order == ["ready", "call"] * (len(order) // 2)
 
 

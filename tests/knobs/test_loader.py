@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from autotune.knobs.loader import AS_FAST, WeightLoader
 from autotune.schema.hardware import HardwareProfile, Rate
-from autotune.search.space import search_space
+from autotune.search.space import build_search_space
 from autotune.weights.loaders import LOADERS
 from tests import builders
 
@@ -66,8 +66,8 @@ def test_on_shared_memory_a_mapped_file_counts_twice():
 
 def test_a_pinned_loader_is_searched_with_though_none_would_choose_it():
     context = builders.context(machine({"safetensors": 1.0, "pread": 2.0}))
-    assert {c.loader for c in search_space(context).candidates} == {"pread"}
-    assert {c.loader for c in search_space(context, (("loader", "safetensors"),)).candidates} == {"safetensors"}
+    assert {c.loader for c in build_search_space(context).candidates} == {"pread"}
+    assert {c.loader for c in build_search_space(context, (("loader", "safetensors"),)).candidates} == {"safetensors"}
 
 
 RATES = st.dictionaries(st.sampled_from(sorted(LOADERS)), st.floats(0.01, 20))
@@ -86,4 +86,4 @@ def test_whatever_was_measured_one_loader_is_chosen_and_each_other_has_a_reason(
 
 @pytest.mark.parametrize("name", sorted(LOADERS))
 def test_no_loader_holds_the_model_twice_where_memory_is_not_shared(name):
-    assert LOADERS[name].held_bytes(40 * GIB, shares_memory=False) <= 256 << 20
+    assert LOADERS[name].overhead_bytes(40 * GIB, shares_memory=False) <= 256 << 20

@@ -5,11 +5,10 @@ import os
 import pytest
 import torch
 
-from autotune.cost.kernels import ATTENTION_KERNELS
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
 from autotune.knobs.allocator import VARIABLES, Allocator, configure_allocator
-from autotune.knobs.attention import BACKENDS, Attention
+from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
 from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
@@ -22,13 +21,13 @@ from tests.builders import hardware, workload
 
 
 def context(*capabilities: str, **changes: object) -> TuningContext:
-    return TuningContext(hardware(*capabilities, **changes), family_named("qwen-image"), workload())
+    return TuningContext(hardware(*capabilities, **changes), get_family("qwen-image"), workload())
 
 
 def integrated() -> TuningContext:
     one = hardware()
     device = one.device.model_copy(update={"memory_kind": "integrated"})
-    return TuningContext(one.model_copy(update={"device": device}), family_named("qwen-image"), workload())
+    return TuningContext(one.model_copy(update={"device": device}), get_family("qwen-image"), workload())
 
 
 def test_discrete_cards_get_expandable_segments_and_shared_memory_does_not():
@@ -74,7 +73,7 @@ def test_swapping_is_on_request_where_device_and_host_have_memories_of_their_own
     ("changes", "word"),
     [
         ({"checkpointed_blocks": 3}, "recompute"),
-        ({"quantization": "bnb-nf4"}, "bitsandbytes"),
+        ({"quantization": "bnb-nf4"}, "bnb-nf4 keeps"),
         ({"compile": "block"}, "compiled"),
         ({}, None),
     ],
@@ -121,15 +120,11 @@ def test_8_bit_moments_are_refused_with_the_reason():
     assert "0.4 s" in Optimizer().choices(context()).rejected["adamw-8bit"]
 
 
-def test_the_cost_model_knows_the_kernel_of_every_attention_backend():
-    assert set(ATTENTION_KERNELS) == set(BACKENDS)
-
-
 @pytest.mark.parametrize(("card", "cudnn", "tried"), [("h100-sxm", "9.20.0", False), ("h100-sxm", "9.10.2", True)])
 def test_cudnn_is_no_choice_of_its_own_where_native_takes_it(card, cudnn, tried):
     one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == f"nvidia-{card}"))
     one = one.model_copy(update={"versions": one.versions.model_copy(update={"cudnn": cudnn})})
-    choices = Attention().choices(TuningContext(one, family_named("qwen-image"), workload()))
+    choices = Attention().choices(TuningContext(one, get_family("qwen-image"), workload()))
     assert ("_native_cudnn" in choices.admitted) == tried
     assert "native" in choices.admitted
 

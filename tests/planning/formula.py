@@ -11,7 +11,7 @@ import pytest
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.parallel import ONE_PROCESS, Parallel
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import ResolvedModel
 from autotune.knobs.base import TuningContext
 from autotune.planning import alternatives, sealing
@@ -124,7 +124,7 @@ def by_formula(num_blocks: int = 50) -> Iterator[None]:
     """Planning that predicts by formula and builds no model: torch is never imported."""
 
     def resolve(model: str) -> ResolvedModel:
-        family = family_named(model)
+        family = get_family(model)
         spec = ModelSpec(
             family=model, architecture="sha256:0", num_parameters=6 * 10**9, num_blocks=num_blocks, name=model
         )

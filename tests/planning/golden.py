@@ -14,14 +14,14 @@ from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan_file import plan_text
-from autotune.sharing.record import Record, machine_of
+from autotune.sharing.record import Record, shareable_machine
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import by_formula
 from tests.planning.machines import make_plan, surroundings
 
 FOLDER = Path(__file__).parent / "golden"
-GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
+CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,11 @@ def plain(
 
 
 SIZE = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
+SIMULATED = builders.hardware(*CAPABILITIES, budget_bytes=20 * 2**30, compute_capability=(9, 0))
 IMAGES = plain("kandinsky5-image-lite", SIZE, {})
 GOLDEN = (
-    Golden("wall", IMAGES, builders.hardware(*GATES, budget_bytes=20 * 2**30, compute_capability=(9, 0)), wall_gib=14),
-    Golden(
-        "known",
-        IMAGES,
-        builders.hardware(*GATES, budget_bytes=20 * 2**30, compute_capability=(9, 0)),
-        wall_gib=20,
-        known=True,
-    ),
+    Golden("wall", IMAGES, SIMULATED, wall_gib=14),
+    Golden("known", IMAGES, SIMULATED, wall_gib=20, known=True),
     Golden(
         "measured",
         plain(
@@ -110,8 +105,8 @@ def _simulated(golden: Golden) -> Recording:
     made = make_plan(golden.request, golden.hardware, backend=replayed(plain_recording)).frozen
     record = Record.model_validate(
         {
-            "schema_version": 1, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
-            "machine": machine_of(golden.hardware), "workload": made.workload, "settings": made.settings,
+            "schema_version": 2, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
+            "machine": shareable_machine(golden.hardware), "workload": made.workload, "settings": made.settings,
             "expected": made.expected, "trials": made.trials, "search_seconds": made.search_seconds,
         },
         strict=False,

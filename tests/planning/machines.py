@@ -24,15 +24,15 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
-from autotune.search import sampler
-from autotune.search.storage import StudyPlace
-from autotune.search.study import Run
+from autotune.search import study as study_module
+from autotune.search.storage import StudyLocation
+from autotune.search.study import TrialFunction
 from autotune.sharing.query import StoreMatches
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 
-GATES = ("attention.native", "attention._native_cudnn", "precision.bf16")
-HARDWARE = builders.hardware(*GATES, compute_capability=(9, 0))
+CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16")
+HARDWARE = builders.hardware(*CAPABILITIES, compute_capability=(9, 0))
 
 
 def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
@@ -40,7 +40,7 @@ def make_plan(*asked: Any, **named: Any) -> TrainingPlan:
     return planner.make_plan(*asked, **named).plan
 
 
-def request(study: StudyPlace | None = None, **changes: object) -> PlanRequest:
+def request(study: StudyLocation | None = None, **changes: object) -> PlanRequest:
     """A small image model without data."""
     workload_overrides = WorkloadOverrides(size_px=(256, 256), effective_batch_size=2)
     values = {
@@ -61,11 +61,11 @@ def answer(candidate: Candidate) -> TrialResult:
     return builders.trial(candidate, seconds, memory, wall_seconds=2.5)
 
 
-def surroundings(run: Run = answer) -> PlannerBackend:
+def surroundings(run: TrialFunction = answer) -> PlannerBackend:
     """Trials by `run`, no records of others."""
 
     @contextmanager
-    def trials(model: str, cost: CostModel) -> Iterator[Run]:
+    def trials(model: str, cost: CostModel) -> Iterator[TrialFunction]:
         yield run
 
     return PlannerBackend(
@@ -125,7 +125,7 @@ def start_worker(
 
     def work() -> str:
         if far_away:
-            sampler._place = lambda: name
+            study_module._place = lambda: name
         return plan_text(make_plan(asked, hardware, backend=surroundings(run)))
 
     worker.process.start()

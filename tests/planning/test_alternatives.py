@@ -14,10 +14,10 @@ from autotune.planning.request import request_from
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.prediction import Prediction
-from autotune.search.study import Limits
+from autotune.search.study import SearchLimits
 from tests import builders
 from tests.planning.formula import FormulaCostModel
-from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroundings
+from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("_by_formula")
 @pytest.mark.parametrize(("num_processes", "budget_gib"), [(1, 14), (4, 7.2)])
 def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_gib: float) -> None:
     """Four processes that share the weights out have no use for smaller storages."""
-    hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30))
+    hardware = builders.hardware(*CAPABILITIES, "quantization.torchao-int8", budget_bytes=int(budget_gib * 2**30))
     workload_overrides = replace(
         request().workload_overrides, size_px=(2048, 2048), quality="exact", effective_batch_size=4 * num_processes
     )
@@ -48,7 +48,7 @@ def test_every_relaxation_that_is_named_really_fits(num_processes: int, budget_g
 
 
 def test_no_relaxation_is_named_that_a_pin_forbids() -> None:
-    hardware = builders.hardware(*GATES, "quantization.torchao-int8", budget_bytes=10 * 2**30)
+    hardware = builders.hardware(*CAPABILITIES, "quantization.torchao-int8", budget_bytes=10 * 2**30)
     pinned = request(pins=(("quantization", "none"),), is_local=False)
     with pytest.raises(NothingFits) as caught:
         make_plan(pinned, hardware)
@@ -104,9 +104,9 @@ def test_epochs_decide_the_steps_of_a_plan_once_there_are_data(tmp_path: Path) -
 
 
 def test_a_search_may_take_a_twentieth_of_the_run_but_a_minute_at_least() -> None:
-    assert Limits(8, num_steps=10_000).allowed_seconds(2.0) == 1000
-    assert Limits(8, num_steps=100).allowed_seconds(2.0) == 60
-    assert Limits(8, 7.0, num_steps=10_000).allowed_seconds(2.0) == 7
+    assert SearchLimits(8, num_steps=10_000).allowed_seconds(2.0) == 1000
+    assert SearchLimits(8, num_steps=100).allowed_seconds(2.0) == 60
+    assert SearchLimits(8, 7.0, num_steps=10_000).allowed_seconds(2.0) == 7
 
 
 def test_a_search_stops_at_its_share_of_the_run() -> None:

@@ -11,7 +11,7 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from tests import builders
 from tests.planning.formula import GIB, FormulaCostModel
-from tests.planning.machines import GATES, request, surroundings
+from tests.planning.machines import CAPABILITIES, request, surroundings
 
 pytestmark = pytest.mark.usefixtures("_by_formula")
 
@@ -27,7 +27,7 @@ def test_the_model_is_shared_out_only_where_it_fits_a_device_in_no_storage(
         return int(whole / (cost.parallel.num_processes if cost.parallel.strategy == "fsdp2" else 1))
 
     monkeypatch.setattr(FormulaCostModel, "weight_bytes", weight_bytes)
-    capabilities = (*GATES, "quantization.torchao-int8", "quantization.bnb-nf4")
+    capabilities = (*CAPABILITIES, "quantization.torchao-int8", "quantization.bnb-nf4")
     hardware = builders.hardware(*capabilities, budget_bytes=budget_gib * GIB)
     workload_overrides = replace(request().workload_overrides, effective_batch_size=4, quality="compact")
     case = PlanningProblem.build(
@@ -38,8 +38,10 @@ def test_the_model_is_shared_out_only_where_it_fits_a_device_in_no_storage(
 
 def tight() -> HardwareProfile:
     """3% more than the least prediction: too little for a search, which allows for doubt, enough without."""
-    roomy = PlanningProblem.build(request(), builders.hardware(*GATES), surroundings())
-    return builders.hardware(*GATES, budget_bytes=round(1.03 * min_required_bytes(roomy.space.candidates, roomy.cost)))
+    roomy = PlanningProblem.build(request(), builders.hardware(*CAPABILITIES), surroundings())
+    return builders.hardware(
+        *CAPABILITIES, budget_bytes=round(1.03 * min_required_bytes(roomy.space.candidates, roomy.cost))
+    )
 
 
 @pytest.mark.parametrize(("here", "swapped"), [(True, True), (False, False)])

@@ -14,7 +14,7 @@ from autotune.training.fit import hardware_misfits
 from tests import builders
 from tests.builders import GIB, trial
 from tests.conftest import Journey
-from tests.planning.machines import GATES, HARDWARE, make_plan, request, surroundings
+from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def test_a_winner_that_fails_or_slows_down_gives_way_to_the_next(case: PlanningP
 
 
 def test_a_timeout_of_the_longer_trial_leaves_the_shorter_ones_word(case: PlanningProblem) -> None:
-    from autotune.search.winner import measured_scores, winner_of
+    from autotune.search.winner import choose_winner, score_trials
 
     fast, slow = case.space.candidates[:2]
     late = TrialResult(candidate=fast, outcome="timeout", confirms=True, message="no answer")
     trials = confirm_winner((trial(fast, 1.0), trial(slow, 2.0)), case, lambda candidate: late)
-    best = winner_of(measured_scores(trials), "throughput")
+    best = choose_winner(score_trials(trials), "throughput")
     assert best is not None
     assert (best.candidate, best.step_seconds) == (fast, 1.0)
     assert len(trials) == 3
@@ -117,7 +117,7 @@ def test_a_phase_that_was_measured_is_not_charged_with_what_another_is_predicted
 
 def test_what_ran_within_the_budget_needs_no_more_than_it() -> None:
     """Its context and 1 MiB are left beside it, though prediction rounds up by more: it would not have run else."""
-    hardware = builders.hardware(*GATES, budget_bytes=23 * GIB)
+    hardware = builders.hardware(*CAPABILITIES, budget_bytes=23 * GIB)
     peak_bytes = 23 * GIB - process_overhead_bytes(hardware) - 2**20
 
     def run(candidate: Candidate) -> TrialResult:

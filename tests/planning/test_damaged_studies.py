@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Engine, event
 
 from autotune.planning.resuming import _file_of_its_own
-from autotune.search.storage import StudyPlace, opened_study
+from autotune.search.storage import StudyLocation, open_study
 
 QUESTION: dict[str, str | None] = {"model": "m"}
 CASE: Any = SimpleNamespace(identity=QUESTION, request=SimpleNamespace(interrupted="continued"))
@@ -20,7 +20,7 @@ CASE: Any = SimpleNamespace(identity=QUESTION, request=SimpleNamespace(interrupt
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "study.db"
-    opened_study(StudyPlace("search", f"sqlite:///{path}"), QUESTION)
+    open_study(StudyLocation("search", f"sqlite:///{path}"), QUESTION)
     return path
 
 

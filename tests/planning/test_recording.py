@@ -53,7 +53,7 @@ def test_a_question_that_was_not_recorded_is_refused() -> None:
 @pytest.mark.parametrize("text", ["", "no json\n", "[]\n", '{"hardware": {}}\n', '{"autotune_version": "1"}\n', "\x00"])
 def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.jsonl").write_text(text)
-    with pytest.raises(InvalidInput, match="no recording of this version"):
+    with pytest.raises(InvalidInput, match="not a recording of this version"):
         read_recording(tmp_path / "r.jsonl")
     with pytest.raises(InvalidInput, match="cannot read"):
         read_recording(tmp_path / "absent.jsonl")

@@ -50,6 +50,9 @@ def test_the_next_start_finds_the_sealed_plan_with_its_own_job(predicted: Traini
     found = sealed_beside(path, longer, HERE)
     assert found
     assert (found.job.num_steps, found.frozen) == (7, sealed.frozen)
+    newer_driver = HERE.changed(versions=HERE.versions.changed(driver="595.10"))
+    assert newer_driver.fingerprint != HERE.fingerprint
+    assert sealed_beside(path, longer, newer_driver) == found
     other = builders.hardware("attention.native", compute_capability=(9, 0))
     assert sealed_beside(path, predicted, other) is None
     sealed_path(path).write_text("damaged")

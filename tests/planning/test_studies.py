@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
-import platformdirs
 import pytest
 from optuna.exceptions import StorageInternalError
 
@@ -17,16 +16,17 @@ from autotune.planning.problem import PlanningProblem
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.request import PlanRequest
 from autotune.planning.resuming import kept_study
+from autotune.runtime.paths import data_path
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan_file import plan_text, read_plan
 from autotune.schema.trial import TrialResult
-from autotune.search.storage import StudyPlace, opened_study, translate_storage_errors
+from autotune.search.storage import StudyLocation, open_study, translate_storage_errors
 from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.events import notices_to
 from tests.planning.machines import (
-    GATES,
+    CAPABILITIES,
     HARDWARE,
     answer,
     logged,
@@ -59,7 +59,7 @@ def database() -> Iterator[str]:
 
 @pytest.mark.parametrize("ended_trials", [0, 1, 5])
 def test_a_killed_search_goes_on_and_pays_for_nothing_twice(tmp_path: Path, ended_trials: int) -> None:
-    asked = request(StudyPlace(f"killed-{ended_trials}"))
+    asked = request(StudyLocation(f"killed-{ended_trials}"))
     worker = start_worker(tmp_path, "first", asked, hangs_at=ended_trials + 1)
     wait_until(lambda: len(logged(worker.log, "begins")) == ended_trials + 1)
     os.kill(worker.process.pid or 0, signal.SIGKILL)
@@ -150,7 +150,7 @@ def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
         make_plan(asked, HARDWARE, backend=interrupted_after(99, tried))
     monkeypatch.setattr(optuna.Study, "ask", ask)
     notes: list[str] = []
-    monkeypatch.setattr("autotune.search.sampler.time.sleep", lambda seconds: pytest.fail("waited"))
+    monkeypatch.setattr("autotune.search.study.time.sleep", lambda seconds: pytest.fail("waited"))
     make_plan(asked, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert notes == ["an interrupted search of the same goes on: 2 trials known (--fresh forgets them)"]
     assert len(tried) == len(set(tried)) > 2
@@ -250,16 +250,16 @@ def test_where_nothing_can_be_written_trials_stay_in_memory(
 
 
 def test_an_ended_study_gives_its_plan_again_without_trials() -> None:
-    asked = request(StudyPlace("ended"))
+    asked = request(StudyLocation("ended"))
     plan = make_plan(asked, HARDWARE, backend=surroundings())
     again = make_plan(asked, HARDWARE, backend=surroundings(lambda candidate: pytest.fail("tried")))
     assert plan_text(again) == plan_text(plan)
 
 
 def test_a_study_whose_results_are_damaged_says_so() -> None:
-    asked = request(StudyPlace("damaged"))
+    asked = request(StudyLocation("damaged"))
     make_plan(asked, HARDWARE, backend=surroundings())
-    file = platformdirs.user_data_path("autotune") / "studies" / "damaged.db"
+    file = data_path("studies", "damaged.db")
     file.write_bytes(file.read_bytes().replace(b"micro_batch_size", b"micro_botch_size"))
     with pytest.raises(AutotuneError, match="study 'damaged' is damaged") as caught:
         make_plan(asked, HARDWARE, backend=surroundings())
@@ -267,7 +267,7 @@ def test_a_study_whose_results_are_damaged_says_so() -> None:
 
 
 def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
-    asked = request(StudyPlace("deadly"))
+    asked = request(StudyLocation("deadly"))
     for number in range(2):
         worker = start_worker(tmp_path, f"worker-{number}", asked, hangs_at=1)
         wait_until(lambda count=number + 1, log=worker.log: len(logged(log, "begins")) == count)  # type: ignore[misc]
@@ -282,19 +282,19 @@ def test_what_kills_its_worker_twice_counts_as_a_crash(tmp_path: Path) -> None:
 
 
 def test_a_study_of_another_question_or_machine_says_so() -> None:
-    make_plan(request(StudyPlace("mine")), HARDWARE, backend=surroundings())
+    make_plan(request(StudyLocation("mine")), HARDWARE, backend=surroundings())
     other_work = request(
-        StudyPlace("mine"), workload_overrides=WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
+        StudyLocation("mine"), workload_overrides=WorkloadOverrides(size_px=(512, 512), effective_batch_size=2)
     )
     with pytest.raises(InvalidInput, match="work: sha256"):
         make_plan(other_work, HARDWARE, backend=surroundings())
-    other_card = builders.hardware(*GATES, compute_capability=(8, 9))
+    other_card = builders.hardware(*CAPABILITIES, compute_capability=(8, 9))
     with pytest.raises(InvalidInput, match=r"compute capability: 9\.0 there, 8\.9 here"):
-        make_plan(request(StudyPlace("mine")), other_card, backend=surroundings())
+        make_plan(request(StudyLocation("mine")), other_card, backend=surroundings())
 
 
 def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, database: str) -> None:
-    asked = request(StudyPlace("shared", database, heartbeat_seconds=2, grace_seconds=6), max_trials=10)
+    asked = request(StudyLocation("shared", database, heartbeat_seconds=2, grace_seconds=6), max_trials=10)
     victim = start_worker(tmp_path, "victim", asked, far_away=True, hangs_at=1)
     wait_until(lambda: len(logged(victim.log, "begins")) == 1)
     others = [start_worker(tmp_path, f"worker-{n}", asked, seconds=0.3, far_away=True) for n in range(3)]
@@ -310,7 +310,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     assert 6 <= len(ended) <= 10
     assert set(logged(victim.log, "begins")) == set(ended), "the victim's candidate is taken over"
 
-    stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*GATES))
+    stranger = start_worker(tmp_path, "stranger", asked, hardware=builders.hardware(*CAPABILITIES))
     stranger.process.join(timeout=240)
     assert "compute capability: 9.0 there, 8.9 here" in stranger.output.read_text()
     latecomer = start_worker(tmp_path, "latecomer", asked)
@@ -343,7 +343,7 @@ def _written(path: Path, text: str) -> Path:
 )
 def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> None:
     with pytest.raises(AutotuneError) as caught:
-        make_plan(request(StudyPlace("x", url)), HARDWARE, backend=surroundings())
+        make_plan(request(StudyLocation("x", url)), HARDWARE, backend=surroundings())
     words = f"{caught.value.message} {caught.value.hint} {caught.value.__cause__!r}"
     assert PASSWORD not in words
     assert "p%40ss" not in words
@@ -358,18 +358,18 @@ def _stumble() -> None:
 
 
 def test_a_storage_that_fails_behind_another_error_is_named() -> None:
-    with pytest.raises(AutotuneError, match="the disk is full") as caught, translate_storage_errors(StudyPlace("x")):
+    with pytest.raises(AutotuneError, match="the disk is full") as caught, translate_storage_errors(StudyLocation("x")):
         _stumble()
     assert "results of finished trials are kept" in caught.value.hint
-    with pytest.raises(ZeroDivisionError), translate_storage_errors(StudyPlace("x")):
+    with pytest.raises(ZeroDivisionError), translate_storage_errors(StudyLocation("x")):
         _ = 1 / 0
 
 
 @pytest.mark.filterwarnings("ignore:Heartbeat")
 def test_a_file_that_goes_while_it_is_used_is_named_without_sql_and_a_heartbeat_says_nothing(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
-    place = StudyPlace("x", f"sqlite:///{file}")
-    study = opened_study(place, {})
+    place = StudyLocation("x", f"sqlite:///{file}")
+    study = open_study(place, {})
     trial = study.ask()
     file.unlink()
     study._storage.record_heartbeat(trial._trial_id)  # type: ignore[attr-defined]
@@ -382,4 +382,4 @@ def test_a_file_that_goes_while_it_is_used_is_named_without_sql_and_a_heartbeat_
 
 def test_a_study_name_cannot_leave_its_folder() -> None:
     with pytest.raises(InvalidInput, match="cannot name a study"):
-        make_plan(request(StudyPlace("../x")), HARDWARE, backend=surroundings())
+        make_plan(request(StudyLocation("../x")), HARDWARE, backend=surroundings())

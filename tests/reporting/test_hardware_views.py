@@ -7,12 +7,12 @@ from rich.console import Console
 
 from autotune.hardware.catalog import load_catalog
 from autotune.hardware.diagnosis import findings
-from autotune.hardware.doctor_facts import examine
-from autotune.hardware.probing import profile_of, with_rates
+from autotune.hardware.doctor_facts import read_doctor_facts
+from autotune.hardware.probing import read_profile
 from autotune.hardware.store import hardware_named
 from autotune.reporting.hardware import catalog_view, findings_view, human_rate, profile_view
 from autotune.schema.hardware import Rate
-from tests.hardware.fleet import ANSWERS, MACHINES, FakeSystem, machine
+from tests.hardware.fleet import MACHINES, SOURCES, FakeSystem, machine
 
 
 def shown(view):
@@ -26,8 +26,8 @@ def rate(value, unit, samples=9):
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_profile_fits_and_shows_budget_gates_and_notes(name):
-    profile = with_rates(profile_of(machine(name)), (rate(1.4e14, "FLOP/s"),), ("a note",), True)
+def test_a_profile_fits_and_shows_budget_capabilities_and_notes(name):
+    profile = read_profile(machine(name)).changed(rates=(rate(1.4e14, "FLOP/s"),), notes=("a note",), noisy=True)
     text = shown(profile_view(profile))
     assert max(len(line) for line in text.splitlines()) <= 80
     for needed in ("budget", profile.device.memory_kind, "noisy", "140.0 TFLOP/s", "note: a note", "torchao-int8"):
@@ -37,7 +37,7 @@ def test_a_profile_fits_and_shows_budget_gates_and_notes(name):
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_findings_fit_and_name_their_fix(name):
-    found = findings(examine(machine(name), 2**36))
+    found = findings(read_doctor_facts(machine(name), 2**36))
     text = shown(findings_view(found))
     assert max(len(line) for line in text.splitlines()) <= 80
     assert text.count("fix:") == len(found)
@@ -45,7 +45,9 @@ def test_findings_fit_and_name_their_fix(name):
 
 
 def test_brackets_in_a_name_are_shown():
-    profile = profile_of(FakeSystem({**ANSWERS["no-gpu"], "os": {**ANSWERS["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}}))
+    profile = read_profile(
+        FakeSystem({**SOURCES["no-gpu"], "os": {**SOURCES["no-gpu"]["os"], "cpu": "CPU [/rev] [b]"}})
+    )
     assert "CPU [/rev] [b]" in shown(profile_view(profile))
 
 

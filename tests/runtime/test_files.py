@@ -50,7 +50,7 @@ def test_permissions_follow_the_mask_of_the_process_without_setting_it(
 def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As some network file systems answer."""
+    """As on some network file systems."""
     real = os.fsync
 
     def fsync(descriptor: int) -> None:

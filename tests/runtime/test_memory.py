@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from autotune.runtime.memory import with_peak_memory
+from autotune.runtime.memory import measure_peak_memory
 
 CPU = torch.device("cpu")
 
@@ -22,11 +22,11 @@ os.wait()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is mapped")
 def test_a_fork_counts_no_less_than_a_process_that_imported_by_itself() -> None:
     """A trial is a fork, a training run is not, and the one's figures are promised for the other."""
-    told = subprocess.run([sys.executable, "-c", A_FORK], capture_output=True, text=True, check=True, timeout=600)
-    parent, fork = map(int, told.stdout.split())
+    result = subprocess.run([sys.executable, "-c", A_FORK], capture_output=True, text=True, check=True, timeout=600)
+    parent, fork = map(int, result.stdout.split())
     assert fork == pytest.approx(parent, rel=0.03)
 
 
@@ -39,4 +39,4 @@ def test_what_is_measured_may_let_go_of_what_was_live() -> None:
         weights.clear()
         return reference() is None
 
-    assert with_peak_memory(CPU, lambda: list(weights), work)[0]
+    assert measure_peak_memory(CPU, lambda: list(weights), work)[0]

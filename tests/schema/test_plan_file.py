@@ -35,7 +35,7 @@ def make_plan(**job: Any) -> TrainingPlan:
         "preview_steps": 20,
     }
     frozen = FrozenPart(
-        schema_version=1,
+        schema_version=2,
         autotune_version="0.1.0",
         hardware=PlannedHardware(
             device_name="NVIDIA GeForce RTX 4090",
@@ -169,7 +169,10 @@ def test_the_job_may_be_edited(tmp_path: Path) -> None:
         (lambda t: t.replace("num_steps: 100", "num_steps: 1" + "0" * 400), "job.num_steps"),
         (lambda t: "a: 1" + ":1" * (1 << 20), "not a valid plan"),  # YAML 1.1 makes a number of it, in minutes
         (lambda t: t + "".join(f"key{i}: 1\n" for i in range(200_000)), "more than 100000 values"),
-        (lambda t: t.replace("schema_version: 1", "schema_version: 2"), "plan schema 2"),
+        (
+            lambda t: t.replace("schema_version: 2", "schema_version: 3"),
+            "has schema 3, and this autotune knows schemas up to 2",
+        ),
         (lambda t: t.replace("micro_batch_size: 1", "micro_batch_size: 8", 1), "frozen part"),
         (lambda t: t.replace("seed: 0", "seed: 0\n  seed: 1"), "repeated keys"),
         (lambda t: "", "is empty"),

@@ -10,15 +10,15 @@ from pydantic import ValidationError
 
 from autotune.data.dataset import read_dataset
 from autotune.families.base import Batch
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import Candidate
 from autotune.schema.typical import mean_text_tokens, padded_text_tokens, spread_of, typical_bucket, typical_text_tokens
 from autotune.schema.workload import Bucket, Workload
 from autotune.training.describe import WorkloadOverrides, describe_workload
-from autotune.trials.parity import small_work
+from autotune.trials.parity import small_workload
 from autotune.trials.requests import TrialRequest
-from autotune.trials.steps import Steps, load
+from autotune.trials.steps import StepRunner, load_for_trial
 from tests import builders
 from tests.training.small import write_model_and_images
 
@@ -73,7 +73,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
     )
     assert mean_text_tokens(work) < 0.5 * work.max_text_tokens
     request = TrialRequest(str(model), work, Candidate(micro_batch_size=1, checkpointed_blocks=0), "cpu", 2)
-    steps, seen = Steps(load(request), work, request.candidate), []
+    steps, seen = StepRunner(load_for_trial(request), work, request.candidate), []
     forward = steps.model.family.predict
 
     def watched(transformer: object, noisy: torch.Tensor, sigmas: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
         return forward(transformer, noisy, sigmas, batch)
 
     monkeypatch.setattr(type(steps.model.family), "predict", lambda _, *arguments: watched(*arguments))
-    result = steps.result(lambda times: len(times) < 2)
+    result = steps.measure(lambda times: len(times) < 2)
     assert (len(result.warmup_seconds), len(result.step_seconds)) == (3, 2)
     by_step = list(zip(seen[::2], seen[1::2], strict=True))
     longest = (work.max_text_tokens, work.max_text_tokens - 1)
@@ -90,8 +90,8 @@ def test_a_data_folder_with_one_long_caption_is_timed_by_the_others(
 
 def test_uneven_captions_leave_the_small_work_of_a_check_alone() -> None:
     even, uneven = workload([900], 4), workload([3, 5, 900], 4)
-    family = family_named(even.model.family)
-    assert small_work(family, uneven) == small_work(family, even)
+    family = get_family(even.model.family)
+    assert small_workload(family, uneven) == small_workload(family, even)
 
 
 def workload(values: list[int], batch: int) -> Workload:

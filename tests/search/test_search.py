@@ -15,21 +15,21 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.trial import Outcome, TrialResult
 from autotune.search import study
 from autotune.search.residual import (
-    GROWTH,
+    MAX_GROWTH,
     SAFE_SHARE,
     ResidualSearch,
     ScoredCandidate,
     best_seconds,
     memory_upper_bound,
 )
-from autotune.search.space import SearchSpace, search_space
-from autotune.search.study import Limits, run_search
-from autotune.search.winner import fallbacks_of, measured_scores, reasons_for, require_winner, winner_of
+from autotune.search.space import SearchSpace, build_search_space
+from autotune.search.study import SearchLimits, run_search
+from autotune.search.winner import choose_fallbacks, choose_winner, explain_choices, require_winner, score_trials
 from tests import builders
 
 GIB = 2**30
-GATES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
-GPU = builders.hardware(*GATES, budget_bytes=100 * GIB, compute_capability=(9, 0))
+CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
 Machine = Callable[[Candidate], TrialResult]
 
@@ -43,7 +43,7 @@ def cost() -> CostModel:
 
 @pytest.fixture(scope="module")
 def space() -> SearchSpace:
-    return search_space(builders.context(GPU, WORK))
+    return build_search_space(builders.context(GPU, WORK))
 
 
 def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine:
@@ -52,7 +52,7 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
     speed = {name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")}
     bias, clash, memory_bias = rng.uniform(0.65, 1.35), rng.uniform(0, 0.15), rng.uniform(0.9, 1.1)
     truth = {}
-    for candidate in search_space(builders.context(GPU, WORK)).candidates:
+    for candidate in build_search_space(builders.context(GPU, WORK)).candidates:
         predicted = cost.predict(candidate)
         time = predicted.step_seconds * bias * speed[candidate.quantization] * speed[candidate.attention]
         time *= 1 + clash * (candidate.micro_batch_size > 1) * (candidate.quantization != "none")
@@ -65,9 +65,9 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
 def search(
     cost: CostModel, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
 ) -> tuple[TrialResult, ...]:
-    space = search_space(builders.context(GPU, WORK))
+    space = build_search_space(builders.context(GPU, WORK))
     sampler = ResidualSearch(space, cost, budget_bytes, ascending=ascending)
-    return run_search(sampler, run, Limits(max_trials=max_trials, max_seconds=60), lambda result: None)
+    return run_search(sampler, run, SearchLimits(max_trials=max_trials, max_seconds=60), lambda result: None)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -87,7 +87,7 @@ def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostM
     for number, result in enumerate(results[1:], start=1):
         largest = max(predicted[earlier.candidate] for earlier in results[:number] if earlier.outcome == "ok")
         # Predictions are corrected between the trials, by up to the simulated bias of 10% and what is left uncertain.
-        assert predicted[result.candidate] <= 1.25 * max(GROWTH * largest, SAFE_SHARE * budget)
+        assert predicted[result.candidate] <= 1.25 * max(MAX_GROWTH * largest, SAFE_SHARE * budget)
 
 
 def test_no_candidate_is_tried_twice(cost: CostModel) -> None:
@@ -118,8 +118,8 @@ def test_what_was_measured_beyond_the_budget_corrects_predictions_and_bars_no_mo
     needed = cost.predict(largest).allocated_memory_bytes
     sampler = ResidualSearch(space, cost, 2 * needed)
     measured = builders.trial(largest, 1.0, needed, outcome="oom")
-    assert len(sampler.outlooks((measured,))) == len(space.candidates) - 1
-    assert len(sampler.outlooks((builders.trial(largest, None),))) < len(space.candidates) - 1
+    assert len(sampler.remaining((measured,))) == len(space.candidates) - 1
+    assert len(sampler.remaining((builders.trial(largest, None),))) < len(space.candidates) - 1
 
 
 def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
@@ -129,11 +129,11 @@ def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
     some, many = (plain.changed(checkpointed_blocks=59, swapped_blocks=blocks) for blocks in (10, 50))
     wider = dataclasses.replace(space, candidates=(*space.candidates, some, many))
     sampler = ResidualSearch(wider, cost, 100 * GIB)
-    before = {outlook.candidate for outlook in sampler.outlooks(())}
-    after = {outlook.candidate for outlook in sampler.outlooks((builders.trial(some, None, outcome="host_oom"),))}
+    before = {outlook.candidate for outlook in sampler.remaining(())}
+    after = {outlook.candidate for outlook in sampler.remaining((builders.trial(some, None, outcome="host_oom"),))}
     assert {some, many} <= before
     assert after == before - {some, many}
-    as_the_device = {outlook.candidate for outlook in sampler.outlooks((builders.trial(some, None, outcome="oom"),))}
+    as_the_device = {outlook.candidate for outlook in sampler.remaining((builders.trial(some, None, outcome="oom"),))}
     assert len(as_the_device) < len(after), "what the device ran out of bars whatever is as large"
 
 
@@ -143,7 +143,7 @@ def test_search_survives_any_outcome_everywhere(cost: CostModel, outcome: Outcom
     assert results
     assert {result.outcome for result in results} == {outcome}
     with pytest.raises(NothingFits, match="by design"):
-        require_winner(measured_scores(results), "throughput", lambda: "by asking less")
+        require_winner(score_trials(results), "throughput", lambda: "by asking less")
 
 
 @pytest.mark.parametrize(("steps", "trials_of_int8"), [((), 1), ((1.0, 1.0, 1.0), 2)])
@@ -162,9 +162,9 @@ def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradie
 def test_search_ends_when_everything_is_tried(cost: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "MIN_TRIALS", 50)
     work = builders.workload(quality="exact", effective_batch_size=1)
-    narrow = search_space(builders.context(builders.hardware("attention.native", "precision.bf16"), work))
+    narrow = build_search_space(builders.context(builders.hardware("attention.native", "precision.bf16"), work))
     sampler = ResidualSearch(narrow, cost, 100 * GIB)
-    limits = Limits(max_trials=50, max_seconds=60)
+    limits = SearchLimits(max_trials=50, max_seconds=60)
     results = run_search(sampler, lambda c: builders.trial(c, 1.0), limits, lambda r: None)
     assert len(results) == len(narrow.candidates) > 8
 
@@ -179,19 +179,19 @@ def test_trials_that_contradict_predictions_are_followed_by_more(cost: CostModel
             truth[candidate] = builders.trial(candidate, seconds, predicted.allocated_memory_bytes)
         return len(search(cost, truth.__getitem__, max_trials=20))
 
-    surprised = study.MIN_TRIALS + study.MORE_TRIALS
+    surprised = study.MIN_TRIALS + study.NUM_EXTRA_TRIALS
     assert trials(0.005) < surprised <= trials(0.3)
 
 
 def test_time_limit_ends_the_search_after_the_running_trial(cost: CostModel, space: SearchSpace) -> None:
     sampler = ResidualSearch(space, cost, 100 * GIB)
-    results = run_search(sampler, machine(cost, 0), Limits(max_trials=50, max_seconds=0), lambda r: None)
+    results = run_search(sampler, machine(cost, 0), SearchLimits(max_trials=50, max_seconds=0), lambda r: None)
     assert len(results) == 1
 
 
 def test_where_nothing_is_predicted_to_fit_nothing_is_tried(cost: CostModel, space: SearchSpace) -> None:
     sampler = ResidualSearch(space, cost, 10 * GIB)
-    limits = Limits(max_trials=8, max_seconds=60)
+    limits = SearchLimits(max_trials=8, max_seconds=60)
     assert run_search(sampler, lambda c: pytest.fail("tried"), limits, lambda r: None) == ()
 
 
@@ -219,7 +219,9 @@ def test_caution_is_about_the_step_and_not_about_other_phases(cost: CostModel, s
 
 def test_masks_exclude_backends_that_refuse_them_with_the_reason() -> None:
     capabilities = ("attention.native", "attention.flash", "precision.bf16")
-    space = search_space(builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked")))
+    space = build_search_space(
+        builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked"))
+    )
     flash = [c for c in space.candidates if c.attention == "flash"]
     assert flash
     assert all(c.micro_batch_size == 1 for c in flash)
@@ -230,18 +232,18 @@ def test_a_value_on_request_is_never_searched_but_may_be_pinned(monkeypatch: pyt
     offered = Choices(("native",), on_request={"xformers": "rarely pays"})
     monkeypatch.setattr(Attention, "choices", lambda self, context: offered)
     context = builders.context(builders.hardware("precision.bf16"), builders.workload())
-    free = search_space(context)
+    free = build_search_space(context)
     assert {c.attention for c in free.candidates} == {"native"}
     assert {r.choice: r.reason for r in free.rejected["attention"]} == offered.on_request
-    pinned = search_space(context, pins=[("attention", "xformers")])
+    pinned = build_search_space(context, pins=[("attention", "xformers")])
     assert {c.attention for c in pinned.candidates} == {"xformers"}
 
 
 def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: CostModel, space: SearchSpace) -> None:
-    scores = measured_scores(search(cost, machine(cost, 3)))
-    winner = winner_of(scores, "throughput")
+    scores = score_trials(search(cost, machine(cost, 3)))
+    winner = choose_winner(scores, "throughput")
     assert winner
-    for reason in reasons_for(space, scores, winner, "throughput"):
+    for reason in explain_choices(space, scores, winner, "throughput"):
         assert reason.chosen == getattr(winner.candidate, reason.knob)
         named = {rejected.choice for rejected in reason.rejected} | {reason.chosen}
         assert named >= set(space.choices[reason.knob])
@@ -251,11 +253,13 @@ def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: Co
 @pytest.mark.parametrize(("chosen", "other"), [("flash", "native"), ("native", "flash")])
 def test_what_ran_is_not_called_excluded_because_other_settings_do_not_go_with_it(chosen: str, other: str) -> None:
     capabilities = ("attention.native", "attention.flash", "precision.bf16")
-    space = search_space(builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked")))
+    space = build_search_space(
+        builders.context(builders.hardware(*capabilities), builders.workload(text_padding="masked"))
+    )
     trials = [builders.trial(builders.candidate(attention=chosen), seconds=1.0)]
     trials.append(builders.trial(builders.candidate(attention=other), seconds=2.0))
-    scores = measured_scores(trials)
-    (reason,) = (r for r in reasons_for(space, scores, scores[0], "throughput") if r.knob == "attention")
+    scores = score_trials(trials)
+    (reason,) = (r for r in explain_choices(space, scores, scores[0], "throughput") if r.knob == "attention")
     said = {rejected.choice: rejected.reason for rejected in reason.rejected}
     assert chosen not in said
     assert said[other].startswith("at best 2.00x the step time")
@@ -265,19 +269,19 @@ def test_objectives_choose_the_fastest_or_the_smallest() -> None:
     fast = builders.trial(builders.candidate(micro_batch_size=4, checkpointed_blocks=0), seconds=1.0, memory=9 * GIB)
     small = builders.trial(builders.candidate(), seconds=2.0, memory=2 * GIB)
     failed = builders.trial(builders.candidate(micro_batch_size=2), seconds=None)
-    scores = measured_scores((failed, small, fast))
-    assert winner_of(scores, "throughput") == scores[2]
-    assert winner_of(scores, "memory") == scores[1]
-    assert winner_of(scores[:1], "throughput") is None
+    scores = score_trials((failed, small, fast))
+    assert choose_winner(scores, "throughput") == scores[2]
+    assert choose_winner(scores, "memory") == scores[1]
+    assert choose_winner(scores[:1], "throughput") is None
 
 
 def test_fallbacks_need_less_and_less_memory(cost: CostModel) -> None:
     results = search(cost, machine(cost, 4), max_trials=12)
-    scores = measured_scores(results)
-    winner = winner_of(scores, "throughput")
+    scores = score_trials(results)
+    winner = choose_winner(scores, "throughput")
     assert winner
     memory = {score.candidate: score.peak_memory_bytes for score in scores}
-    ladder = [winner.peak_memory_bytes, *(memory[c] for c in fallbacks_of(scores, winner))]
+    ladder = [winner.peak_memory_bytes, *(memory[c] for c in choose_fallbacks(scores, winner))]
     assert ladder == sorted(ladder, reverse=True)
     assert len(set(ladder)) == len(ladder)
 
@@ -287,8 +291,8 @@ def test_what_won_elsewhere_is_tried_first_and_a_kept_promise_ends_the_search(
 ) -> None:
     winner = space.candidates[7]
     sampler = ResidualSearch(space, cost, 100 * GIB, first=(winner,))
-    limits = Limits(max_trials=8, max_seconds=60)
-    results = run_search(sampler, machine(cost, 0), limits, lambda r: None, enough=bool)
+    limits = SearchLimits(max_trials=8, max_seconds=60)
+    results = run_search(sampler, machine(cost, 0), limits, lambda r: None, is_enough=bool)
     assert [result.candidate for result in results] == [winner]
 
 
@@ -297,9 +301,9 @@ def test_expected_improvement_is_the_mean_of_what_is_gained() -> None:
     for expected, uncertainty in ((0.1, 0.2), (-0.1, 0.05), (0.0, 0.3)):
         drawn = [max(0.0, -rng.gauss(expected, uncertainty)) for _ in range(20_000)]
         outlook = ScoredCandidate(builders.candidate(), expected, uncertainty, step_seconds=1.0, required_bytes=1.0)
-        assert outlook.improvement(0.0) == pytest.approx(sum(drawn) / len(drawn), abs=0.004)
+        assert outlook.expected_improvement(0.0) == pytest.approx(sum(drawn) / len(drawn), abs=0.004)
     certain = ScoredCandidate(builders.candidate(), -0.2, 0.0, step_seconds=1.0, required_bytes=1.0)
-    assert certain.improvement(0.0) == pytest.approx(0.2)
+    assert certain.expected_improvement(0.0) == pytest.approx(0.2)
 
 
 def test_workers_at_the_same_time_try_different_combinations(cost: CostModel, space: SearchSpace) -> None:
@@ -315,15 +319,15 @@ def test_workers_at_the_same_time_try_different_combinations(cost: CostModel, sp
 
 def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
     with pytest.raises(NothingFits, match="attention"):
-        search_space(builders.context(builders.hardware("precision.bf16")))
+        build_search_space(builders.context(builders.hardware("precision.bf16")))
 
 
 def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
     with pytest.raises(InvalidInput, match="swapped blocks have to recompute, and 0 do"):
-        search_space(builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
+        build_search_space(builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
 
 
 def test_what_the_user_ruled_out_is_the_users_to_take_back() -> None:
     with pytest.raises(NothingFits) as refused:
-        search_space(builders.context(), exclusions=(("precision", "bf16"),))
+        build_search_space(builders.context(), exclusions=(("precision", "bf16"),))
     assert "--exclude" in refused.value.hint

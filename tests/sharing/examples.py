@@ -11,7 +11,7 @@ from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, Training
 from autotune.schema.plan_file import seal
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
-from autotune.sharing.record import Record, record_of
+from autotune.sharing.record import Record, build_record
 from tests.builders import GIB, candidate, hardware, trial, workload
 
 DAY = date(2026, 3, 1)
@@ -54,7 +54,7 @@ def plan(
     best = min((t for t in trials if t.outcome == "ok"), key=lambda t: t.median_step_seconds or 0.0)
     seconds, memory = best.median_step_seconds or 1.0, best.peak_memory_bytes or 1
     frozen = FrozenPart(
-        schema_version=1,
+        schema_version=2,
         autotune_version="0.1.0",
         hardware=PlannedHardware(
             device_name=here.device.name,
@@ -88,7 +88,7 @@ def plan(
 def record(here: HardwareProfile | None = None, work: Workload | None = None, **changes: object) -> Record:
     """The record of such a plan, with whatever is said otherwise."""
     here = here or machine()
-    made = record_of(plan(here, work), here).changed(measured_on=DAY)
+    made = build_record(plan(here, work), here).changed(measured_on=DAY)
     if "trials" in changes:
         changes["trials"] = tuple(one.changed(message="") for one in changes["trials"])  # type: ignore[attr-defined]
     return Record.model_validate({**dict(made), **changes})

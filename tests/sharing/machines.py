@@ -21,7 +21,7 @@ from autotune.schema.plan import TrainingPlan
 from autotune.schema.trial import TrialResult
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import StoreMatches, find_matches
-from autotune.sharing.record import Record, record_of
+from autotune.sharing.record import Record, build_record
 from autotune.sharing.store import Store
 from tests.builders import GIB, trial
 from tests.events import events_of
@@ -30,7 +30,7 @@ from tests.sharing.examples import machine, rate
 
 QUESTION = request()
 RATES = (rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14))
-GATES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
 H100 = {
     "name": "NVIDIA H100 80GB HBM3", "compute_capability": (9, 0), "total_memory_bytes": 80 * GIB,
     "budget_bytes": 78 * GIB, "power_limit_watts": 700.0, "rates": RATES,
@@ -39,7 +39,7 @@ H100 = {
 
 def gpu(**changes: object) -> HardwareProfile:
     """An H100 on which everything that trains is open."""
-    capabilities = tuple(machine().capabilities[0].model_copy(update={"name": name}) for name in GATES)
+    capabilities = tuple(machine().capabilities[0].model_copy(update={"name": name}) for name in CAPABILITIES)
     return machine(**{**H100, "capabilities": capabilities, **changes})
 
 
@@ -102,7 +102,7 @@ def planned_on(simulated: Simulated, *stores: Store, asked: PlanRequest = QUESTI
     doubts: list[str] = []
     on_event = events_of(Notice, lambda event: doubts.append(event.text) if event.topic == "profiles" else None)
     made = make_plan(asked, simulated.hardware, on_event, simulated.backend(*stores))
-    record = record_of(made.plan, simulated.hardware, made.residuals).changed(measured_on=date(2026, 3, 1))
+    record = build_record(made.plan, simulated.hardware, made.residuals).changed(measured_on=date(2026, 3, 1))
     return Planned(made.plan, record, made.matches, tuple(doubts))
 
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.sharing.files import Unreachable, reaching, redacted
-from autotune.sharing.store import own_store, remember
+from autotune.sharing.files import StoreUnreachable, redact_url, translate_file_errors
+from autotune.sharing.store import save_record, user_store
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune
 from tests.sharing.examples import TRIALS, machine, plan, record, several
@@ -33,7 +33,7 @@ def run(*arguments: object) -> Result:
 def test_a_record_goes_from_one_machine_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here = machine()
-    name = remember(plan(here), here)
+    name = save_record(plan(here), here)
     assert run("push", "team").stdout.startswith("new: 1, already there: 0, refused: 0; in team")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
     assert run("list").stdout.startswith("no records yet")
@@ -44,13 +44,13 @@ def test_a_record_goes_from_one_machine_to_another(tmp_path: Path, monkeypatch: 
 
 
 def test_raw_is_exactly_what_leaves() -> None:
-    own_store().add(made := record())
+    user_store().add(made := record())
     shown = json.loads(run("show", made.name[:8], "--raw").stdout)
     assert shown == json.loads(made.content)
 
 
 def test_show_tells_machine_work_promise_and_every_trial() -> None:
-    own_store().add(made := record())
+    user_store().add(made := record())
     text = run("show", made.name[:8]).stdout
     for part in (made.name[:20], "RTX 4090", "Qwen/Qwen-Image", "1.800 s a step", "22.00 GiB", "oom", "torch 2.13.0"):
         assert part in text
@@ -60,7 +60,7 @@ def test_show_tells_machine_work_promise_and_every_trial() -> None:
 def test_list_says_why_a_record_counts_or_not() -> None:
     other = record(machine(torch="2.12.0"))
     poison = record(trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)))
-    own_store().add(record(), record(machine(driver="570")), other, poison)
+    user_store().add(record(), record(machine(driver="570")), other, poison)
     text = run("list", "--why").stdout
     assert "counts here" in text
     assert "counts here once verified: driver: 570 there, 580.95 here" in text
@@ -73,7 +73,7 @@ def test_list_says_why_a_record_counts_or_not() -> None:
 
 def test_diff_names_what_differs() -> None:
     one, two = record(), record(machine(driver="570", rates=()), search_seconds=9.0)
-    own_store().add(one, two)
+    user_store().add(one, two)
     text = run("diff", one.name[:12], two.name[:12]).stdout
     assert "machine.versions.driver: 580.95 -> 570" in text
     assert "search_seconds: 60.0 -> 9.0" in text
@@ -83,12 +83,12 @@ def test_diff_names_what_differs() -> None:
 
 def test_export_and_import_carry_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    own_store().add(*several(5))
-    before = {entry.name for entry in own_store().entries()}
+    user_store().add(*several(5))
+    before = {entry.name for entry in user_store().entries()}
     assert run("export", "all.jsonl").stdout == "records: 5; written to all.jsonl\n"
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
     assert run("import", tmp_path / "all.jsonl").stdout.startswith("new: 5,")
-    assert {entry.name for entry in own_store().entries()} == before
+    assert {entry.name for entry in user_store().entries()} == before
     assert "already there: 5" in run("import", tmp_path / "all.jsonl").stdout
 
 
@@ -107,12 +107,12 @@ def test_a_bad_line_is_refused_by_number_and_the_rest_is_taken(tmp_path: Path, b
     assert result.exit_code == 0
     assert "new: 1," in result.stdout
     assert ("refused: " in result.stderr) == bool(bad)
-    assert [entry.name for entry in own_store().entries()] == [made.name]
+    assert [entry.name for entry in user_store().entries()] == [made.name]
 
 
 def test_an_altered_line_of_an_export_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    own_store().add(record())
+    user_store().add(record())
     run("export", "all")
     (tmp_path / "all").write_bytes((tmp_path / "all").read_bytes().replace(b"580.95", b"999.99"))
     result = run("import", tmp_path / "all")
@@ -121,8 +121,8 @@ def test_an_altered_line_of_an_export_is_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_verify_names_an_altered_record_and_exits_with_1() -> None:
-    own_store().add(made := record())
-    own_store().files.write({f"{made.folder}/{made.name}.json": made.content.replace(b"580.95", b"580.96")})
+    user_store().add(made := record())
+    user_store().files.write({f"{made.folder}/{made.name}.json": made.content.replace(b"580.95", b"580.96")})
     result = run("verify")
     assert result.exit_code == 1
     assert f"{made.name[:12]} was altered" in result.stdout
@@ -130,12 +130,12 @@ def test_verify_names_an_altered_record_and_exits_with_1() -> None:
 
 
 def test_prune_says_what_goes_and_why() -> None:
-    own_store().add(*several(2))
+    user_store().add(*several(2))
     assert "would delete: 1" in run("prune", "--dry-run").stdout
     assert "is superseded by" in run("prune").stdout
-    assert len(own_store().entries()) == 1
+    assert len(user_store().entries()) == 1
     assert "deleted: 0" in run("prune").stdout
-    (last,) = own_store().entries()
+    (last,) = user_store().entries()
     assert run("prune", last.name[:8]).stdout == f"{last.name[:12]} was named\ndeleted: 1\n"
 
 
@@ -155,7 +155,7 @@ def test_a_password_in_an_address_is_never_printed(url: str) -> None:
     told = f"{result.exception.message} {result.exception.hint} {result.stdout} {result.stderr}"
     assert "hunter2" not in told
     assert "***" in told
-    assert "hunter2" not in redacted(url)
+    assert "hunter2" not in redact_url(url)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_an_address_that_would_make_a_folder_of_its_name_here_is_refused(
     url: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    own_store().add(record())
+    user_store().add(record())
     error = run("push", url).exception
     assert isinstance(error, InvalidInput)
     assert hint in error.hint
@@ -174,7 +174,7 @@ def test_an_address_that_would_make_a_folder_of_its_name_here_is_refused(
 
 
 def test_what_a_server_says_cannot_steer_the_terminal() -> None:
-    with pytest.raises(Unreachable) as caught, reaching("s3://team"):
+    with pytest.raises(StoreUnreachable) as caught, translate_file_errors("s3://team"):
         raise OSError("\x1b]0;owned\x07 \x1b[2J\u202e gone\r\n")
     assert caught.value.message == "cannot reach s3://team: OSError: ]0;owned [2J gone"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import AutotuneError
-from autotune.sharing.exchange import merge, verify
+from autotune.sharing.exchange import merge_stores, verify_store
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.store import Store, open_store
-from autotune.sharing.summary import summaries
+from autotune.sharing.summary import summarize_records
 from tests.sharing.conftest import git
 from tests.sharing.examples import fill, record, several
 
@@ -27,7 +27,7 @@ def test_links_are_neither_read_nor_written_through(store: Store, tmp_path: Path
     outside.mkdir()
     secret = outside / "secret.json"
     secret.write_bytes(made.content)
-    folder = Path(store.where) / made.folder
+    folder = Path(store.address) / made.folder
     folder.mkdir(parents=True)
     (folder / f"{made.name}.json").symlink_to(secret)
     assert store.entries() == ()
@@ -44,7 +44,7 @@ def test_links_are_neither_read_nor_written_through(store: Store, tmp_path: Path
 
 def test_a_pipe_in_place_of_a_record_hangs_nobody(store: Store) -> None:
     made = record()
-    folder = Path(store.where) / made.folder
+    folder = Path(store.address) / made.folder
     folder.mkdir(parents=True)
     os.mkfifo(folder / f"{made.name}.json")
     assert store.entries() == ()
@@ -64,7 +64,7 @@ def test_a_crash_in_the_middle_of_a_write_leaves_nothing_to_read(store: Store, m
             store.add(record())
     assert store.entries() == ()
     assert store.add(record()) == 1
-    assert verify(store) == (1, ())
+    assert verify_store(store) == (1, ())
 
 
 def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 def test_other_files_beside_the_records_are_left_alone(store: Store, tmp_path: Path) -> None:
     store.add(record())
     for name in ("README.md", "x.json", f"{'a' * 16}/README", ".git/config"):
-        path = Path(store.where) / name
+        path = Path(store.address) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     assert len(store.entries()) == 1
-    assert verify(store) == (1, ())
+    assert verify_store(store) == (1, ())
 
 
 def test_what_is_deleted_while_it_is_read_is_not_there(store: Store) -> None:
@@ -89,23 +89,23 @@ def test_what_is_deleted_while_it_is_read_is_not_there(store: Store) -> None:
     gone = store.entries()[1]
     entries = store.entries()
     store.files.delete(gone.key)
-    assert [found.name for found in store.contents(entries)] == [e.name for e in entries if e != gone]
+    assert [found.name for found in store.read(entries)] == [e.name for e in entries if e != gone]
 
 
 def test_ten_thousand_records_list_in_under_two_seconds(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(Path(store.where), 10_000)
+    fill(Path(store.address), 10_000)
     first, again, parsing = [], [], []
     for attempt in range(3):  # another program may get in the way of one
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache{attempt}"))
         started = time.perf_counter()
-        for path in Path(store.where).rglob("*.json"):
+        for path in Path(store.address).rglob("*.json"):
             json.loads(path.read_bytes())
         parsing.append(time.perf_counter() - started)  # .4 s on the machine that the limits are for
         for seconds in (first, again):  # the first makes the index
             started = time.perf_counter()
-            rows = summaries(store)
+            rows = summarize_records(store)
             seconds.append(time.perf_counter() - started)
             assert len(rows) == 10_000
     pace = max(1.0, min(parsing) / 0.4)
@@ -117,11 +117,11 @@ def test_ten_thousand_records_list_in_under_two_seconds(
 def test_a_damaged_index_is_made_again(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     store.add(*several(3))
-    rows = summaries(store)
-    index = tmp_path / "cache" / "autotune" / "profiles-index.json"
+    rows = summarize_records(store)
+    index = tmp_path / "cache" / "autotune" / "records-index.json"
     for content in ("", "[]", '{"a": {"name": 1}}', "\0"):
         index.write_text(content)
-        assert summaries(store) == rows
+        assert summarize_records(store) == rows
 
 
 def test_two_branches_of_a_git_checkout_merge_without_a_conflict(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_two_branches_of_a_git_checkout_merge_without_a_conflict(tmp_path: Path)
         git(shared, "checkout", "-q", "-b", branch, "main")
         source = Store(LocalFiles(tmp_path / branch))
         source.add(*records)
-        merge(source, open_store(str(shared)))
+        merge_stores(source, open_store(str(shared)))
         git(shared, "add", "-A")
         git(shared, "commit", "-qm", branch)
     git(shared, "checkout", "-q", "main")
@@ -143,9 +143,9 @@ def test_two_branches_of_a_git_checkout_merge_without_a_conflict(tmp_path: Path)
         git(shared, "merge", "-q", "--no-edit", branch)
     clone = tmp_path / "clone"
     git(tmp_path, "-c", "core.autocrlf=true", "clone", "-q", str(shared), str(clone))
-    assert merge(open_store(str(clone)), mine).new == 5
-    assert verify(open_store(str(clone))) == (5, ())
-    assert verify(mine) == (5, ())
+    assert merge_stores(open_store(str(clone)), mine).new == 5
+    assert verify_store(open_store(str(clone))) == (5, ())
+    assert verify_store(mine) == (5, ())
 
 
 def test_a_team_whose_push_git_refuses_rebases_and_pushes_again(tmp_path: Path) -> None:
@@ -169,5 +169,5 @@ def test_a_team_whose_push_git_refuses_rebases_and_pushes_again(tmp_path: Path) 
     git(tmp_path / "blue", "pull", "-q", "-r", "origin", "main")
     git(tmp_path / "blue", "push", "-q", "origin", "HEAD:main")
     git(tmp_path / "amber", "pull", "-q", "origin", "main")
-    assert verify(open_store(str(tmp_path / "amber"))) == (5, ())
+    assert verify_store(open_store(str(tmp_path / "amber"))) == (5, ())
     assert ".part" not in git(tmp_path / "amber", "ls-files")

@@ -143,7 +143,7 @@ def test_running_out_of_a_smaller_budget_says_nothing_here() -> None:
 
 def test_more_memory_than_where_it_was_short_makes_a_prior() -> None:
     found = compare(record(machine(budget_bytes=20 * GIB)), machine(), workload())
-    assert (found.kind, found.reasons) == ("near", ("memory to take: 0.83 times ours",))
+    assert (found.kind, found.reasons) == ("near", ("memory budget: 0.83 times ours",))
     roomy = record(machine(budget_bytes=20 * GIB), trials=(trial(TRIALS[1].candidate, 1.8, 15 * GIB),))
     assert compare(roomy, machine(), workload()).kind == "exact"
     assert compare(record(), machine(budget_bytes=20 * GIB), workload()).kind == "exact"

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.sharing.machines import profile_of_record
-from autotune.sharing.store import own_store
+from autotune.sharing.machines import hardware_from_record
+from autotune.sharing.store import user_store
 from tests.conftest import autotune_here
 from tests.sharing.examples import machine, rate, record
 
 
 def test_a_gpus_record_gives_its_rates_and_budget() -> None:
     shared = record()
-    profile = profile_of_record(shared)
+    profile = hardware_from_record(shared.name, shared)
     assert profile.device.compute_capability == (8, 9)
     assert profile.rates == shared.machine.rates
     assert profile.device.budget_bytes <= shared.machine.budget_bytes
@@ -22,13 +22,13 @@ def test_a_gpus_record_gives_its_rates_and_budget() -> None:
 
 def test_a_record_that_cannot_be_true_gives_nothing() -> None:
     with pytest.raises(InvalidInput, match="above the device's peak"):
-        profile_of_record(record(machine(rates=(rate("memory.bandwidth", 9e13),))))
+        hardware_from_record("0" * 64, record(machine(rates=(rate("memory.bandwidth", 9e13),))))
 
 
 def test_a_device_outside_the_catalog_is_refused() -> None:
     unknown = machine(name="Nobody's GPU")
     with pytest.raises(InvalidInput, match="not in the catalog"):
-        profile_of_record(record(unknown))
+        hardware_from_record("0" * 64, record(unknown))
 
 
 def test_hardware_takes_the_beginning_of_a_records_name(
@@ -36,7 +36,7 @@ def test_hardware_takes_the_beginning_of_a_records_name(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     shared = record()
-    own_store().add(shared)
+    user_store().add(shared)
     answer = autotune_here(
         capfd,
         "estimate",

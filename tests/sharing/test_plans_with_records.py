@@ -17,7 +17,7 @@ from autotune.schema.plan_file import read_plan
 from autotune.schema.trial import TrialResult
 from autotune.sharing.query import find_matches
 from autotune.sharing.record import Record
-from autotune.sharing.warm_start import broken_promise
+from autotune.sharing.warm_start import find_mismatch
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune_here
 from tests.planning.formula import by_formula
@@ -166,8 +166,8 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
 
 def test_what_the_cost_model_or_physics_contradicts_is_refused_and_named(cold: Planned, tmp_path: Path) -> None:
     cases = (
-        (altered(cold.record, 0.25), "is not believed: trial 2 took 0.24 times the time"),
-        (altered(cold.record, 1, 4.5), "is not believed: trial 1 took 4.5 times the memory"),
+        (altered(cold.record, 0.25), "is not credible: trial 2 took 0.24 times the time"),
+        (altered(cold.record, 1, 4.5), "is not credible: trial 1 took 4.5 times the memory"),
         (altered(cold.record, 1, 0.6), "cannot be true: trial 1: its peak of"),
     )
     for poison, why in cases:
@@ -181,7 +181,7 @@ def test_what_the_cost_model_or_physics_contradicts_is_refused_and_named(cold: P
 def test_a_lie_that_could_be_true_is_found_by_one_trial_and_named(cold: Planned, tmp_path: Path) -> None:
     poison = altered(cold.record, 0.6)
     again = planned_on(Simulated(slow=SLOW), store_with(tmp_path, [poison]))
-    assert again.doubts == (f"{poison.name[:12]} does not hold here: it takes 1.67 times the promised time",)
+    assert again.doubts == (f"{poison.name[:12]} does not hold here: it takes 1.67 times the recorded time",)
     assert again.plan.frozen.settings == cold.plan.frozen.settings
     assert again.plan.frozen.expected == cold.plan.frozen.expected
     assert len(again.trials) <= len(cold.trials) + 1
@@ -233,7 +233,7 @@ def test_what_a_limited_search_found_is_no_answer_to_the_whole_question(
 ) -> None:
     before = planned_on(Simulated(slow=SLOW), asked=replace(QUESTION, **limited))
     again = planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [before.record]))
-    assert again.find_matches.known[0].match.kind == "near"
+    assert again.find_matches.records[0].match.kind == "near"
     assert len(again.trials) >= 4
     assert again.plan.frozen.settings == cold.plan.frozen.settings
 
@@ -278,12 +278,12 @@ PROMISED = trial(candidate(), 1.8, 22 * GIB)
     [
         (trial(candidate(), 1.9, 22 * GIB), None),
         (trial(candidate(), 1.8, int(22.5 * GIB)), None),
-        (trial(candidate(), 2.1, 22 * GIB), "1.17 times the promised time"),
-        (trial(candidate(), 1.0, 22 * GIB), "0.56 times the promised time"),
-        (trial(candidate(), 1.8, 23 * GIB), "1.05 times the promised memory"),
+        (trial(candidate(), 2.1, 22 * GIB), "1.17 times the recorded time"),
+        (trial(candidate(), 1.0, 22 * GIB), "0.56 times the recorded time"),
+        (trial(candidate(), 1.8, 23 * GIB), "1.05 times the recorded memory"),
         (trial(candidate(), None), "it ended as oom"),
     ],
 )
 def test_one_local_trial_keeps_or_breaks_a_promise(local: TrialResult, why: str | None) -> None:
-    told = broken_promise(PROMISED, local)
+    told = find_mismatch(PROMISED, local)
     assert told is None if why is None else why in (told or "")

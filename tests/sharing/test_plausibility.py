@@ -5,7 +5,7 @@ import pytest
 from autotune.hardware.catalog import load_catalog
 from autotune.schema.plan import Expected
 from autotune.schema.trial import TrialResult
-from autotune.sharing.plausibility import implausible
+from autotune.sharing.plausibility import find_impossibilities
 from autotune.sharing.record import Record
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import machine, plan, rate, record
@@ -30,8 +30,8 @@ def claiming(*trials: TrialResult, **changes: object) -> Record:
 
 
 def test_true_records_are_believed() -> None:
-    assert implausible(record()) == ()
-    assert implausible(claiming(trial(INT8, 1.0, 21 * GIB))) == ()
+    assert find_impossibilities(record()) == ()
+    assert find_impossibilities(claiming(trial(INT8, 1.0, 21 * GIB))) == ()
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_true_records_are_believed() -> None:
 )  # fmt: skip
 def test_what_no_device_can_do_is_named(made: Record, named: str | None) -> None:
     if named is None:
-        assert implausible(made) == ()
+        assert find_impossibilities(made) == ()
     else:
-        assert any(named in reason for reason in implausible(made))
+        assert any(named in reason for reason in find_impossibilities(made))
 
 
 def test_an_unknown_gpu_is_measured_against_the_fastest_known() -> None:
     unheard = record(machine(name="NVIDIA Future 9", total_memory_bytes=None)).machine
-    assert implausible(claiming(trial(INT8, 0.5, 21 * GIB), machine=unheard)) == ()
-    assert implausible(claiming(trial(INT8, 1e-4, 21 * GIB), machine=unheard))
+    assert find_impossibilities(claiming(trial(INT8, 0.5, 21 * GIB), machine=unheard)) == ()
+    assert find_impossibilities(claiming(trial(INT8, 1e-4, 21 * GIB), machine=unheard))
 
 
 @pytest.mark.parametrize("gpu", load_catalog(), ids=lambda gpu: gpu.id)
@@ -81,20 +81,22 @@ def test_a_run_at_half_the_peak_is_believed_on_every_gpu(gpu) -> None:
     work = workload()
     flops = 6 * work.model.num_parameters / 2 * 1100 * work.effective_batch_size
     reading = 3 * 4 * work.model.num_parameters / (gpu.memory_gb_per_second * 1e9)
-    seconds = max(flops / (0.5e12 * gpu.dense_tflops["bf16"]), reading)
+    seconds = max(flops / (0.5e12 * gpu.training_tflops), reading)
     ran = trial(INT8, seconds, int(0.95 * gpu.memory_bytes))
-    reasons = implausible(claiming(ran, machine=record(here).machine))
+    reasons = find_impossibilities(claiming(ran, machine=record(here).machine))
     assert not [reason for reason in reasons if "faster" in reason or "more than" in reason]
 
 
 @pytest.mark.parametrize(("name", "value"), [("memory.bandwidth", 9e12), ("matmul.bf16.4096x3072x3072", 9e15)])
 def test_rates_that_would_cover_for_false_trials_are_named(name: str, value: float) -> None:
-    assert f"its rate {name} is above the device's peak" in implausible(record(machine(rates=(rate(name, value),))))
+    assert f"its rate {name} is above the device's peak" in find_impossibilities(
+        record(machine(rates=(rate(name, value),)))
+    )
 
 
 def test_a_record_full_of_trials_is_judged_quickly() -> None:
     many = tuple(
         trial(candidate(quantization="torchao-int8", checkpointed_blocks=i), 2.0, 21 * GIB) for i in range(512)
     )
-    assert implausible(claiming(*many)) == ()
+    assert find_impossibilities(claiming(*many)) == ()
     assert plan().frozen.trials

@@ -7,16 +7,16 @@ import pytest
 
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
-from autotune.sharing.files import LocalFiles, Unreachable
+from autotune.sharing.files import LocalFiles, StoreUnreachable
 from autotune.sharing.query import MAX_CONSIDERED, MatchedRecord, find_matches
 from autotune.sharing.record import Record
-from autotune.sharing.store import Store, own_store, remember
+from autotune.sharing.store import Store, save_record, user_store
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import TRIALS, fill, machine, plan, record
 
 
 def known(here: HardwareProfile, work: Workload, stores: list[Store] | None = None) -> tuple[MatchedRecord, ...]:
-    return find_matches(here, work, stores=stores).known
+    return find_matches(here, work, stores=stores).records
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def test_exact_records_come_first_the_newest_leading_then_upgraded_ones_then_nei
 def test_what_a_plan_measured_is_remembered_and_found_again(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     here = machine()
-    name = remember(plan(here), here)
-    assert remember(plan(here), here) == name
+    name = save_record(plan(here), here)
+    assert save_record(plan(here), here) == name
     assert [item.name for item in known(here, workload())] == [name]
-    assert own_store().where == str(tmp_path / "autotune" / "profiles")
+    assert user_store().address == str(tmp_path / "autotune" / "profiles")
 
 
 def test_after_an_upgrade_the_records_of_this_machine_say_why_they_no_longer_count(store: Store) -> None:
@@ -58,7 +58,7 @@ def test_after_an_upgrade_the_records_of_this_machine_say_why_they_no_longer_cou
     )
     torch = find_matches(machine(torch="2.14.0"), workload(), stores=[store])
     assert torch.stale == (f"{before.name[:12]} no longer counts: torch version: 2.13 there, 2.14 here",)
-    assert torch.known == ()
+    assert torch.records == ()
     assert find_matches(machine(), workload(), stores=[store]).stale == ()
 
 
@@ -78,7 +78,7 @@ def test_impossible_and_damaged_records_are_left_out_and_named(store: Store) -> 
     store.add(poison, damaged)
     store.files.write({f"{damaged.folder}/{damaged.name}.json": b"{}"})
     found = find_matches(machine(), workload(), stores=[store])
-    assert found.known == ()
+    assert found.records == ()
     assert {line[:12] for line in found.refused} == {poison.name[:12], damaged.name[:12]}
     assert any("faster than the device's peak" in line for line in found.refused)
 
@@ -120,12 +120,14 @@ def test_a_store_that_does_not_answer_costs_its_records_and_nothing_else(
 ) -> None:
     store.add(made := record())
     silent = Store(LocalFiles(tmp_path))
-    monkeypatch.setattr(silent.files, "sizes", lambda: (_ for _ in ()).throw(Unreachable("cannot reach it", hint="x")))
+    monkeypatch.setattr(
+        silent.files, "sizes", lambda: (_ for _ in ()).throw(StoreUnreachable("cannot reach it", hint="x"))
+    )
     found = find_matches(machine(), workload(), stores=[silent, store])
-    assert [item.name for item in found.known] == [made.name]
+    assert [item.name for item in found.records] == [made.name]
     assert found.refused == ("cannot reach it",)
 
 
 def test_a_flood_of_records_costs_a_bounded_time(store: Store) -> None:
-    fill(Path(store.where), MAX_CONSIDERED + 20)
+    fill(Path(store.address), MAX_CONSIDERED + 20)
     assert len(known(machine(), workload(), [store])) == MAX_CONSIDERED

@@ -18,16 +18,17 @@ from autotune.schema.hardware import Capability, HardwareProfile, Provenance, Ve
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.workload import ModelSpec
 from autotune.sharing.files import KEY
-from autotune.sharing.plausibility import implausible
+from autotune.sharing.keys import compare_machine, usable_trials
+from autotune.sharing.plausibility import find_impossibilities
 from autotune.sharing.record import (
     MAX_RECORD_BYTES,
     MAX_TRIALS,
     DamagedRecord,
     ForeignRecord,
-    canonical,
+    build_record,
+    canonical_json,
     name_of,
     parse_record,
-    record_of,
 )
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import DAY, TRIALS, machine, plan, record
@@ -48,7 +49,7 @@ def betraying_machine() -> HardwareProfile:
         torch=f"2.13.0+{SECRET}",
         torchao=f"0.18.0+{SECRET}",
         diffusers=f"0.43.dev0+{SECRET}",
-        capabilities=(Capability(name=f"gate.{SECRET}", available=True, reason=SECRET),),
+        capabilities=(Capability(name=f"precision.{SECRET}", available=True, reason=SECRET),),
         notes=(f"UUID GPU-{SECRET}",),
         provenance=(Provenance(fact="device.name", source=SECRET),),
     )
@@ -75,7 +76,7 @@ def test_nothing_that_tells_who_or_where_enters_a_record() -> None:
     here = betraying_machine()
     planned = betraying_plan(here)
     assert SECRET in planned.model_dump_json()
-    made = record_of(planned, here)
+    made = build_record(planned, here)
     assert SECRET.encode() not in made.content
     assert b"0.123" not in made.content
     assert made.workload.model.name == "Qwen/Qwen-Image"
@@ -92,7 +93,7 @@ def test_of_every_text_that_a_plan_and_a_machine_hold_only_names_of_things_in_sh
     planned = made.model_copy(update={"frozen": frozen})
     assert planned.model_dump_json().count(CANARY) > 20
     assert here.model_dump_json().count(CANARY) > 30
-    leaves = _texts(json.loads(record_of(planned, here).content))
+    leaves = _texts(json.loads(build_record(planned, here).content))
     left = {path for path, text in leaves if CANARY in text}
     assert left == {
         *(f"machine.versions.{name}" for name in Versions.model_fields),
@@ -218,7 +219,7 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
     ]
     for planned, hardware, why in cases:
         with pytest.raises(InvalidInput, match=why):
-            record_of(planned, hardware)
+            build_record(planned, hardware)
     with pytest.raises(ValidationError, match="cap on memory"):
         record(trials=(capped, *TRIALS))
 
@@ -255,7 +256,8 @@ def _changed(**changes: object) -> bytes:
     [
         b"", b"null", b"[]", b"{", b"\xff\xfe", b"!!python/object:os.system {}", b"\x1f\x8b" + b"\0" * 100,
         b"[" * 100_000, b'{"a":' * 100_000, b" " * (MAX_RECORD_BYTES + 1), b'{"schema_version":1}',
-        _changed(schema_version=2), _changed(command="rm -rf /"), _changed(search_seconds="60"),
+        b'{"schema_version":2}', _changed(schema_version=3), _changed(schema_version=0), _changed(schema_version=True),
+        _changed(command="rm -rf /"), _changed(search_seconds="60"),
         _changed(search_seconds=float("inf")), _changed(search_seconds=float("nan")), _changed(search_seconds=-1.0),
         _changed(machine__device_name="\x1b[31mred"), _changed(machine__device_name="\u202eevil"),
         _changed(machine__device_name="x" * 1000), _changed(machine__device_name="a\\b"),
@@ -277,10 +279,14 @@ def test_whatever_is_no_record_is_refused_and_named(content: bytes) -> None:
 
 
 def test_a_whole_record_of_another_version_is_told_from_a_damaged_one() -> None:
-    content = _changed(autotune_version="9.1.0", schema_version=2)
+    content = _changed(autotune_version="9.1.0", new_field=2)
     with pytest.raises(ForeignRecord, match=r"written by autotune 9\.1\.0, and this is 0\.1\.0"):
         parse_record(content, name_of(content))
-    own = _changed(schema_version=2)
+    newer = _changed(schema_version=3)
+    with pytest.raises(ForeignRecord, match="has schema 3, and this autotune knows schemas up to 2") as refused:
+        parse_record(newer, name_of(newer))
+    assert refused.value.hint.startswith("update autotune")
+    own = _changed(new_field=2)
     with pytest.raises(DamagedRecord) as caught:
         parse_record(own, name_of(own))
     assert not isinstance(caught.value, ForeignRecord)
@@ -303,31 +309,42 @@ def test_a_search_that_was_cut_short_answers_nobody_elses_question(
 ) -> None:
     made = plan(machine())
     limited = made.model_copy(update={"frozen": made.frozen.model_copy(update=changes)})
-    assert record_of(limited, machine()).conclusive == conclusive
+    assert build_record(limited, machine()).conclusive == conclusive
 
 
 def test_knobs_that_were_narrowed_down_are_named_without_what_was_typed() -> None:
     made = plan(machine())
     pins, exclusions = (("quantization", "none"), ("caching.residency", SECRET)), (("attention", SECRET), (SECRET, "x"))
     frozen = made.frozen.model_copy(update={"pins": pins, "exclusions": exclusions})
-    assert record_of(made.model_copy(update={"frozen": frozen}), machine()).narrowed == ("quantization", "attention")
+    assert build_record(made.model_copy(update={"frozen": frozen}), machine()).narrowed == ("quantization", "attention")
 
 
 def test_a_plan_of_more_trials_than_a_record_holds_is_refused_in_words() -> None:
     made = plan(machine())
     long = made.model_copy(update={"frozen": made.frozen.model_copy(update={"trials": TRIALS * 200})})
     with pytest.raises(InvalidInput, match="over 512 trials"):
-        record_of(long, machine())
+        build_record(long, machine())
 
 
 def test_what_several_processes_shared_unevenly_can_be_true() -> None:
     made = plan(machine(), workload(effective_batch_size=5))
     two = made.frozen.hardware.model_copy(update={"num_processes": 2, "strategy": "ddp"})
-    shared = record_of(made.model_copy(update={"frozen": made.frozen.model_copy(update={"hardware": two})}), machine())
+    shared = build_record(
+        made.model_copy(update={"frozen": made.frozen.model_copy(update={"hardware": two})}), machine()
+    )
     assert shared.workload.effective_batch_size == 2
-    assert implausible(shared) == ()
+    assert find_impossibilities(shared) == ()
+
+
+def test_what_was_measured_under_another_driver_still_counts() -> None:
+    here, newer = machine(), machine(driver="595.10")
+    assert here.fingerprint != newer.fingerprint
+    assert build_record(plan(here), newer).trials
+    match = compare_machine(record(here), newer)
+    assert match.kind == "upgraded", "one trial verifies it"
+    assert usable_trials(record(here), newer) == record(here).trials
 
 
 def test_the_day_is_part_of_it() -> None:
-    assert canonical(json.loads(record().content)) == record().content
+    assert canonical_json(json.loads(record().content)) == record().content
     assert record().measured_on == DAY

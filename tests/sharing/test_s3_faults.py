@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune.cli.app import app
-from autotune.sharing.exchange import merge, verify
-from autotune.sharing.files import LocalFiles, Unreachable
-from autotune.sharing.store import Store, open_store, own_store
+from autotune.sharing.exchange import merge_stores, verify_store
+from autotune.sharing.files import LocalFiles, StoreUnreachable
+from autotune.sharing.store import Store, open_store, user_store
 from tests.sharing.examples import several
 from tests.sharing.s3_server import Faults
 
@@ -28,9 +28,9 @@ def test_a_fault_that_passes_is_not_even_noticed(
     kind: str, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store]
 ) -> None:
     s3[1].set(kind, spare=2, count=1)
-    assert merge(mine, s3_store()).new == 6
+    assert merge_stores(mine, s3_store()).new == 6
     assert s3[1].seen > 6
-    assert verify(s3_store()) == (6, ())
+    assert verify_store(s3_store()) == (6, ())
 
 
 @pytest.mark.parametrize("kind", ["503", "cut"])
@@ -38,17 +38,17 @@ def test_a_fault_that_stays_leaves_nothing_half_readable(
     kind: str, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store], tmp_path: Path
 ) -> None:
     s3[1].set(kind, spare=2, count=10_000)
-    with pytest.raises(Unreachable, match="cannot reach s3://team") as caught:
-        merge(mine, s3_store())
+    with pytest.raises(StoreUnreachable, match="cannot reach s3://team") as caught:
+        merge_stores(mine, s3_store())
     assert "run it again" in caught.value.hint
     s3[1].set("none", 0, 0)
-    count, bad = verify(s3_store())
+    count, bad = verify_store(s3_store())
     assert count < 6
     assert bad == ()
     bob = Store(LocalFiles(tmp_path / "bob"))
-    assert merge(s3_store(), bob).new == count
-    assert merge(mine, s3_store()).new == 6 - count
-    assert verify(s3_store()) == (6, ())
+    assert merge_stores(s3_store(), bob).new == count
+    assert merge_stores(mine, s3_store()).new == 6 - count
+    assert verify_store(s3_store()) == (6, ())
 
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
@@ -56,8 +56,8 @@ def test_a_store_that_refuses_says_so_at_once(
     method: str, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store]
 ) -> None:
     s3[1].set("403", spare=0, count=10_000, method=method)
-    with pytest.raises(Unreachable, match="PermissionError") as caught:
-        merge(mine, s3_store())
+    with pytest.raises(StoreUnreachable, match="PermissionError") as caught:
+        merge_stores(mine, s3_store())
     assert "your access" in caught.value.hint
     assert s3[1].seen <= 6, "it is not asked again and again"
 
@@ -66,14 +66,14 @@ def test_a_store_that_refuses_says_so_at_once(
 def test_a_pull_that_breaks_says_so_instead_of_refusing_records(
     spare: int, mine: Store, s3: tuple[str, Faults], s3_store: Callable[[], Store], tmp_path: Path
 ) -> None:
-    merge(mine, s3_store())
+    merge_stores(mine, s3_store())
     bob = Store(LocalFiles(tmp_path / "bob"))
     s3[1].set("503", spare=spare, count=10_000, method="GET")
-    with pytest.raises(Unreachable):
-        merge(s3_store(), bob)
+    with pytest.raises(StoreUnreachable):
+        merge_stores(s3_store(), bob)
     s3[1].set("none", 0, 0)
-    assert merge(s3_store(), bob).refused == ()
-    assert verify(bob) == (6, ())
+    assert merge_stores(s3_store(), bob).refused == ()
+    assert verify_store(bob) == (6, ())
 
 
 def test_the_command_line_finds_another_endpoint_and_keys_where_the_aws_tools_do(
@@ -84,7 +84,7 @@ def test_the_command_line_finds_another_endpoint_and_keys_where_the_aws_tools_do
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    own_store().add(*several(2))
+    user_store().add(*several(2))
     result = CliRunner().invoke(app, ["profiles", "push", "s3://team/by-command"])
     assert result.stdout == "new: 2, already there: 0, refused: 0; in s3://team/by-command\n"
     assert "new: 0" in CliRunner().invoke(app, ["profiles", "pull", "s3://team/by-command"]).stdout
@@ -93,6 +93,6 @@ def test_the_command_line_finds_another_endpoint_and_keys_where_the_aws_tools_do
 def test_a_bucket_that_does_not_exist_says_so_and_is_not_made(mine: Store, s3: tuple[str, Faults]) -> None:
     options = {"endpoint_url": s3[0], "key": "a", "secret": "b", "skip_instance_cache": True}
     absent = open_store("s3://nobodys-bucket/profiles", **options)
-    with pytest.raises(Unreachable):
-        merge(mine, absent)
+    with pytest.raises(StoreUnreachable):
+        merge_stores(mine, absent)
     assert not absent.files.fs.exists("s3://nobodys-bucket")  # type: ignore[attr-defined]

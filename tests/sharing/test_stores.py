@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from autotune.sharing.exchange import merge, prune, verify
+from autotune.sharing.exchange import merge_stores, prune_store, verify_store
 from autotune.sharing.files import LocalFiles
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, name_of
 from autotune.sharing.store import Store
@@ -29,7 +29,7 @@ def local(folder: Path) -> Store:
 
 def test_a_new_store_is_empty(opened: Open) -> None:
     assert opened().entries() == ()
-    assert verify(opened()) == (0, ())
+    assert verify_store(opened()) == (0, ())
 
 
 def test_what_was_added_is_found_by_whoever_opens_it_next(opened: Open) -> None:
@@ -38,30 +38,30 @@ def test_what_was_added_is_found_by_whoever_opens_it_next(opened: Open) -> None:
     assert opened().add(*made) == 0
     assert dict(opened().records()) == {one.name: one for one in made}
     assert opened().find(made[0].name[:10])[1] == made[0]
-    assert verify(opened()) == (3, ())
+    assert verify_store(opened()) == (3, ())
 
 
 def test_push_and_pull_are_a_union(opened: Open, tmp_path: Path) -> None:
     alice, bob, team = local(tmp_path / "alice"), local(tmp_path / "bob"), opened()
     alice.add(*several(3))
     bob.add(*several(3, start=2))
-    assert merge(alice, team).new == 3
-    pushed = merge(bob, opened())
+    assert merge_stores(alice, team).new == 3
+    pushed = merge_stores(bob, opened())
     assert (pushed.new, pushed.present, pushed.refused) == (2, 1, ())
-    assert merge(opened(), alice).new == 2
+    assert merge_stores(opened(), alice).new == 2
     assert names(alice) == names(opened()) == {one.name for one in several(5)}
-    assert [merge(opened(), alice).new, merge(alice, opened()).new] == [0, 0]
+    assert [merge_stores(opened(), alice).new, merge_stores(alice, opened()).new] == [0, 0]
 
 
 def test_only_what_is_new_is_read(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     team, mine = opened(), local(tmp_path / "mine")
     team.add(*several(4))
-    merge(team, mine)
+    merge_stores(team, mine)
     team.add(*several(1, start=9))
     asked: list[str] = []
     real = team.files.read
     monkeypatch.setattr(team.files, "read", lambda sizes: asked.extend(sizes) or real(sizes))
-    assert merge(team, mine).new == 1
+    assert merge_stores(team, mine).new == 1
     assert len(asked) == 1
 
 
@@ -82,35 +82,35 @@ def test_altered_misfiled_and_foreign_files_are_refused_named_and_leave_the_rest
         }
     )
     mine = local(tmp_path / "mine")
-    merged = merge(opened(), mine)
+    merged = merge_stores(opened(), mine)
     assert merged.new == 1
     assert names(mine) == {good.name}
     assert {one[:12] for one in merged.refused} == {
         name[:12] for name in (altered.name, moved.name, name_of(bomb), name_of(yaml), "0" * 64)
     }
     told = " ".join(merged.refused)
-    for why in ("altered or cut off", "does not belong", "too large", "no record"):
+    for why in ("altered or cut off", "does not belong", "too large", "not a record"):
         assert why in told
-    count, bad = verify(opened())
+    count, bad = verify_store(opened())
     assert (count, len(bad)) == (6, 5)
 
 
 def test_a_record_that_cannot_be_true_is_refused_and_named(opened: Open, tmp_path: Path) -> None:
     poison = record(trials=(TRIALS[1], trial(candidate(quantization="torchao-int8"), 0.001, 21 * GIB)))
     opened().add(poison)
-    merged = merge(opened(), local(tmp_path / "mine"))
+    merged = merge_stores(opened(), local(tmp_path / "mine"))
     assert merged.new == 0
     assert "faster than the device's peak" in merged.refused[0]
     assert poison.name[:12] in merged.refused[0]
-    assert len(verify(opened())[1]) == 1
+    assert len(verify_store(opened())[1]) == 1
 
 
 def test_what_was_cut_off_is_written_again(opened: Open, tmp_path: Path) -> None:
     mine, made = local(tmp_path / "mine"), record()
     mine.add(made)
     opened().files.write({f"{made.folder}/{made.name}.json": made.content[:100]})
-    assert merge(mine, opened()).new == 1
-    assert verify(opened()) == (1, ())
+    assert merge_stores(mine, opened()).new == 1
+    assert verify_store(opened()) == (1, ())
 
 
 def test_two_writers_at_once_lose_nothing(opened: Open, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_two_writers_at_once_lose_nothing(opened: Open, tmp_path: Path) -> None:
 
     def push(source: Store) -> None:
         try:
-            merge(source, opened())
+            merge_stores(source, opened())
         except BaseException as error:
             errors.append(error)
 
@@ -132,7 +132,7 @@ def test_two_writers_at_once_lose_nothing(opened: Open, tmp_path: Path) -> None:
         thread.join(60)
     assert errors == []
     assert names(opened()) == {one.name for one in several(30)}
-    assert verify(opened()) == (30, ())
+    assert verify_store(opened()) == (30, ())
 
 
 def test_prune_deletes_what_is_superseded_old_damaged_or_of_an_older_protocol(opened: Open) -> None:
@@ -146,20 +146,20 @@ def test_prune_deletes_what_is_superseded_old_damaged_or_of_an_older_protocol(op
     team = opened()
     team.add(new, old, other, protocol, newer)
     team.files.write({f"{damaged.folder}/{damaged.name}.json": b"{}"})
-    assert len(prune(opened(), dry_run=True)) == 3
+    assert len(prune_store(opened(), dry_run=True)) == 3
     assert len(names(opened())) == 6
-    told = prune(opened())
+    told = prune_store(opened())
     assert names(opened()) == {new.name, other.name, newer.name}
     assert any(f"{old.name[:12]} is superseded by {new.name[:12]}" in line for line in told)
-    assert prune(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
+    assert prune_store(opened(), older_than_days=365)[0] == f"{other.name[:12]} is of 2020-01-01"
 
 
 def test_what_another_version_wrote_is_refused_by_name_and_left_to_others(opened: Open, tmp_path: Path) -> None:
     content = json.dumps({**json.loads(record().content), "autotune_version": "9.1.0", "new_field": 1}).encode()
     opened().files.write({f"{record().folder}/{name_of(content)}.json": content})
-    (told,) = merge(opened(), local(tmp_path)).refused
+    (told,) = merge_stores(opened(), local(tmp_path)).refused
     assert told.startswith(f"{name_of(content)[:12]} was written by autotune 9.1.0")
-    assert prune(opened()) == ()
+    assert prune_store(opened()) == ()
     assert names(opened()) == {name_of(content)}
 
 
@@ -168,7 +168,7 @@ def test_a_record_that_cannot_be_true_supersedes_nothing_and_is_pruned(opened: O
     instant = trial(candidate(quantization="torchao-int8"), 1e-6, 21 * GIB)
     impossible = record(measured_on=date(2026, 5, 1), trials=(instant, *TRIALS))
     opened().add(good, impossible)
-    (told,) = prune(opened())
+    (told,) = prune_store(opened())
     assert told.startswith(f"{impossible.name[:12]} cannot be true")
     assert names(opened()) == {good.name}
 
@@ -176,7 +176,7 @@ def test_a_record_that_cannot_be_true_supersedes_nothing_and_is_pruned(opened: O
 def test_a_record_from_the_future_or_of_a_limited_search_supersedes_no_other(opened: Open) -> None:
     opened().add(record(), record(measured_on=date(9999, 1, 1), conclusive=False))
     opened().add(record(measured_on=date(2026, 5, 1), conclusive=False))
-    (told,) = prune(opened())
+    (told,) = prune_store(opened())
     assert "superseded" in told
     assert len(names(opened())) == 2
     assert record().name in names(opened())
@@ -186,16 +186,16 @@ def test_named_records_alone_are_deleted_and_nothing_where_one_is_unknown(opened
     old, new, other = several(3)
     opened().add(old, new, other)
     with pytest.raises(InvalidInput, match="no record begins"):
-        prune(opened(), [old.name, "0" * 12])
-    assert prune(opened(), [old.name[:12]], dry_run=True) == (f"{old.name[:12]} was named",)
+        prune_store(opened(), [old.name, "0" * 12])
+    assert prune_store(opened(), [old.name[:12]], dry_run=True) == (f"{old.name[:12]} was named",)
     assert len(names(opened())) == 3
-    prune(opened(), [old.name[:12], new.name])
+    prune_store(opened(), [old.name[:12], new.name])
     assert names(opened()) == {other.name}
 
 
 def test_a_newer_record_of_fewer_trials_replaces_nothing(opened: Open) -> None:
     opened().add(record(), record(measured_on=date(2026, 5, 1), trials=TRIALS[1:2]))
-    assert prune(opened()) == ()
+    assert prune_store(opened()) == ()
 
 
 def test_finding_needs_one_record(opened: Open) -> None:
@@ -238,7 +238,7 @@ def test_a_flood_of_bytes_is_refused_before_it_is_read(
     opened().add(record())
     monkeypatch.setattr("autotune.sharing.exchange.MAX_TRANSFER_BYTES", 100)
     with pytest.raises(InvalidInput, match="GiB of new records"):
-        merge(opened(), local(tmp_path / "mine"))
+        merge_stores(opened(), local(tmp_path / "mine"))
 
 
 def test_an_entry_knows_its_place_without_opening_the_file(opened: Open) -> None:
@@ -246,4 +246,4 @@ def test_an_entry_knows_its_place_without_opening_the_file(opened: Open) -> None
     opened().add(made)
     (entry,) = opened().entries()
     assert (entry.key, entry.name, entry.size) == (f"{made.folder}/{made.name}.json", made.name, len(made.content))
-    assert json.loads(made.content)["schema_version"] == 1
+    assert json.loads(made.content)["schema_version"] == 2

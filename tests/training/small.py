@@ -5,11 +5,12 @@ from typing import Any
 
 from autotune.data.dataset import read_dataset
 from autotune.demo.folders import draw_images
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.runtime.version import __version__
 from autotune.schema.candidate import Candidate
+from autotune.schema.events import StepFinished
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.job import Job
 from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
@@ -22,7 +23,7 @@ SETTINGS = Candidate(micro_batch_size=2, checkpointed_blocks=0, precision="fp32"
 
 def write_model_and_images(folder: Path, family: str = "qwen-image") -> tuple[Path, Path]:
     captions = draw_images(folder / "images", count=5)
-    family_named(family).write_small_pipeline(folder / "model", captions, seed=0)
+    get_family(family).write_small_pipeline(folder / "model", captions, seed=0)
     return folder / "model", folder / "images"
 
 
@@ -45,7 +46,7 @@ def make_plan(
     wishes = WorkloadOverrides(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
     workload = describe_workload(resolve_model(str(model)), read_dataset(images), wishes)
     frozen = FrozenPart(
-        schema_version=1,
+        schema_version=2,
         autotune_version=__version__,
         hardware=PlannedHardware(
             device_name=hardware.device.name,
@@ -82,3 +83,17 @@ def make_plan(
         "report_to": "none",
     }
     return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)
+
+
+def finished_step(step: int) -> StepFinished:
+    return StepFinished(
+        step=step,
+        num_steps=9,
+        loss=1.0 / step,
+        learning_rate=1e-4,
+        gradient_norm=0.5,
+        seconds=0.1,
+        data_seconds=0.0,
+        images_per_second=40.0,
+        memory_bytes=2**20,
+    )

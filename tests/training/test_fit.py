@@ -62,12 +62,12 @@ def test_a_name_that_this_autotune_does_not_know_is_refused_rather_than_taken_fo
 
 def test_an_optimizer_that_nothing_implements_is_not_taken_for_another() -> None:
     (misfit,) = hardware_misfits(planned(optimizer="adamw-8bit"), machine())
-    assert "knows no 'adamw-8bit'" in misfit
+    assert "does not know 'adamw-8bit'" in misfit
 
 
 def test_page_locked_memory_needs_cuda() -> None:
     (misfit,) = hardware_misfits(planned(batch_memory="pinned"), machine(kind="cpu"))
-    assert "batch_memory: pinned does not work here" in misfit
+    assert "batch_memory: pinned does not work on this machine" in misfit
 
 
 @pytest.mark.parametrize(("storage", "matters"), [("none", False), ("torchao-int8", True)])
@@ -76,6 +76,20 @@ def test_the_version_of_a_library_matters_to_plans_that_store_weights_by_it(stor
     keyed = plan.frozen.hardware.model_copy(update={"match_keys": {"torchao": "0.1.0"}})
     misfits = hardware_misfits(seal(plan.job, plan.frozen.model_copy(update={"hardware": keyed})), machine())
     assert bool(misfits) == matters
+
+
+def test_a_plan_keeps_fitting_under_another_driver_but_not_under_another_major_version_of_cuda() -> None:
+    here, plan = machine(), make_plan()
+    hardware = plan.frozen.hardware.changed(fingerprint=here.fingerprint, match_keys=here.match_keys)
+    frozen = planned().frozen.model_copy(update={"hardware": hardware})
+    under = {
+        key: here.changed(versions=here.versions.changed(**{key: value}))
+        for key, value in {"driver": "595.10", "cuda_runtime": "12.9"}.items()
+    }
+    assert under["driver"].fingerprint != here.fingerprint
+    assert hardware_misfits(seal(plan.job, frozen), under["driver"]) == ()
+    (misfit,) = hardware_misfits(seal(plan.job, frozen), under["cuda_runtime"])
+    assert "CUDA major version" in misfit
 
 
 def test_more_control_images_than_planned_are_another_class_of_data() -> None:

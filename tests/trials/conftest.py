@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.demo.folders import draw_images
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Bucket, Workload
@@ -21,7 +21,7 @@ FIRST = Candidate(micro_batch_size=1, checkpointed_blocks=5, precision="fp32")
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trial")
-    family_named("qwen-image").write_small_pipeline(folder / "model", draw_images(folder / "images"), seed=0)
+    get_family("qwen-image").write_small_pipeline(folder / "model", draw_images(folder / "images"), seed=0)
     return folder / "model"
 
 

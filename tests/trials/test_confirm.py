@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from autotune.data.encoders import Encoders
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
-from autotune.trials.phases import _cache, _preview
-from autotune.trials.requests import RehearsalRequest
+from autotune.trials.phases import _largest_preview, _rehearse_caching
+from autotune.trials.requests import Failure, RehearsalRequest
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
@@ -41,7 +40,7 @@ def test_where_a_later_phase_fails_what_is_known_stands(
     runner: ProcessTrialRunner, monkeypatch: pytest.MonkeyPatch, failure: Failure
 ) -> None:
     known = TrialResult(candidate=FIRST, outcome="ok", step_seconds=(1.0,), peak_memory_bytes=GIB, confirms=True)
-    monkeypatch.setattr(runner, "ask", lambda request: replace(failure, so_far=known))
+    monkeypatch.setattr(runner, "ask", lambda request: replace(failure, partial=known))
     result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "ok"
     assert result.step_seconds == (1.0,)
@@ -51,7 +50,7 @@ def test_where_a_later_phase_fails_what_is_known_stands(
 
 
 def test_the_phase_that_fails_is_named(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.trials.runner.BESIDE_TENSORS_BYTES", 0)
+    monkeypatch.setattr("autotune.trials.runner.CPU_OVERHEAD_BYTES", 0)
     with runner_for(small_model, workload(small_model, side_px=2048), GIB // 2) as runner:
         result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "oom", result
@@ -75,9 +74,9 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     model = resolve_model(str(small_model))
     caching = CachingSettings()
     request = RehearsalRequest(
-        str(small_model), workload(small_model), FIRST, "cpu", 3, caching=caching, most_seconds=1.0
+        str(small_model), workload(small_model), FIRST, "cpu", 3, caching=caching, max_seconds=1.0
     )
-    loaded, seen = Encoders.pipeline, []
+    loaded, seen = Encoders.load_pipeline, []
     refs: list[weakref.ref[Any]] = []
 
     def watched(encoders: Encoders) -> Any:
@@ -89,11 +88,13 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     def encode_pixels(pipeline: Any, pixels: torch.Tensor) -> None:
         seen.append(refs[0]())
 
-    monkeypatch.setattr(Encoders, "pipeline", watched)
+    monkeypatch.setattr(Encoders, "load_pipeline", watched)
     monkeypatch.setattr(type(model.family), "encode_pixels", staticmethod(encode_pixels))
     gc.disable()
     try:
-        _cache(request, model, torch.device("cpu"), _preview(request, model, tmp_path), tmp_path / "cache")
+        _rehearse_caching(
+            request, model, torch.device("cpu"), _largest_preview(request, model, tmp_path), tmp_path / "cache"
+        )
         assert seen == [None]
         assert [ref() for ref in refs] == [None, None]
     finally:
@@ -102,15 +103,15 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
 
 def test_the_rehearsed_caption_of_an_edit_model_is_as_long_as_those_of_the_data(tmp_path: Path) -> None:
     """The control image's tokens count as the caption's in a workload, and come by themselves in a rehearsal."""
-    family, longest = family_named("qwen-image-edit"), " ".join(["photo"] * 20)
+    family, longest = get_family("qwen-image-edit"), " ".join(["photo"] * 20)
     family.write_small_pipeline(tmp_path / "model", [longest], seed=0)
     model = resolve_model(str(tmp_path / "model"))
-    assert model.texts is not None
-    (tokens,) = family.count_text_tokens(model.texts, [longest], [[(64, 64)]])
+    assert model.config_folder is not None
+    (tokens,) = family.count_text_tokens(model.config_folder, [longest], [[(64, 64)]])
     values = {"max_text_tokens": tokens, "num_control_images": 1}
     work = Workload.model_validate({**dict(workload(tmp_path / "model")), **values})
-    request = RehearsalRequest(str(tmp_path), work, FIRST, "cpu", 3, caching=CachingSettings(), most_seconds=1.0)
-    preview = _preview(request, model, tmp_path)
+    request = RehearsalRequest(str(tmp_path), work, FIRST, "cpu", 3, caching=CachingSettings(), max_seconds=1.0)
+    preview = _largest_preview(request, model, tmp_path)
     assert len(preview.control_paths) == 1
-    (rehearsed,) = family.count_text_tokens(model.texts, [preview.prompt], [[(64, 64)]])
+    (rehearsed,) = family.count_text_tokens(model.config_folder, [preview.prompt], [[(64, 64)]])
     assert tokens - 15 < rehearsed <= tokens

@@ -4,38 +4,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.trials.outcomes import CLIFF, Timed, classify, hopeless_seconds, spilled
+from autotune.trials.outcomes import SPILL_FACTOR, TimedTrial, classify_error, find_spill, pruning_threshold
 from autotune.trials.requests import TrialRequest
 from tests.builders import GIB, candidate, trial, workload
 
 CAP = 10 * GIB
-EARLIER = [Timed(1.0, 1.0), Timed(2.0, 1.5)]
+EARLIER = [TimedTrial(1.0, 1.0), TimedTrial(2.0, 1.5)]
 
 
 def test_a_cliff_at_the_edge_of_memory_is_a_spill() -> None:
-    assert "spilled" in (spilled(trial(candidate(), 9.0, 9 * GIB), Timed(9.0, 1.0), EARLIER, CAP) or "")
+    assert "spilled" in (find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), EARLIER, CAP) or "")
 
 
 def test_slow_steps_with_memory_to_spare_or_slow_as_foretold_are_none() -> None:
-    assert spilled(trial(candidate(), 9.0, 5 * GIB), Timed(9.0, 1.0), EARLIER, CAP) is None
-    assert spilled(trial(candidate(), 9.0, 9 * GIB), Timed(9.0, 8.0), EARLIER, CAP) is None
-    assert spilled(trial(candidate(), 9.0, 9 * GIB), Timed(9.0, 1.0), [Timed(8.0, 1.0)], CAP) is None
-    assert spilled(trial(candidate(), 9.0, 9 * GIB), Timed(9.0, 1.0), [], CAP) is None
+    assert find_spill(trial(candidate(), 9.0, 5 * GIB), TimedTrial(9.0, 1.0), EARLIER, CAP) is None
+    assert find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 8.0), EARLIER, CAP) is None
+    assert find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), [TimedTrial(8.0, 1.0)], CAP) is None
+    assert find_spill(trial(candidate(), 9.0, 9 * GIB), TimedTrial(9.0, 1.0), [], CAP) is None
 
 
 def test_an_allocator_that_started_over_is_a_spill_wherever_it_was() -> None:
-    assert "once" in (spilled(trial(candidate(), memory=GIB, allocator_retries=1), None, (), CAP) or "")
+    assert "once" in (find_spill(trial(candidate(), memory=GIB, allocator_retries=1), None, (), CAP) or "")
 
 
 @given(
     st.floats(1e-3, 1e3),
     st.lists(st.floats(0.5, 2.0), min_size=1, max_size=6),
-    st.floats(0.5, CLIFF * 0.99),
+    st.floats(0.5, SPILL_FACTOR * 0.99),
 )
 def test_a_model_wrong_by_less_than_a_cliff_never_makes_one(scale: float, ratios: list[float], wrong: float) -> None:
-    earlier = [Timed(scale * ratio, scale) for ratio in ratios]
-    now = Timed(scale * wrong, scale)
-    assert spilled(trial(candidate(), now.seconds, CAP), now, earlier, CAP) is None
+    earlier = [TimedTrial(scale * ratio, scale) for ratio in ratios]
+    now = TimedTrial(scale * wrong, scale)
+    assert find_spill(trial(candidate(), now.seconds, CAP), now, earlier, CAP) is None
 
 
 @pytest.mark.parametrize(
@@ -48,22 +48,22 @@ def test_a_model_wrong_by_less_than_a_cliff_never_makes_one(scale: float, ratios
     ],
 )
 def test_memory_runs_out_in_many_words(words: str) -> None:
-    assert classify(RuntimeError(words)) == "oom"
-    assert classify(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")) == "crash"
+    assert classify_error(RuntimeError(words)) == "oom"
+    assert classify_error(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")) == "crash"
 
 
-def test_hopeless_is_beyond_the_noise_of_the_best() -> None:
-    assert hopeless_seconds(None) is None
-    assert hopeless_seconds(trial(candidate(), None)) is None
+def test_the_pruning_threshold_is_beyond_the_noise_of_the_best() -> None:
+    assert pruning_threshold(None) is None
+    assert pruning_threshold(trial(candidate(), None)) is None
     calm = trial(candidate(), step_seconds=(1.0, 1.0, 1.01))
     noisy = trial(candidate(), step_seconds=(0.8, 1.0, 1.3))
-    assert hopeless_seconds(calm) == 1.25
-    assert (hopeless_seconds(noisy) or 0) > 2
+    assert pruning_threshold(calm) == 1.25
+    assert (pruning_threshold(noisy) or 0) > 2
 
 
 def test_one_slow_step_ends_no_trial() -> None:
     """The first steady one follows the one that is measured, and is cold."""
-    request = TrialRequest("model", workload(), candidate(), "cpu", num_steps=3, hopeless_seconds=1.25)
-    assert request.goes_on([1.6])
-    assert request.goes_on([1.6, 1.0])
-    assert not request.goes_on([1.6, 1.5])
+    request = TrialRequest("model", workload(), candidate(), "cpu", num_steps=3, prune_above_seconds=1.25)
+    assert request.needs_another_step([1.6])
+    assert request.needs_another_step([1.6, 1.0])
+    assert not request.needs_another_step([1.6, 1.5])

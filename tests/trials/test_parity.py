@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autotune.errors import InvalidInput
-from autotune.families.registry import FAMILIES, family_named
+from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.knobs.attention import Attention
@@ -21,11 +21,10 @@ from autotune.quantization.layers import quantize_inside
 from autotune.schema.candidate import Candidate, Choice
 from autotune.schema.hardware import Capability, HardwareProfile
 from autotune.schema.workload import ModelSpec
-from autotune.search.space import search_space
+from autotune.search.space import build_search_space
 from autotune.trials import parity
-from autotune.trials.gradients import _plain_transformer, relative_error
-from autotune.trials.requests import GradientRequest, UpdateRequest
-from autotune.trials.worker import Failure
+from autotune.trials.gradients import _plain_transformer, gradient_error, relative_error, update_error
+from autotune.trials.requests import ChildState, Failure, GradientRequest, UpdateRequest
 from tests.builders import storages, workload
 
 CHOICES: dict[str, tuple[Choice, ...]] = {
@@ -37,13 +36,13 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
 
 
 def request_of(family_name: str, **settings: object) -> GradientRequest:
-    family = family_named(family_name)
+    family = get_family(family_name)
     spec = ModelSpec(family=family_name, architecture="x", num_parameters=1, num_blocks=2, name="x")
     work = workload(model=spec, num_control_images=1 if family.max_controls else 0, text_padding="exact")
     return GradientRequest(
         family=family_name,
         config={**family.transformer_config, **family.tiny_config},
-        workload=parity.small_work(family, work),
+        workload=parity.small_workload(family, work),
         candidate=Candidate.model_validate({"micro_batch_size": 2, "checkpointed_blocks": 0, **settings}),
         device="cpu",
     )
@@ -51,43 +50,45 @@ def request_of(family_name: str, **settings: object) -> GradientRequest:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> None:
-    kept: dict[str, object] = {}
+    child = ChildState()
     for name, choices in CHOICES.items():
         knob = next(knob for knob in KNOBS if knob.name == name)
         for choice in choices:
             if rule := knob.parity(choice):
                 precision = str(choice) if name == "precision" else "fp32"
-                request = request_of(family, **{"precision": precision, name: rule.runs, **dict(rule.needs)})
-                error = request.perform(kept, lambda _: None)
+                request = request_of(
+                    family, **{"precision": precision, name: rule.checked_choice, **rule.other_choices}
+                )
+                error = gradient_error(request, child)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
 
 
 def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[torch.Tensor] = []
-    copy = BlockSwap._copied
-    monkeypatch.setattr(BlockSwap, "_copied", lambda swap, part: copied.append(part) or copy(swap, part))
+    copy = BlockSwap._copy_to_device
+    monkeypatch.setattr(BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part))
     rule = next(knob for knob in KNOBS if knob.name == "swapped_blocks").parity(1)
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.runs, **dict(rule.needs))
-    assert request.perform({}, lambda _: None) <= rule.tolerance
+    request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.checked_choice, **rule.other_choices)
+    assert gradient_error(request, ChildState()) <= rule.tolerance
     assert copied
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[str, dict[str, object]]:
-    """Each family's model and reference, once for all storages."""
-    return {family: {} for family in FAMILIES}
+def children() -> dict[str, ChildState]:
+    """Each family's model and reference, once for all weight formats."""
+    return {family: ChildState() for family in FAMILIES}
 
 
 @pytest.mark.parametrize("storage", storages())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_storage_agrees_on_every_family(family: str, storage: str, kept: dict[str, dict[str, object]]) -> None:
+def test_every_weight_format_agrees_on_every_family(family: str, storage: str, children: dict[str, ChildState]) -> None:
     rule = Quantization().parity(storage)
     rounding = Precision().parity("bf16")
     assert rule is not None
     assert rounding is not None
     errors = [
-        request_of(family, precision=precision, quantization=storage).perform(kept[family], lambda _: None)
+        gradient_error(request_of(family, precision=precision, quantization=storage), children[family])
         for precision in ("fp32", "bf16")
     ]
     assert errors[0] <= rule.tolerance
@@ -101,21 +102,21 @@ def test_what_4_bits_get_wrong_is_the_rounding_of_the_weights(family: str) -> No
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     request = request_of(family, precision="fp32", quantization="bnb-nf4")
     plain = _plain_transformer(request)
-    for layer in (part for block in family_named(family).blocks(plain) for part in block.modules()):
+    for layer in (part for block in get_family(family).blocks(plain) for part in block.modules()):
         if isinstance(layer, torch.nn.Linear):
             four = quantize_inside([layer], "bnb-nf4")("", layer).weight  # type: ignore[misc, union-attr]
             layer.weight.data = functional.dequantize_4bit(four.data, four.quant_state)
-    assert request.perform({"plain": plain}, lambda _: None) < 0.005
+    assert gradient_error(request, ChildState(cache={"plain": plain})) < 0.005
 
 
 def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With graphs that are not turned into code: that takes a minute on a processor."""
+    """With graphs that are not turned into code: that takes a minute on a CPU."""
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compiled, backend="aot_eager"))
     rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", compile=rule.runs)
-    assert request.perform({}, lambda _: None) <= rule.tolerance
+    request = request_of("qwen-image", precision="fp32", compile=rule.checked_choice)
+    assert gradient_error(request, ChildState()) <= rule.tolerance
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -123,7 +124,7 @@ def test_updates_of_the_optimizer_agree_with_plain_adamw(precision: str) -> None
     rule = Optimizer().parity("adamw")
     assert rule is not None
     asked = UpdateRequest(Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=precision), "cpu")
-    assert asked.perform({}, lambda _: None) <= rule.tolerance
+    assert update_error(asked, ChildState()) <= rule.tolerance
 
 
 def test_an_optimizer_that_forgets_its_decay_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_an_optimizer_that_forgets_its_decay_is_told(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.optim.AdamW, "__init__", forgetful)
     asked = UpdateRequest(Candidate(micro_batch_size=1, checkpointed_blocks=0, precision="fp32"), "cpu")
-    assert asked.perform({}, lambda _: None) > 2e-3
+    assert update_error(asked, ChildState()) > 2e-3
 
 
 def test_a_backend_that_loses_gradients_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +144,11 @@ def test_a_backend_that_loses_gradients_is_told(monkeypatch: pytest.MonkeyPatch)
     def no_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **named: object) -> torch.Tensor:
         return plain(query.detach(), key.detach(), value.detach(), **named)  # type: ignore[arg-type]
 
-    kept: dict[str, object] = {}
+    child = ChildState()
     request = request_of("qwen-image", precision="fp32", attention="native")
-    assert request.perform(kept, lambda _: None) < 1e-6
+    assert gradient_error(request, child) < 1e-6
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", no_backward)
-    assert request.perform(kept, lambda _: None) > 0.3
+    assert gradient_error(request, child) > 0.3
 
 
 def test_a_missing_gradient_is_wrong_by_all_of_itself() -> None:
@@ -162,7 +163,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuningContext:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     spec = resolve_model("qwen-image").spec
-    return TuningContext(probe(), family_named("qwen-image"), workload(model=spec))
+    return TuningContext(probe(), get_family("qwen-image"), workload(model=spec))
 
 
 def prove(context: TuningContext, **choices: tuple[Choice, ...]) -> HardwareProfile:
@@ -195,7 +196,7 @@ def test_a_wrong_choice_is_rejected_with_its_error_and_the_search_goes_on(here: 
     hardware = HardwareProfile.model_validate(
         {**dict(here.hardware), "capabilities": (*here.hardware.capabilities, capability)}
     )
-    space = search_space(TuningContext(hardware, here.family, here.workload))
+    space = build_search_space(TuningContext(hardware, here.family, here.workload))
     assert "_native_math" not in space.choices["attention"]
     assert {"_native_math": capability.reason}.items() <= {
         r.choice: r.reason for r in space.rejected["attention"]
@@ -210,7 +211,7 @@ def test_what_is_wrong_cannot_be_pinned_either(here: TuningContext) -> None:
     )
     hardware = HardwareProfile.model_validate({**dict(here.hardware), "capabilities": (*usual, can, wrong)})
     with pytest.raises(InvalidInput, match="gradients differ by 1"):
-        search_space(TuningContext(hardware, here.family, here.workload), pins=[("compile", "block")])
+        build_search_space(TuningContext(hardware, here.family, here.workload), pins=[("compile", "block")])
 
 
 @pytest.mark.parametrize(
@@ -228,14 +229,14 @@ def test_what_is_wrong_cannot_be_pinned_either(here: TuningContext) -> None:
 def test_verdicts(answer: "float | Failure", available: bool, kept: bool, words: str) -> None:
     rule = Attention().parity("_native_math")
     assert isinstance(rule, Parity)
-    capability, lasting = parity.verdict("attention", rule, request_of("qwen-image"), answer)
+    capability, lasting = parity.judge_parity("attention", rule, request_of("qwen-image"), answer)
     assert (capability.available, lasting) == (available, kept)
     assert words in capability.reason
 
 
 def test_a_damaged_file_of_verdicts_is_found_out_again(tmp_path: Path) -> None:
     path = tmp_path / "verdicts.json"
-    parity._keep(path, Capability(name="parity.a.b", available=True, reason="x"))
-    assert set(parity._kept(path)) == {"parity.a.b"}
+    parity._save_verdict(path, Capability(name="parity.a.b", available=True, reason="x"))
+    assert set(parity._read_verdicts(path)) == {"parity.a.b"}
     path.write_text(path.read_text() + "{")
-    assert parity._kept(path) == {}
+    assert parity._read_verdicts(path) == {}

@@ -6,14 +6,15 @@ Nor does an import let a library settle that there is no GPU.
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
+import torch
 
 from autotune.trials import worker
+from autotune.trials.requests import ChildState
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import TASKS
 
 PARALLEL_FROM = 32768
 """Elements from which ATen shares out an operation among threads (at::internal::GRAIN_SIZE)."""
@@ -60,13 +61,15 @@ print(list(asked), "bitsandbytes" in sys.modules, torch.cuda.is_available(), has
 class LookAround:
     """Tells about the fork server that the child came from."""
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> tuple[int, bool, bool]:
-        """Its threads, whether CUDA ran there or may not start here, and whether the libraries came with the fork."""
-        import torch
 
-        threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
-        cuda = torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
-        return threads, cuda, "autotune.trials.preload" in sys.modules
+def look_around(_: LookAround, __: ChildState) -> tuple[int, bool, bool]:
+    """Its threads, whether CUDA ran there or may not start here, and whether the libraries came with the fork."""
+    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+    cuda = torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
+    return threads, cuda, "autotune.trials.preload" in sys.modules
+
+
+TASKS[LookAround] = look_around
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads of another process are seen in /proc")

@@ -15,7 +15,7 @@ import pytest
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.trial import TrialResult
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Allowance, cap_memory
+from autotune.trials.worker import MemoryLimits, cap_memory
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
@@ -51,7 +51,7 @@ def test_the_same_learning_whatever_the_micro_batch_and_backend(runner: ProcessT
 def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.trials.runner.BESIDE_TENSORS_BYTES", 0)
+    monkeypatch.setattr("autotune.trials.runner.CPU_OVERHEAD_BYTES", 0)
     large = workload(small_model, side_px=1024)
     with runner_for(small_model, large, GIB // 8) as runner:
         result = runner.run(FIRST.model_copy(update={"checkpointed_blocks": 0}))
@@ -61,7 +61,7 @@ def test_out_of_memory_is_an_outcome_and_the_next_trial_runs(
 
 
 def test_less_memory_than_a_process_needs_is_out_of_memory(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.trials.runner.BESIDE_TENSORS_BYTES", 0)
+    monkeypatch.setattr("autotune.trials.runner.CPU_OVERHEAD_BYTES", 0)
     with runner_for(small_model, workload(small_model), GIB // 16) as runner:
         assert runner.run(FIRST).outcome == "oom"
 
@@ -142,7 +142,7 @@ def test_a_rehearsal_that_is_interrupted_leaves_no_child_and_no_file(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), runner_for(small_model, workload(small_model)) as runner:  # noqa: PT012
-        monkeypatch.setattr(runner, "_answers", interrupted)
+        monkeypatch.setattr(runner, "_receive", interrupted)
         runner.confirm(FIRST, CachingSettings(), 1.0)
     assert not running[0].is_running()
     assert not list(tmp_path.iterdir())
@@ -164,12 +164,12 @@ def test_a_limit_of_the_system_below_the_cap_holds(monkeypatch: pytest.MonkeyPat
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: (hard, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
-    cap_memory(Allowance("cpu", memory_cap_bytes=8 * GIB, reserve_bytes=0))
+    cap_memory(MemoryLimits("cpu", cap_bytes=8 * GIB, reserve_bytes=0))
     on_top = has if hard == resource.RLIM_INFINITY else 0
     assert limits == [(pytest.approx(expected + on_top, abs=64 * 2**20), hard)]
 
 
-def test_on_a_processor_what_a_trial_may_take_is_counted_in_tensors(small_model: Path) -> None:
+def test_on_a_cpu_what_a_trial_may_take_is_counted_in_tensors(small_model: Path) -> None:
     """The libraries alone take more than that."""
     small, large = FIRST, FIRST.changed(micro_batch_size=4, checkpointed_blocks=0)
     with runner_for(small_model, workload(small_model)) as runner:

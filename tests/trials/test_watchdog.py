@@ -2,20 +2,20 @@
 
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from autotune.schema.hardware import MemoryKind
 from autotune.trials import watchdog as watchdog_module
+from autotune.trials.requests import ChildState, Failure
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.watchdog import Watchdog, available_bytes, usual_watchdog
-from autotune.trials.worker import Failure
+from autotune.trials.watchdog import Watchdog, available_bytes, default_watchdog
+from autotune.trials.worker import TASKS
 from tests import builders
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
@@ -29,15 +29,17 @@ class Grab:
     pids: str
     blocks: int
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> None:
-        import numpy as np
 
-        sleeper = subprocess.Popen(["sleep", "600"])
-        Path(self.pids).write_text(str(sleeper.pid))
-        held = []
-        for _ in range(self.blocks):
-            held.append(np.ones(64 * MIB, dtype=np.uint8))
-            time.sleep(0.02)
+def take_memory(request: Grab, _: ChildState) -> None:
+    sleeper = subprocess.Popen(["sleep", "600"])
+    Path(request.pids).write_text(str(sleeper.pid))
+    held = []
+    for _block in range(request.blocks):
+        held.append(np.ones(64 * MIB, dtype=np.uint8))
+        time.sleep(0.02)
+
+
+TASKS[Grab] = take_memory
 
 
 def test_a_child_that_takes_the_hosts_memory_is_ended_with_its_group(small_model: Path, tmp_path: Path) -> None:
@@ -73,13 +75,13 @@ def test_a_host_that_runs_out_beside_a_card_is_no_limit_of_the_card(
     hardware = builders.hardware(budget_bytes=GIB)
     hardware = hardware.changed(device=hardware.device.changed(memory_kind=kind))
     with ProcessTrialRunner(hardware, "m", work, watchdog=watchdog) as runner:
-        _, answer = next(runner._answers(silent, 9.0))  # type: ignore[arg-type]
+        _, answer = next(runner._receive(silent, 9.0))  # type: ignore[arg-type]
         assert runner.classify(FIRST, answer).outcome == outcome
 
 
 def test_the_floor_is_half_the_reserve_and_never_most_of_what_is_left() -> None:
-    assert 0 < usual_watchdog("host").floor_bytes <= 2 * GIB
-    assert usual_watchdog("discrete").floor_bytes <= available_bytes() // 4 + 64 * MIB
+    assert 0 < default_watchdog("host").floor_bytes <= 2 * GIB
+    assert default_watchdog("discrete").floor_bytes <= available_bytes() // 4 + 64 * MIB
 
 
 def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
@@ -88,7 +90,7 @@ def test_a_containers_limit_counts_except_for_what_cuda_takes_of_shared_memory(
     monkeypatch.setattr(watchdog_module, "memory_limits", lambda: [(4 * MIB, 2 * MIB), (8 * MIB, 3 * MIB)])
     monkeypatch.setattr(watchdog_module, "_is_limited", lambda: True)
     for kind, left in (("host", 2 * MIB), ("discrete", 2 * MIB), ("integrated", 0)):
-        watchdog = usual_watchdog(kind)  # type: ignore[arg-type]
+        watchdog = default_watchdog(kind)  # type: ignore[arg-type]
         assert (watchdog.available() == left, watchdog.floor_bytes <= MIB // 2) == (bool(left), bool(left))
 
 
@@ -106,11 +108,11 @@ def test_the_next_trial_waits_for_memory_to_return(readings: list[int], looks: i
         seen.append(readings[min(len(seen), len(readings) - 1)])
         return seen[-1]
 
-    Watchdog(0, available).wait_for_return(10 * GIB)
+    Watchdog(0, available).wait_for_memory(10 * GIB)
     assert len(seen) == looks
 
 
 def test_what_someone_else_took_meanwhile_is_not_waited_for() -> None:
     started = time.monotonic()
-    Watchdog(0, lambda: GIB).wait_for_return(10 * GIB)
+    Watchdog(0, lambda: GIB).wait_for_memory(10 * GIB)
     assert time.monotonic() - started < 2

@@ -60,7 +60,7 @@ def read_all(source, *, loader="pread"):
     """All tensors at once."""
     import torch
 
-    from autotune.weights.loaders import loader_called
+    from autotune.weights.loaders import get_loader
 
     device = torch.device("cpu")
-    return dict(loader_called(loader, device).stream(source, device))
+    return dict(get_loader(loader, device).stream(source, device))

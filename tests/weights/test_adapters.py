@@ -15,14 +15,14 @@ from autotune.weights.adapters import (
     AdapterInfo,
     parse_adapter,
     read_adapter,
-    render_adapter,
     save_adapter,
+    serialize_adapter,
     write_adapter,
 )
 from autotune.weights.errors import BadWeights, CorruptFile, PickledWeights
-from autotune.weights.files import read_file
-from autotune.weights.layer import Layer
-from autotune.weights.sources import open_source
+from autotune.weights.files import read_header
+from autotune.weights.lora_layer import LoraLayer
+from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all
 from tests.weights.test_streaming import FLUX, QWEN, flux_inputs, qwen_inputs
 
@@ -134,7 +134,7 @@ def test_layers_of_different_ranks_and_alphas_load_into_a_pipeline(trained, tmp_
     save_adapter(tmp_path / "a.safetensors", state_of(model), INFO)
     adapter = read_adapter(tmp_path / "a.safetensors")
     odd = {
-        name: layer if number % 3 else Layer(layer.down[:2].clone(), layer.up[:, :2].clone(), 1.5)
+        name: layer if number % 3 else LoraLayer(layer.down[:2].clone(), layer.up[:, :2].clone(), 1.5)
         for number, (name, layer) in enumerate(adapter.layers.items())
     }
     write_adapter(tmp_path / "odd.safetensors", Adapter(odd, {}), format)
@@ -159,12 +159,14 @@ layers = st.dictionaries(
 @given(layers, st.permutations(FORMATS))
 def test_every_chain_of_conversions_keeps_weights_and_alphas(found, chain):
     made = {
-        name: Layer(torch.randn(rank, 5).to(getattr(torch, kind)), torch.randn(6, rank).to(getattr(torch, kind)), alpha)
+        name: LoraLayer(
+            torch.randn(rank, 5).to(getattr(torch, kind)), torch.randn(6, rank).to(getattr(torch, kind)), alpha
+        )
         for name, (rank, alpha, kind) in found.items()
     }
-    state, metadata = render_adapter(Adapter(made, {"autotune": INFO.model_dump_json()}), chain[0])
+    state, metadata = serialize_adapter(Adapter(made, {"autotune": INFO.model_dump_json()}), chain[0])
     for to in chain[1:]:
-        state, metadata = render_adapter(parse_adapter(state, metadata), to)
+        state, metadata = serialize_adapter(parse_adapter(state, metadata), to)
     result = parse_adapter(state, metadata)
     assert result.info == INFO
     assert result.layers.keys() == made.keys()
@@ -176,17 +178,17 @@ def test_every_chain_of_conversions_keeps_weights_and_alphas(found, chain):
 
 @pytest.mark.parametrize(("source", "to"), [*itertools.product(FORMATS, FORMATS)])
 def test_files_convert_between_all_formats(tmp_path, source, to):
-    adapter = Adapter({"blocks.0.to_q": Layer(torch.randn(2, 3), torch.randn(4, 2), 3.0)}, {})
+    adapter = Adapter({"blocks.0.to_q": LoraLayer(torch.randn(2, 3), torch.randn(4, 2), 3.0)}, {})
     write_adapter(tmp_path / "a.safetensors", adapter, source)
     write_adapter(tmp_path / "b.safetensors", read_adapter(tmp_path / "a.safetensors"), to)
-    keys = set(read_all(open_source(tmp_path / "b.safetensors")))
+    keys = set(read_all(open_weights(tmp_path / "b.safetensors")))
     expected = {
         "diffusers": {"transformer.blocks.0.to_q.lora_A.weight", "transformer.blocks.0.to_q.lora_B.weight"},
         "comfyui": {f"diffusion_model.blocks.0.to_q.{x}" for x in ("lora_A.weight", "lora_B.weight", "alpha")},
         "kohya": {f"lora_unet_blocks_0_to_q.{x}" for x in ("lora_down.weight", "lora_up.weight", "alpha")},
     }
     assert keys == expected[to]
-    config = read_file(tmp_path / "b.safetensors").metadata.get(DIFFUSERS_KEY)
+    config = read_header(tmp_path / "b.safetensors").metadata.get(DIFFUSERS_KEY)
     assert (config is not None) == (to == "diffusers")  # beside .alpha tensors it would count twice
 
 
@@ -204,9 +206,9 @@ def test_a_kohya_file_of_another_program_needs_the_models_names():
 
 
 def test_two_modules_that_kohya_cannot_tell_apart_are_refused():
-    layer = Layer(torch.ones(1, 2), torch.ones(2, 1), 1.0)
+    layer = LoraLayer(torch.ones(1, 2), torch.ones(2, 1), 1.0)
     with pytest.raises(InvalidInput, match="two modules"):
-        render_adapter(Adapter({"a.b_c": layer, "a_b.c": layer}, {}), "kohya")
+        serialize_adapter(Adapter({"a.b_c": layer, "a_b.c": layer}, {}), "kohya")
 
 
 @pytest.mark.parametrize(
@@ -274,8 +276,8 @@ def test_a_pickled_adapter_is_refused(tmp_path):
 def test_flux_layers_without_a_scale_cannot_be_put_together():
     alphas = {"to_q": 0.0, "to_k": 1.0, "to_v": 1.0}
     made = {
-        f"transformer_blocks.0.attn.{name}": Layer(torch.ones(1, 4), torch.ones(4, 1), alpha)
+        f"transformer_blocks.0.attn.{name}": LoraLayer(torch.ones(1, 4), torch.ones(4, 1), alpha)
         for name, alpha in alphas.items()
     }
     with pytest.raises(CorruptFile, match="shapes of FLUX"):
-        render_adapter(Adapter(made, {}), "comfyui", "FluxTransformer2DModel")
+        serialize_adapter(Adapter(made, {}), "comfyui", "FluxTransformer2DModel")

@@ -10,10 +10,10 @@ from autotune.cli.weights import app
 from autotune.errors import InvalidInput
 from autotune.weights.adapters import Adapter, AdapterInfo, read_adapter, write_adapter
 from autotune.weights.errors import CorruptFile, MissingWeights
-from autotune.weights.files import read_file
-from autotune.weights.layer import Layer
+from autotune.weights.files import read_header
+from autotune.weights.lora_layer import LoraLayer
 from autotune.weights.saving import save_file
-from autotune.weights.sources import open_source
+from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all, save_model
 from tests.weights.test_streaming import QWEN
 
@@ -38,7 +38,7 @@ def test_a_models_folder_is_written_in_shards_that_diffusers_loads_and_back_into
     assert len(shards) > 2
     assert told.split()[0] == str(len(shards) + 1)
     for path in shards:
-        file = read_file(path)
+        file = read_header(path)
         assert len(file.entries) == 1 or sum(entry.size_bytes for entry in file.entries) <= 50_000
     loaded = QwenImageTransformer2DModel.from_pretrained(out).state_dict()
     assert all(loaded[name].equal(tensor) for name, tensor in model.state_dict().items())
@@ -52,8 +52,8 @@ def test_every_dtype_metadata_and_the_name_of_a_text_encoders_files_stay(tmp_pat
     save_file(tmp_path / "in" / "model.safetensors", every_dtype, {"who": "me"})
     convert(tmp_path / "in", tmp_path / "out", "--max-shard-size", "100B")
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
-    assert all(read_file(path).metadata["who"] == "me" for path in (tmp_path / "out").glob("*.safetensors"))
-    loaded = read_all(open_source(tmp_path / "out"))
+    assert all(read_header(path).metadata["who"] == "me" for path in (tmp_path / "out").glob("*.safetensors"))
+    loaded = read_all(open_weights(tmp_path / "out"))
     assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in every_dtype.items()}
 
 
@@ -96,7 +96,7 @@ ATTENTION = "transformer_blocks.3.attn.to_out.0"
 
 @pytest.fixture
 def ambiguous(tmp_path: Path) -> Path:
-    layer = Layer(torch.ones(2, 8), torch.ones(8, 2), 2.0)
+    layer = LoraLayer(torch.ones(2, 8), torch.ones(8, 2), 2.0)
     write_adapter(tmp_path / "in.safetensors", Adapter({ATTENTION: layer}, {}), "diffusers")
     return tmp_path / "in.safetensors"
 
@@ -111,7 +111,7 @@ def test_an_adapter_that_may_be_of_two_models_is_written_once_its_model_is_told(
     for model, name in (("flux1-dev", "double_blocks.3.img_attn.proj"), ("qwen-image", ATTENTION)):
         convert(ambiguous, out, "--format", to, "--model", model)
         written = name.replace(".", "_") if to == "kohya" else name
-        assert any(written in key for key in read_file(out).by_name)
+        assert any(written in key for key in read_header(out).by_name)
         assert list(read_adapter(out).layers) == [ATTENTION]
 
 
@@ -127,4 +127,4 @@ def test_the_class_that_a_file_names_decides_what_its_layers_do_not_tell(
     adapter = Adapter(read_adapter(ambiguous).layers, {"autotune": info.model_dump_json()})
     write_adapter(ambiguous, adapter, "diffusers")
     convert(ambiguous, out, "--format", "comfyui")
-    assert any(name in key for key in read_file(out).by_name)
+    assert any(name in key for key in read_header(out).by_name)

@@ -1,5 +1,6 @@
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,15 @@ from autotune.weights.errors import (
     PickledWeights,
     TruncatedFile,
 )
-from autotune.weights.files import DTYPES, MAX_HEADER_BYTES, parse_header, read_file
+from autotune.weights.files import DTYPES, MAX_HEADER_BYTES, WeightFile, read_header
 from tests.weights.conftest import raw_file, write_raw
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-HERE = Path("x.safetensors")
 
 
-def parse(content: bytes):
-    length = int.from_bytes(content[:8], "little")
-    return parse_header(content[8 : 8 + length], len(content), HERE)
+def parse(content: bytes) -> WeightFile:
+    with tempfile.TemporaryDirectory() as folder:
+        return read_header(write_raw(Path(folder), "x.safetensors", content))
 
 
 layouts = st.lists(
@@ -40,19 +40,21 @@ def test_every_sound_header_is_read_back_in_the_order_of_its_bytes(layout, metad
         position = end
     names = list(header)
     random.shuffle(names)
-    entries, read = parse(raw_file({"__metadata__": metadata, **{n: header[n] for n in names}}, bytes(position)))
-    assert read == metadata
+    file = parse(raw_file({"__metadata__": metadata, **{n: header[n] for n in names}}, bytes(position)))
+    entries = file.entries
+    assert file.metadata == metadata
     assert {e.name: (e.dtype, list(e.shape)) for e in entries} == {
         n: (v["dtype"], v["shape"]) for n, v in header.items()
     }
     assert [e.start for e in entries] == sorted(e.start for e in entries)
     assert sum(e.size_bytes for e in entries) == position
+    assert all(e.start == file.size_bytes - position + header[e.name]["data_offsets"][0] for e in entries)
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_as_a_header_raise_only_typed_errors(noise):
     with pytest.raises(BadWeights):
-        parse_header(noise, 8 + len(noise) + 1, HERE)
+        parse(raw_file(noise, bytes(1)))
 
 
 @given(st.integers(0, 10_000), st.integers(0, 255))
@@ -62,10 +64,10 @@ def test_one_changed_byte_gives_a_typed_error_or_a_consistent_file(position, val
     text = json.dumps(header)
     content[8 + position % len(text)] = value
     try:
-        entries, _ = parse(bytes(content))
+        file = parse(bytes(content))
     except BadWeights:
         return
-    assert entries[-1].end == len(content)
+    assert sum(entry.size_bytes for entry in file.entries) == 16
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,19 @@ def test_a_header_that_cannot_be_true_is_corrupt(header):
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("entry", "num_bytes"),
+    [
+        ({"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}, 2),
+        ({"dtype": "F32", "shape": [0] * 65, "data_offsets": [0, 0]}, 0),
+        ({"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}, 0),
+    ],
+)
+def test_a_valid_tensor_that_torch_cannot_hold_is_refused(entry, num_bytes):
+    with pytest.raises(CorruptFile, match="torch cannot hold"):
+        parse(raw_file({"a": entry}, bytes(num_bytes)))
+
+
 def test_bytes_that_belong_to_no_tensor_are_corrupt():
     with pytest.raises(CorruptFile, match="1 bytes after the last tensor"):
         parse(raw_file({"a": A}, bytes(9)))
@@ -115,27 +130,27 @@ def test_a_file_cut_anywhere_is_truncated(tmp_path, length):
     whole = raw_file({"a": A}, bytes(8))
     path = write_raw(tmp_path, "cut.safetensors", whole[: min(length, len(whole) - 1)])
     with pytest.raises(TruncatedFile):
-        read_file(path)
+        read_header(path)
 
 
 def test_a_header_beyond_the_limit_is_refused_before_it_is_read(tmp_path):
     path = write_raw(tmp_path, "huge.safetensors", raw_file(b"{}", length=MAX_HEADER_BYTES + 1))
     with pytest.raises(HeaderTooLarge):
-        read_file(path)
+        read_header(path)
 
 
 def test_html_saved_under_the_name_is_refused(tmp_path):
     with pytest.raises(HeaderTooLarge):
-        read_file(write_raw(tmp_path, "page.safetensors", b"<!DOCTYPE html><html>not found</html>"))
+        read_header(write_raw(tmp_path, "page.safetensors", b"<!DOCTYPE html><html>not found</html>"))
 
 
 def test_a_missing_file_says_so(tmp_path):
     with pytest.raises(MissingWeights):
-        read_file(tmp_path / "no.safetensors")
+        read_header(tmp_path / "no.safetensors")
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt", ".pth"])
 def test_pickles_are_refused_with_the_way_to_rebuild(tmp_path, suffix):
     with pytest.raises(PickledWeights) as caught:
-        read_file(write_raw(tmp_path, "old" + suffix, b"\x80\x04"))
+        read_header(write_raw(tmp_path, "old" + suffix, b"\x80\x04"))
     assert "delete it" in caught.value.hint

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from autotune.errors import InvalidInput
-from autotune.weights.adapters import Adapter, parse_adapter, render_adapter
+from autotune.weights.adapters import Adapter, parse_adapter, serialize_adapter
 from autotune.weights.flux_layers import is_flux, join_layers, split_layers
-from autotune.weights.layer import Layer
+from autotune.weights.lora_layer import LoraLayer
 from tests.weights.conftest import bits
 
 WIDTH = 3072
@@ -16,7 +16,7 @@ QKV = tuple(f"attn.to_{letter}" for letter in "qkv")
 
 
 def layer(rank, inputs, outputs, alpha=None):
-    return Layer(torch.randn(rank, inputs), torch.randn(outputs, rank), float(rank if alpha is None else alpha))
+    return LoraLayer(torch.randn(rank, inputs), torch.randn(outputs, rank), float(rank if alpha is None else alpha))
 
 
 def update(found):
@@ -31,7 +31,7 @@ def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices(to):
     layers[SINGLE + "proj_mlp"] = layer(2, WIDTH, 4 * WIDTH)
     layers[SINGLE + "proj_out"] = layer(2, 5 * WIDTH, WIDTH)
     layers[SINGLE + "norm.linear"] = layer(2, WIDTH, 3 * WIDTH)
-    tensors, metadata = render_adapter(Adapter(layers, {}), to)
+    tensors, metadata = serialize_adapter(Adapter(layers, {}), to)
     prefix = {"comfyui": "diffusion_model.single_blocks.3.", "kohya": "lora_unet_single_blocks_3_"}[to]
     assert {key.split(".lora")[0].split(".alpha")[0] for key in tensors} == {
         prefix + name for name in ("linear1", "linear2", "modulation.lin" if to == "comfyui" else "modulation_lin")
@@ -46,6 +46,25 @@ def test_diffusers_reads_single_blocks_of_full_size_as_the_same_matrices(to):
     for name, made in layers.items():
         assert (bits(back[name].down), bits(back[name].up)) == (bits(made.down), bits(made.up))
         assert back[name].alpha == made.alpha
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to", ["comfyui", "kohya"])
+def test_double_blocks_are_read_exactly_where_diffusers_rounds_alpha_into_the_matrices(to, dtype):
+    from diffusers import FluxPipeline
+
+    inner = {f"transformer_blocks.2.attn.{part}": layer(4, WIDTH, WIDTH, 6.5) for part in ("to_q", "to_k", "to_v")}
+    made = {**inner, SINGLE + "proj_out": layer(4, 5 * WIDTH, WIDTH, 6.5)}
+    made = {name: LoraLayer(found.down.to(dtype), found.up.to(dtype), found.alpha) for name, found in made.items()}
+    tensors, metadata = serialize_adapter(Adapter(made, {}), to)
+    ours, theirs = parse_adapter(tensors, metadata).layers, FluxPipeline.lora_state_dict(dict(tensors))
+    assert len(theirs) == 2 * len(made)
+    for name, expected in made.items():
+        down, up = (theirs[f"transformer.{name}.lora_{side}.weight"] for side in "AB")
+        assert bits(ours[name].down) + bits(ours[name].up) == bits(expected.down) + bits(expected.up)
+        assert ours[name].alpha == 6.5
+        error = update(LoraLayer(down.float(), up.float(), 4.0)) - update(expected).float()
+        assert error.norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-6) * update(expected).float().norm()
 
 
 def test_parts_that_were_not_trained_do_not_come_back():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.weights.errors import BadWeights, HubError, MissingWeights, PickledWeights
-from autotune.weights.hub import fetch, missing_files, needed_files
+from autotune.weights.hub import fetch, missing_files, select_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 STEM = "diffusion_pytorch_model"
@@ -24,7 +24,7 @@ QWEN = [
 
 
 def test_only_the_files_of_the_components_are_chosen():
-    assert set(needed_files(QWEN, ["transformer", "tokenizer", "scheduler"])) == {
+    assert set(select_files(QWEN, ["transformer", "tokenizer", "scheduler"])) == {
         "model_index.json", "transformer/config.json", f"transformer/{STEM}.safetensors", "tokenizer/vocab.json",
         "tokenizer/merges.txt", "tokenizer/chat_template.jinja", "scheduler/scheduler_config.json",
     }  # fmt: skip
@@ -32,7 +32,7 @@ def test_only_the_files_of_the_components_are_chosen():
 
 def test_shards_come_with_their_index_and_without_a_second_precision():
     variant = [name.replace(".safetensors", ".fp16.safetensors") for name in QWEN if "text_encoder/model-" in name]
-    chosen = needed_files([*QWEN, *variant, "text_encoder/model.safetensors.index.fp16.json"], ["text_encoder"])
+    chosen = select_files([*QWEN, *variant, "text_encoder/model.safetensors.index.fp16.json"], ["text_encoder"])
     assert {name for name in chosen if "safetensors" in name} == {
         "text_encoder/model-00001-of-00002.safetensors", "text_encoder/model-00002-of-00002.safetensors",
         "text_encoder/model.safetensors.index.json",
@@ -41,7 +41,7 @@ def test_shards_come_with_their_index_and_without_a_second_precision():
 
 def test_a_lone_variant_is_taken():
     files = ["model_index.json", "vae/config.json", f"vae/{STEM}.fp16.safetensors"]
-    assert set(needed_files(files, ["vae"])) == set(files)
+    assert set(select_files(files, ["vae"])) == set(files)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_a_lone_variant_is_taken():
 )
 def test_components_without_readable_weights_are_refused(files, error):
     with pytest.raises(error) as caught:
-        needed_files(files, ["vae"])
+        select_files(files, ["vae"])
     assert caught.value.hint
 
 
 @given(st.lists(st.sampled_from(QWEN)), st.lists(st.sampled_from(["transformer", "vae", "text_encoder", "tokenizer"])))
 def test_whatever_is_missing_the_choice_is_from_the_files_and_never_a_pickle(files, components):
     try:
-        chosen = needed_files(files, components)
+        chosen = select_files(files, components)
     except BadWeights:
         return
     assert set(chosen) <= set(files)

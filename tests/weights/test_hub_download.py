@@ -113,7 +113,7 @@ def test_offline_the_missing_file_of_a_model_is_named(
     hub.repos["team/small"] = small_pipelines("qwen-image").folder
     texts = fetch_model("team/small", weights=False)
     assert (texts.folder, texts.revision, texts.spec.name) == (None, COMMIT, "team/small")
-    assert texts.texts is not None
+    assert texts.config_folder is not None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch_model(f"team/small@{COMMIT}", weights=False) == texts
     with pytest.raises(MissingWeights, match=r"transformer/\*.safetensors of team/small is not in the cache"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from autotune.cli.weights import app
-from autotune.reporting.weights import render_file
+from autotune.reporting.weights import weights_lines
 from autotune.weights import inspection
 from autotune.weights.errors import CorruptFile
 from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
@@ -53,7 +53,7 @@ def test_without_values_only_the_header_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(inspection, "read_tensor", None)
     summary = inspect_file(tmp_path / "a.safetensors", values=False)
     assert summary.num_nonfinite is None
-    assert "not counted" in render_file(summary)
+    assert "not counted" in weights_lines(summary)
 
 
 def test_the_command_can_leave_values_unread(tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ tensors = st.builds(
     )
 )
 def test_no_line_is_wider_than_the_terminal_and_each_tensor_has_one(summary):
-    lines = render_file(summary).split("\n")
+    lines = weights_lines(summary).split("\n")
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 5 + len(summary.metadata) + len(summary.tensors)
 
@@ -114,7 +114,7 @@ def test_no_line_is_wider_than_the_terminal_and_each_tensor_has_one(summary):
 def test_the_report_of_a_small_file_reads_like_this(tmp_path):
     state = {"blocks.0.to_q.lora_A.weight": torch.ones(4, 64, dtype=torch.bfloat16), "x": torch.tensor(float("nan"))}
     save_file(tmp_path / "a.safetensors", state, {"autotune": '{"rank": 4}'})
-    text = render_file(inspect_file(tmp_path / "a.safetensors"))
+    text = weights_lines(inspect_file(tmp_path / "a.safetensors"))
     assert "tensors: 2 (1 BF16, 1 F32)" in text
     assert "values that are not finite: 1" in text
     assert 'metadata autotune: {"rank": 4}' in text

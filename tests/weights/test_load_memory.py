@@ -53,10 +53,10 @@ import torchao.quantization
 from autotune.quantization.layers import quantize_inside
 from autotune.weights.building import build_empty
 from autotune.weights.loaders import LOADERS
-from autotune.weights.sources import open_source
+from autotune.weights.sources import open_weights
 from autotune.weights.streaming import load_into
 
-loader, source, storage = sys.argv[1], open_source(Path(sys.argv[2])), sys.argv[3]
+loader, source, storage = sys.argv[1], open_weights(Path(sys.argv[2])), sys.argv[3]
 small = build_empty(model, dtype=torch.bfloat16)
 one = nn.Linear(8, 8)
 quantize_inside([one], storage)("", one)  # imports what it needs
@@ -112,7 +112,7 @@ def test_loading_takes_the_final_model_and_a_block_and_reading_a_set_limit(
     storage: str, name: str, checkpoint: Path
 ) -> None:
     peaks = measured(MODEL + PEAK + LOAD, name, str(checkpoint), storage)
-    held = LOADERS[name].held_bytes(NUM_BLOCKS * BLOCK_BYTES, shares_memory=False)
+    held = LOADERS[name].overhead_bytes(NUM_BLOCKS * BLOCK_BYTES, shares_memory=False)
     final = round(NUM_BLOCKS * BLOCK_BYTES / 2 * (0.516 if storage == "bnb-nf4" else 1))
     assert 0.97 * final < peaks["load"] <= final + BLOCK_BYTES + (held if name == "fastsafetensors" else 0)
     assert peaks["read"] <= held + LINEAR_BYTES + 8 * MIB

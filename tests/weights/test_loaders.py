@@ -11,13 +11,13 @@ import torch
 from autotune.errors import InvalidInput
 from autotune.weights import loaders
 from autotune.weights.errors import TruncatedFile
-from autotune.weights.loaders import LOADERS, loader_called, read_tensor
+from autotune.weights.loaders import LOADERS, get_loader, read_tensor
 from autotune.weights.saving import save_file
-from autotune.weights.sources import open_source
+from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all, save_model
 
 CPU = torch.device("cpu")
-USABLE = [name for name, loader in LOADERS.items() if loader.unavailable(CPU) is None]
+USABLE = [name for name, loader in LOADERS.items() if loader.unavailable_reason(CPU) is None]
 pytestmark = pytest.mark.parametrize("name", USABLE)
 
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("name", USABLE)
 def sharded(tmp_path_factory, every_dtype):
     folder = tmp_path_factory.mktemp("sharded")
     save_model(folder, every_dtype, max_shard_bytes=100)
-    return open_source(folder)
+    return open_weights(folder)
 
 
 def open_files() -> set[str]:
@@ -48,13 +48,13 @@ def test_values_dtypes_and_shapes_are_identical_to_the_bit(name, sharded, every_
 
 def test_each_tensor_comes_once(name, sharded):
     names = [key for key, _ in LOADERS[name].stream(sharded, CPU)]
-    assert sorted(names) == sorted(sharded.places)
+    assert sorted(names) == sorted(sharded.locations)
 
 
 def test_a_tensor_stays_good_after_the_stream_and_the_file_are_gone(name, tmp_path):
     original = torch.arange(100_000, dtype=torch.float32)
     save_file(tmp_path / "a.safetensors", {"a": original, "b": torch.zeros(1)})
-    stream = LOADERS[name].stream(open_source(tmp_path / "a.safetensors"), CPU)
+    stream = LOADERS[name].stream(open_weights(tmp_path / "a.safetensors"), CPU)
     kept = next(tensor for key, tensor in stream if key == "a")
     stream.close()
     (tmp_path / "a.safetensors").unlink()
@@ -65,8 +65,8 @@ def test_a_tensor_stays_good_after_the_stream_and_the_file_are_gone(name, tmp_pa
 def test_writing_to_a_loaded_tensor_leaves_the_file_alone(name, tmp_path):
     path = tmp_path / "a.safetensors"
     save_file(path, {"a": torch.zeros(5000)})
-    read_all(open_source(path), loader=name)["a"].fill_(1)
-    assert read_all(open_source(path), loader=name)["a"].sum() == 0
+    read_all(open_weights(path), loader=name)["a"].fill_(1)
+    assert read_all(open_weights(path), loader=name)["a"].sum() == 0
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, None])
@@ -98,12 +98,12 @@ def test_an_error_of_the_consumer_releases_handles(name, sharded):
 
 def test_a_source_without_tensors_gives_none(name, tmp_path):
     save_file(tmp_path / "none.safetensors", {})
-    assert read_all(open_source(tmp_path / "none.safetensors"), loader=name) == {}
+    assert read_all(open_weights(tmp_path / "none.safetensors"), loader=name) == {}
 
 
 def test_only_zero_size_tensors_are_read(name, tmp_path):
     save_file(tmp_path / "zero.safetensors", {"z": torch.zeros(0, 3), "y": torch.zeros(2, 0, dtype=torch.bfloat16)})
-    loaded = read_all(open_source(tmp_path / "zero.safetensors"), loader=name)
+    loaded = read_all(open_weights(tmp_path / "zero.safetensors"), loader=name)
     assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == {"z": (0, 3), "y": (2, 0)}
 
 
@@ -111,30 +111,30 @@ def test_tensors_that_the_index_leaves_out_are_not_given(name, tmp_path):
     save_model(tmp_path, {"a": torch.ones(9), "b": torch.ones(9)}, max_shard_bytes=40)
     shard = tmp_path / "diffusion_pytorch_model-00001-of-00002.safetensors"
     save_file(shard, {"a": torch.ones(9), "stray": torch.ones(9)})
-    assert set(read_all(open_source(tmp_path), loader=name)) == {"a", "b"}
+    assert set(read_all(open_weights(tmp_path), loader=name)) == {"a", "b"}
 
 
 def test_a_device_that_the_loader_cannot_reach_is_a_clear_error(name):
     device = torch.device("mps")
-    if LOADERS[name].unavailable(device) is None:
-        assert loader_called(name, device) is LOADERS[name]
+    if LOADERS[name].unavailable_reason(device) is None:
+        assert get_loader(name, device) is LOADERS[name]
     else:
         with pytest.raises(InvalidInput, match="mps"):
-            loader_called(name, device)
+            get_loader(name, device)
 
 
 def test_an_unknown_loader_names_the_known_ones(name):
     with pytest.raises(InvalidInput) as caught:
-        loader_called(name + "x", CPU)
+        get_loader(name + "x", CPU)
     assert name in caught.value.hint
 
 
-def test_many_tensors_beyond_the_read_ahead_keep_their_order(name, tmp_path, monkeypatch):
-    for limit, value in (("READ_AHEAD_BYTES", 1000), ("PIECE_BYTES", 300), ("CHUNK_BYTES", 1000)):
+def test_many_tensors_in_small_pieces_are_read_whole(name, tmp_path, monkeypatch):
+    for limit, value in (("PIECE_BYTES", 300), ("CHUNK_BYTES", 1000)):
         monkeypatch.setattr(loaders, limit, value)
     tensors = {f"t{i:03}": torch.full((i * 7 % 300,), i, dtype=torch.int32) for i in range(200)}
     save_file(tmp_path / "many.safetensors", tensors)
-    loaded = read_all(open_source(tmp_path / "many.safetensors"), loader=name)
+    loaded = read_all(open_weights(tmp_path / "many.safetensors"), loader=name)
     assert all(loaded[key].equal(tensor) for key, tensor in tensors.items())
 
 
@@ -144,27 +144,26 @@ def test_a_file_that_shrinks_while_it_is_read_is_truncated(name, tmp_path, reade
         pytest.skip("a map of a file that shrinks raises SIGBUS; nothing in Python can catch that")
     path = tmp_path / "a.safetensors"
     save_file(path, {"a": torch.ones(1000)})
-    source = open_source(path)
+    source = open_weights(path)
     os.truncate(path, path.stat().st_size - 10)
     with pytest.raises(TruncatedFile):
-        read_all(source, loader=name) if reader == "stream" else read_tensor(*source.places["a"])
+        read_all(source, loader=name) if reader == "stream" else read_tensor(*source.locations["a"])
 
 
-def test_no_more_is_held_than_the_read_ahead_and_the_tensor_in_use(name, tmp_path, monkeypatch):
+def test_nothing_is_held_besides_the_tensor_in_use(name, tmp_path, monkeypatch):
     if name != "pread":
         pytest.skip("a map holds nothing, and fastsafetensors holds its chunk outside Python")
-    size, ahead = 40_000, 100_000
-    monkeypatch.setattr(loaders, "READ_AHEAD_BYTES", ahead)
-    save_file(tmp_path / "a.safetensors", {f"t{i}": torch.full((size // 4,), float(i)) for i in range(20)})
-    buffer, known, most = loaders._buffer, [], 0
+    save_file(tmp_path / "a.safetensors", {f"t{i}": torch.full((10_000,), float(i)) for i in range(20)})
+    monkeypatch.setattr(loaders, "PIECE_BYTES", 3000)
+    allocate, known, peak = loaders._allocate, [], 0
 
-    def watched(*arguments):
-        tensor, view = buffer(*arguments)
+    def watched(entry):
+        tensor, view = allocate(entry)
         known.append(weakref.ref(tensor))
         return tensor, view
 
-    monkeypatch.setattr(loaders, "_buffer", watched)
-    for _, tensor in LOADERS[name].stream(open_source(tmp_path / "a.safetensors"), CPU):
+    monkeypatch.setattr(loaders, "_allocate", watched)
+    for _, tensor in LOADERS[name].stream(open_weights(tmp_path / "a.safetensors"), CPU):
+        peak = max(peak, sum(reference() is not None for reference in tuple(known)))
         del tensor
-        most = max(most, sum(reference() is not None for reference in tuple(known)))
-    assert 1 <= most <= ahead // size + 1
+    assert (peak, len(known)) == (1, 20)

@@ -8,16 +8,16 @@ import torch
 
 from autotune.weights import saving
 from autotune.weights.errors import MissingWeights
-from autotune.weights.files import read_file
+from autotune.weights.files import read_header
 from autotune.weights.saving import save_file
-from autotune.weights.sources import open_source
+from autotune.weights.sources import open_weights
 from tests.weights.conftest import bits, read_all, save_model
 
 
 def test_what_is_saved_is_read_back_to_the_bit_with_its_metadata(tmp_path, every_dtype):
     save_file(tmp_path / "new" / "a.safetensors", every_dtype, {"key": "value"})
-    assert read_file(tmp_path / "new" / "a.safetensors").metadata == {"format": "pt", "key": "value"}
-    loaded = read_all(open_source(tmp_path / "new" / "a.safetensors"))
+    assert read_header(tmp_path / "new" / "a.safetensors").metadata == {"format": "pt", "key": "value"}
+    loaded = read_all(open_weights(tmp_path / "new" / "a.safetensors"))
     assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(t) for n, t in every_dtype.items()}
 
 
@@ -25,7 +25,7 @@ def test_tensors_of_any_layout_are_stored_and_ties_under_each_name(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     state = {"whole": base, "tied": base, "transposed": base.t(), "row": base[1], "wide": base[:1].expand(2, 4)}
     save_file(tmp_path / "a.safetensors", state)
-    loaded = read_all(open_source(tmp_path / "a.safetensors"))
+    loaded = read_all(open_weights(tmp_path / "a.safetensors"))
     assert all(loaded[name].equal(tensor) for name, tensor in state.items())
 
 
@@ -55,7 +55,7 @@ def test_a_failing_save_leaves_the_old_file_and_no_rubbish(tmp_path):
     save_file(path, {"a": torch.ones(2)})
     with pytest.raises(Exception, match=r".+"):
         save_file(path, {"a": torch.zeros(2)}, {"key": 1})  # type: ignore[dict-item]
-    assert read_all(open_source(path))["a"].sum() == 2
+    assert read_all(open_weights(path))["a"].sum() == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
 
 
@@ -71,7 +71,7 @@ def test_shards_respect_the_limit_and_diffusers_loads_them(tmp_path):
     assert written[-1].name.endswith("index.json")
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.state_dict().values())
     for path in written[:-1]:
-        file = read_file(path)
+        file = read_header(path)
         assert len(file.entries) == 1 or sum(entry.size_bytes for entry in file.entries) <= 50_000
     loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path)
     assert all(loaded.state_dict()[name].equal(tensor) for name, tensor in model.state_dict().items())
@@ -84,7 +84,7 @@ def test_saving_again_with_another_limit_leaves_one_model(tmp_path, first, secon
     newer = {name: tensor + 1 for name, tensor in state.items()}
     written = save_model(tmp_path, newer, max_shard_bytes=second)
     assert sorted(tmp_path.iterdir()) == sorted(written)
-    loaded = read_all(open_source(tmp_path))
+    loaded = read_all(open_weights(tmp_path))
     assert all(loaded[name].equal(tensor) for name, tensor in newer.items())
 
 
@@ -103,4 +103,4 @@ def test_an_interrupted_sharded_save_is_refused_when_read(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space"):
         save_model(tmp_path, {name: tensor + 1 for name, tensor in state.items()}, max_shard_bytes=20)
     with pytest.raises(MissingWeights):
-        open_source(tmp_path)
+        open_weights(tmp_path)

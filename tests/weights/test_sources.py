@@ -3,7 +3,7 @@ import json
 import pytest
 
 from autotune.weights.errors import CorruptFile, MissingWeights, PickledWeights
-from autotune.weights.sources import open_source
+from autotune.weights.sources import open_weights
 from tests.weights.conftest import raw_file, write_raw
 
 STEM = "diffusion_pytorch_model"
@@ -24,32 +24,32 @@ GOOD = {"a": f"{STEM}-1.safetensors", "b": f"{STEM}-1.safetensors", "c": f"{STEM
 
 
 def test_shards_are_one_source_in_reading_order(tmp_path):
-    source = open_source(shards(tmp_path, GOOD))
-    assert list(source.places) == ["b", "a", "c"]
+    source = open_weights(shards(tmp_path, GOOD))
+    assert list(source.locations) == ["b", "a", "c"]
 
 
 def test_tensors_outside_the_index_are_not_part_of_the_model(tmp_path):
-    source = open_source(shards(tmp_path, {"c": f"{STEM}-2.safetensors", "a": f"{STEM}-1.safetensors"}))
-    assert list(source.places) == ["a", "c"]
+    source = open_weights(shards(tmp_path, {"c": f"{STEM}-2.safetensors", "a": f"{STEM}-1.safetensors"}))
+    assert list(source.locations) == ["a", "c"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", f"{STEM}.safetensors", f"{STEM}.fp16.safetensors"])
 def test_a_single_file_is_found_under_each_usual_name(tmp_path, name):
     write_raw(tmp_path, name, raw_file({"a": tensor()}, bytes(2)))
-    assert list(open_source(tmp_path).places) == ["a"]
-    assert list(open_source(tmp_path / name).places) == ["a"]
+    assert list(open_weights(tmp_path).locations) == ["a"]
+    assert list(open_weights(tmp_path / name).locations) == ["a"]
 
 
 def test_the_plain_file_wins_over_a_variant(tmp_path):
     write_raw(tmp_path, f"{STEM}.fp16.safetensors", raw_file({"half": tensor()}, bytes(2)))
     write_raw(tmp_path, f"{STEM}.safetensors", raw_file({"plain": tensor()}, bytes(2)))
-    assert list(open_source(tmp_path).places) == ["plain"]
+    assert list(open_weights(tmp_path).locations) == ["plain"]
 
 
 def test_an_index_of_a_variant_is_read(tmp_path):
     shards(tmp_path, GOOD)
     (tmp_path / f"{STEM}.safetensors.index.json").rename(tmp_path / f"{STEM}.safetensors.index.fp16.json")
-    assert set(open_source(tmp_path).places) == set("abc")
+    assert set(open_weights(tmp_path).locations) == set("abc")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_an_index_of_a_variant_is_read(tmp_path):
 def test_an_index_that_points_elsewhere_is_refused(tmp_path, shard):
     write_raw(tmp_path.parent, "secret.safetensors", raw_file({"a": tensor()}, bytes(2)))
     with pytest.raises(CorruptFile):
-        open_source(shards(tmp_path, {**GOOD, "a": shard}))
+        open_weights(shards(tmp_path, {**GOOD, "a": shard}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
@@ -68,28 +68,28 @@ def test_a_damaged_index_is_refused(tmp_path, text):
     shards(tmp_path, GOOD)
     (tmp_path / f"{STEM}.safetensors.index.json").write_text(text)
     with pytest.raises(CorruptFile):
-        open_source(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_an_index_that_does_not_match_its_shards_is_refused(tmp_path):
     with pytest.raises(CorruptFile, match="'z'"):
-        open_source(shards(tmp_path, {**GOOD, "z": f"{STEM}-2.safetensors"}))
+        open_weights(shards(tmp_path, {**GOOD, "z": f"{STEM}-2.safetensors"}))
 
 
 def test_a_shard_that_is_not_there_is_named(tmp_path):
     shards(tmp_path, GOOD)
     (tmp_path / f"{STEM}-2.safetensors").unlink()
     with pytest.raises(MissingWeights, match=f"{STEM}-2.safetensors"):
-        open_source(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_a_folder_with_pickles_only_is_refused_as_such(tmp_path):
     write_raw(tmp_path, f"{STEM}.bin", b"\x80\x04")
     with pytest.raises(PickledWeights):
-        open_source(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_an_empty_folder_says_what_was_expected(tmp_path):
     with pytest.raises(MissingWeights) as caught:
-        open_source(tmp_path)
+        open_weights(tmp_path)
     assert STEM in caught.value.hint

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.weights.building import build_empty, dtype_of_from_pretrained, names_in_transformers
+from autotune.weights.building import build_empty, from_pretrained_dtypes, transformers_renaming
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
 from autotune.weights.loaders import LOADERS
 from autotune.weights.saving import save_file
-from autotune.weights.sources import open_source
-from autotune.weights.streaming import _Arrivals, fill_random, load_into
+from autotune.weights.sources import open_weights
+from autotune.weights.streaming import _Filler, fill_random, load_into
 from tests.weights.conftest import bits, save_model
 
 QWEN = {
@@ -78,7 +78,7 @@ def test_a_real_model_equals_from_pretrained_in_weights_and_outputs(published, l
     # A copy, because weights in a map are unaligned, and kernels round otherwise on those.
     reference = copy.deepcopy(cls.from_pretrained(folder, torch_dtype=dtype))
     model = build_empty(lambda: cls(**config), dtype=dtype)
-    load_into(model, open_source(folder), loader=loader, dtype_policy=dtype_of_from_pretrained(model, dtype))
+    load_into(model, open_weights(folder), loader=loader, dtype_policy=from_pretrained_dtypes(model, dtype))
     assert_same_tensors(model, reference)
     assert not model.training
     arguments = inputs(dtype)
@@ -98,7 +98,7 @@ def test_modules_that_the_class_keeps_in_float32_stay_there(tmp_path, dtype):
     WanTransformer3DModel(**config).save_pretrained(tmp_path)
     reference = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=dtype)
     model = build_empty(lambda: WanTransformer3DModel(**config), dtype=dtype)
-    load_into(model, open_source(tmp_path), dtype_policy=dtype_of_from_pretrained(model, dtype))
+    load_into(model, open_weights(tmp_path), dtype_policy=from_pretrained_dtypes(model, dtype))
     assert len({tensor.dtype for tensor in reference.parameters()}) == 2
     assert_same_tensors(model, reference)
     for (name, mine), (_, theirs) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
@@ -112,7 +112,7 @@ def test_a_transformers_text_encoder_with_tied_weights_loads(tmp_path):
     T5EncoderModel(config).save_pretrained(tmp_path)
     reference = T5EncoderModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model = build_empty(lambda: T5EncoderModel(config), dtype=torch.bfloat16)
-    load_into(model, open_source(tmp_path), dtype_policy=dtype_of_from_pretrained(model, torch.bfloat16))
+    load_into(model, open_weights(tmp_path), dtype_policy=from_pretrained_dtypes(model, torch.bfloat16))
     assert_same_tensors(model, reference)
     assert model.shared.weight is model.encoder.embed_tokens.weight
 
@@ -124,11 +124,11 @@ def test_an_encoder_whose_modules_transformers_renamed_loads_from_its_published_
 
     original = qwen_text_encoder(qwen_tokenizer(["a cat"], "system user assistant {}"), hidden_size=64)
     original.save_pretrained(tmp_path)
-    assert not set(open_source(tmp_path).places) <= original.state_dict().keys()
+    assert not set(open_weights(tmp_path).locations) <= original.state_dict().keys()
     reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
     model = build_empty(lambda: Qwen2_5_VLForConditionalGeneration(reference.config), dtype=torch.bfloat16)
-    policy = dtype_of_from_pretrained(model, torch.bfloat16)
-    load_into(model, open_source(tmp_path), dtype_policy=policy, rename=names_in_transformers(model))
+    policy = from_pretrained_dtypes(model, torch.bfloat16)
+    load_into(model, open_weights(tmp_path), dtype_policy=policy, rename=transformers_renaming(model))
     assert_same_tensors(model, reference)
     for (name, mine), (_, theirs) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
         assert mine.equal(theirs), name
@@ -158,7 +158,7 @@ def saved(tmp_path):
     torch.manual_seed(1)
     original = Small()
     save_model(tmp_path, original.state_dict(), max_shard_bytes=70)
-    return original, open_source(tmp_path)
+    return original, open_weights(tmp_path)
 
 
 def test_only_parameters_are_left_without_values():
@@ -194,7 +194,7 @@ def test_a_tied_weight_may_be_stored_under_either_name(saved, tmp_path):
         state = {name: tensor for name, tensor in original.state_dict().items() if name != dropped}
         save_file(tmp_path / "one.safetensors", state)
         model = build_empty(Small)
-        load_into(model, open_source(tmp_path / "one.safetensors"))
+        load_into(model, open_weights(tmp_path / "one.safetensors"))
         assert_same_tensors(model, original)
 
 
@@ -229,8 +229,8 @@ def test_quantizing_on_arrival_equals_quantizing_afterwards(published, loader):
 
     dtype = torch.bfloat16
     model = build_empty(lambda: cls(**config), dtype=dtype)
-    policy = dtype_of_from_pretrained(model, dtype)
-    load_into(model, open_source(folder), loader=loader, dtype_policy=policy, transform=quantize)
+    policy = from_pretrained_dtypes(model, dtype)
+    load_into(model, open_weights(folder), loader=loader, dtype_policy=policy, transform=quantize)
     reference = copy.deepcopy(cls.from_pretrained(folder, torch_dtype=dtype))
     quantize_(reference, Int8WeightOnlyConfig())
     arguments = inputs(dtype)
@@ -257,7 +257,7 @@ def test_files_of_another_model_are_refused_before_anything_is_read(saved, monke
     save_file(other, state)
     monkeypatch.setattr(type(LOADERS["pread"]), "stream", None)
     with pytest.raises(error, match=word) as caught:
-        load_into(build_empty(Small), open_source(other), loader="pread")
+        load_into(build_empty(Small), open_weights(other), loader="pread")
     assert caught.value.hint
 
 
@@ -266,7 +266,7 @@ def test_keys_that_the_class_ignores_are_not_unexpected(saved, tmp_path):
     save_file(tmp_path / "old.safetensors", state)
     model = build_empty(Small)
     model._keys_to_ignore_on_load_unexpected = [r"position_ids$"]
-    load_into(model, open_source(tmp_path / "old.safetensors"))
+    load_into(model, open_weights(tmp_path / "old.safetensors"))
 
 
 def test_dtypes_follow_the_policy_and_otherwise_the_model(saved):
@@ -312,5 +312,5 @@ def test_random_weights_can_be_quantized_as_they_come():
 def test_what_loading_left_in_the_allocator_goes_back_to_the_card(monkeypatch, device):
     given_back = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(device))
-    _Arrivals(nn.Linear(2, 2), (), None).finish(torch.device(device))
+    _Filler(nn.Linear(2, 2), (), None).finish(torch.device(device))
     assert given_back == ["cuda"] * (device == "cuda")

@@ -3,14 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from autotune.families.small.parts import clip_text_encoder, clip_tokenizer, flux_vae, mirror, t5_encoder, t5_tokenizer
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+from autotune.families.small.parts import (
+    clip_text_encoder,
+    clip_tokenizer,
+    flux_vae,
+    invert_input_layer,
+    t5_encoder,
+    t5_tokenizer,
+)
 
 
 def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
     """Write the pipeline: 2 double-stream and 2 single-stream blocks of width 128."""
-    import torch
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer, tokenizer_2 = clip_tokenizer(captions), t5_tokenizer(captions, max_length=512)
@@ -26,7 +33,7 @@ def write_pipeline(folder: Path, captions: Sequence[str], seed: int) -> None:
             guidance_embeds=True,
             axes_dims_rope=(8, 12, 12),
         )
-        mirror(transformer.proj_out, transformer.x_embedder.weight)
+        invert_input_layer(transformer.proj_out, transformer.x_embedder.weight)
         vae = flux_vae()
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=3.0,

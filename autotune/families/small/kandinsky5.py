@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.families.base import bare_pipeline
+import diffusers
+import torch
+from diffusers import AutoencoderKLHunyuanVideo, FlowMatchEulerDiscreteScheduler, Kandinsky5Transformer3DModel
+
+from autotune.families.base import build_empty_pipeline
 from autotune.families.small.parts import (
     clip_text_encoder,
     clip_tokenizer,
     flux_vae,
-    mirror,
+    invert_input_layer,
     qwen_processor,
     qwen_text_encoder,
     qwen_tokenizer,
@@ -18,14 +22,10 @@ from autotune.families.small.parts import (
 
 def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
     """Write the pipeline: with FLUX's VAE; for video with HunyuanVideo's, and that model's extra input channels."""
-    import diffusers
-    import torch
-    from diffusers import FlowMatchEulerDiscreteScheduler, Kandinsky5Transformer3DModel
-
     video = "T2V" in pipeline_class
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = qwen_tokenizer(captions, bare_pipeline(pipeline_class).prompt_template)
+        tokenizer = qwen_tokenizer(captions, build_empty_pipeline(pipeline_class).prompt_template)
         tokenizer_2 = clip_tokenizer(captions)
         text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
         text_encoder_2 = clip_text_encoder(tokenizer_2, hidden_size=64)
@@ -56,21 +56,17 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
 
 
 def _initialize(transformer: Any) -> None:
-    """The class starts with all modulation at zero: no gradient would reach an adapter through closed blocks."""
-    import torch
-
+    """Give random values to the modulation, which the class sets to zero: an adapter would get no gradient."""
     for name, parameter in transformer.named_parameters():
         if "modulation" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     # A patch goes in with its channels innermost and comes out with them outermost; conditioning channels go in only.
     first = transformer.visual_embeddings.in_layer.weight
     patches = first.unflatten(1, (4, -1))[:, :, :16].transpose(1, 2)
-    mirror(transformer.out_layer.out_layer, patches.flatten(1))
+    invert_input_layer(transformer.out_layer.out_layer, patches.flatten(1))
 
 
 def _video_vae() -> Any:
-    from diffusers import AutoencoderKLHunyuanVideo
-
     return AutoencoderKLHunyuanVideo(
         block_out_channels=(16, 32, 32, 32), layers_per_block=1, norm_num_groups=8, scaling_factor=3.0
     ).eval()

@@ -4,6 +4,24 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from diffusers import AutoencoderKL
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from autotune.families.qwen_processor import Qwen2VLProcessor
+
 QWEN_SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -19,12 +37,9 @@ QWEN_SPECIAL_TOKENS = (
 def qwen_tokenizer(captions: Sequence[str], template: str) -> Any:
     """A `Qwen2Tokenizer` trained on `captions`, with Qwen2.5-VL's special tokens.
 
-    Its byte-level BPE is trained on the pipeline's `template`, too: the pipeline drops a fixed number of tokens, and
-    so this template has as many as with the original tokenizer.
+    Its byte-level BPE is trained on the pipeline's `template`, too, which then has as many tokens as with the original
+    tokenizer: the pipeline drops a fixed number of them.
     """
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import Qwen2Tokenizer
-
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator([*captions, template], vocab_size=1024, min_frequency=1, show_progress=False)
     model = json.loads(bpe.to_str())["model"]
@@ -35,8 +50,6 @@ def qwen_tokenizer(captions: Sequence[str], template: str) -> Any:
 
 def qwen_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
     """A two-layer `Qwen2_5_VLForConditionalGeneration` with a one-layer vision tower."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
     heads = hidden_size // 32
     config = Qwen2_5_VLConfig(
         text_config={
@@ -69,8 +82,6 @@ def qwen_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
 
 def qwen_processor(tokenizer: Any) -> Any:
     """Processor of Qwen2.5-VL that shrinks images to at most 16 tokens."""
-    from autotune.families.qwen_processor import Qwen2VLImageProcessorPil, Qwen2VLProcessor
-
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": (4 * 28) ** 2}),
         tokenizer=tokenizer,
@@ -78,9 +89,7 @@ def qwen_processor(tokenizer: Any) -> Any:
 
 
 def clip_tokenizer(captions: Sequence[str]) -> Any:
-    """A `CLIPTokenizer` that knows the words and characters of `captions`."""
-    from transformers import CLIPTokenizer
-
+    """A `CLIPTokenizer` with the words and characters of `captions` as its vocabulary."""
     words = sorted({word for caption in captions for word in caption.lower().split()})
     characters = sorted({character for word in words for character in word})
     pieces = [*characters, *(f"{character}</w>" for character in characters)]
@@ -90,8 +99,6 @@ def clip_tokenizer(captions: Sequence[str]) -> Any:
 
 def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
     """A two-layer `CLIPTextModel`; its pooled output has `hidden_size` numbers."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -107,9 +114,7 @@ def clip_text_encoder(tokenizer: Any, hidden_size: int) -> Any:
 
 
 def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
-    """A unigram `T5Tokenizer` that knows the words and characters of `captions`."""
-    from transformers import T5Tokenizer
-
+    """A unigram `T5Tokenizer` with the words and characters of `captions` as its vocabulary."""
     words = sorted({word for caption in captions for word in caption.split()})
     characters = sorted({character for word in words for character in word})
     scored = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
@@ -120,8 +125,6 @@ def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
 
 def t5_encoder(tokenizer: Any, hidden_size: int) -> Any:
     """A two-layer `T5EncoderModel`."""
-    from transformers import T5Config, T5EncoderModel
-
     config = T5Config(
         vocab_size=len(tokenizer),
         d_model=hidden_size,
@@ -135,9 +138,7 @@ def t5_encoder(tokenizer: Any, hidden_size: int) -> Any:
 
 
 def flux_vae() -> Any:
-    """FLUX's `AutoencoderKL` (Kandinsky5 for images uses it, too): 16 channels, factor 8, no quant convolutions."""
-    from diffusers import AutoencoderKL
-
+    """FLUX's `AutoencoderKL` (also used by Kandinsky5 for images): 16 channels, factor 8, no quant convolutions."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -152,13 +153,11 @@ def flux_vae() -> Any:
     ).eval()
 
 
-def mirror(output: Any, input_weight: Any) -> None:
-    """Let a transformer's last layer undo its first: what it predicts then begins as what it sees.
+@torch.no_grad()
+def invert_input_layer(output: Any, input_weight: Any) -> None:
+    """Let a transformer's last layer undo its first, so that it begins by predicting its input.
 
     Between purely random projections an adapter of low rank could learn almost nothing in a demo's few steps.
     """
-    import torch
-
-    with torch.no_grad():
-        output.weight.copy_(torch.linalg.pinv(input_weight))
-        output.bias.zero_()
+    output.weight.copy_(torch.linalg.pinv(input_weight))
+    output.bias.zero_()

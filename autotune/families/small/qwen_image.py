@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from autotune.families.base import bare_pipeline
-from autotune.families.small.parts import mirror, qwen_processor, qwen_text_encoder, qwen_tokenizer
+import diffusers
+import torch
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+
+from autotune.families.base import build_empty_pipeline
+from autotune.families.small.parts import invert_input_layer, qwen_processor, qwen_text_encoder, qwen_tokenizer
 
 
 def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], seed: int) -> None:
     """Write the pipeline; the editing classes get a processor for control images, too."""
-    import diffusers
-    import torch
-    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = qwen_tokenizer(captions, bare_pipeline(pipeline_class).prompt_template_encode)
+        tokenizer = qwen_tokenizer(captions, build_empty_pipeline(pipeline_class).prompt_template_encode)
         text_encoder = qwen_text_encoder(tokenizer, hidden_size=128)
         transformer = QwenImageTransformer2DModel(
             in_channels=64,
@@ -26,7 +26,7 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
             joint_attention_dim=128,
             axes_dims_rope=(8, 12, 12),
         )
-        mirror(transformer.proj_out, transformer.img_in.weight)
+        invert_input_layer(transformer.proj_out, transformer.img_in.weight)
         vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=1.0,

@@ -8,7 +8,6 @@ from typing import Any
 
 from evidence import Evidence, ReservingTrial, begin, candidate, precision_of, workload_of
 
-from autotune.backends import LAYERWISE
 from autotune.cost.predict import CostModel
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
@@ -18,8 +17,8 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Workload
+from autotune.trials.requests import Failure
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
 
 Run = tuple[Any, ...]
 ALL, SOME, HALF, FEW, NONE = 1.0, 0.75, 0.5, 0.25, 0.0
@@ -46,7 +45,7 @@ WORKS = (
     Work(1024, 16, 2, ((1, ALL), (1, SOME), (1, HALF), (1, FEW), (1, NONE), (2, ALL), (2, HALF), (2, NONE),
                        (1, ALL, "none", "_native_cudnn"), (1, NONE, "none", "_native_cudnn"),
                        (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL, NF4), (1, NONE, NF4),
-                       (1, ALL, LAYERWISE), (1, NONE, LAYERWISE)),
+                       (1, ALL, "layerwise-fp8"), (1, NONE, "layerwise-fp8")),
          padding="masked"),
     Work(512, 64, 4, ((4, ALL), (4, NONE), (1, NONE), (4, ALL, INT8), (4, NONE, NF4))),
     Work(1328, 8, 1, ((1, ALL), (1, HALF), (1, NONE), (1, ALL, FP8))),
@@ -74,7 +73,7 @@ def measure(evidence: Evidence, hardware: HardwareProfile, name: str, work: Work
         runs = tuple({run[2:]: run for run in work.runs}.values()) if evidence.small else work.runs
         for run in evidence.each(runs, name=lambda run: f"{name} {work.side_px} px {run}"):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
-            closed = closed_gate(hardware, chosen)
+            closed = unavailable_choice(hardware, chosen)
             before = predictor.predict(chosen)
             if closed or (before.required_memory_bytes > 1.1 * hardware.device.budget_bytes and not work.must_fail):
                 evidence.skip(f"{name} {chosen.label()}", closed or "predicted not to fit by far")
@@ -111,7 +110,7 @@ def tried(
     return runner.classify(chosen, result), answer.get("reserved_bytes")
 
 
-def closed_gate(hardware: HardwareProfile, chosen: Candidate) -> str | None:
+def unavailable_choice(hardware: HardwareProfile, chosen: Candidate) -> str | None:
     """Why the machine cannot run the candidate; None when it can."""
     capabilities = (
         hardware.capability(f"attention.{chosen.attention}"),

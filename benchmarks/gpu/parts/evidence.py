@@ -15,16 +15,17 @@ from autotune.runtime.quiet import silence_libraries, silence_progress_bars
 
 silence_libraries()
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
 from autotune.training.describe import WorkloadOverrides, describe_workload
-from autotune.trials.requests import Request, TrialRequest
+from autotune.trials.requests import ChildState, Failure, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import Failure
+from autotune.trials.steps import run_trial
+from autotune.trials.worker import TASKS
 
 GIB = 2**30
 ROOT = Path(__file__).parents[3]
@@ -70,7 +71,7 @@ class Evidence:
             yield item
             self.longest = max(self.longest, time.monotonic() - started)
 
-    def ask(self, runner: ProcessTrialRunner, request: Request, key: tuple[Any, ...] = ()) -> dict[str, Any]:
+    def ask(self, runner: ProcessTrialRunner, request: object, key: tuple[Any, ...] = ()) -> dict[str, Any]:
         """What a child answers in the time that is left, with its outcome."""
         answer = runner.ask(request, key, timeout_seconds=max(1.0, self.left()))
         if isinstance(answer, Failure):
@@ -92,7 +93,7 @@ class Evidence:
             return name
         folder = self.scratch() / f"small-{name}"
         if not (folder / "model_index.json").exists():
-            family_named(name).write_small_pipeline(folder, ["a red square", "a blue circle on the left"], 0)
+            get_family(name).write_small_pipeline(folder, ["a red square", "a blue circle on the left"], 0)
         return str(folder)
 
     def size(self, full_px: int) -> int:
@@ -156,9 +157,13 @@ def precision_of(hardware: HardwareProfile) -> str:
 class ReservingTrial(TrialRequest):
     """A trial that also tells what the allocator reserved; None where there is no such allocator."""
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> Any:
-        import torch
 
-        result = super().perform(kept, tell)
-        reserved = torch.cuda.max_memory_reserved(self.device) if self.device.startswith("cuda") else None
-        return {"result": result, "reserved_bytes": reserved}
+def run_reserving_trial(request: ReservingTrial, child: ChildState) -> Any:
+    import torch
+
+    result = run_trial(request, child)
+    reserved = torch.cuda.max_memory_reserved(request.device) if request.device.startswith("cuda") else None
+    return {"result": result, "reserved_bytes": reserved}
+
+
+TASKS[ReservingTrial] = run_reserving_trial

@@ -10,10 +10,10 @@ from threading import Timer
 from evidence import ROOT, Evidence, begin, precision_of, workload_of
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
 from autotune.schema.hardware import HardwareProfile
 from autotune.trials.parity import check_parity
@@ -39,16 +39,16 @@ def tests(path: str, evidence: Evidence) -> None:
 
 
 def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evidence) -> None:
-    """Every backend and storage whose gate is open, against the fp32 reference on this device."""
-    open_gates = {capability.name for capability in hardware.capabilities if capability.available}
+    """Every backend and storage that is available, against the fp32 reference on this device."""
+    available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision_of(hardware)],
-        "attention": [name for name in BACKENDS if f"attention.{name}" in open_gates],
-        "quantization": [name for name in WEIGHT_FORMATS if f"quantization.{name}" in open_gates],
+        "attention": [name for name in Attention().names if f"attention.{name}" in available],
+        "quantization": [name for name in WEIGHT_FORMATS if f"quantization.{name}" in available],
     }
     model = evidence.model(name)
     workload = workload_of(model, evidence.size(512), rank=4, batch=2, padding=padding)
-    context = TuningContext(hardware, family_named(name), workload)
+    context = TuningContext(hardware, get_family(name), workload)
     for capability in check_parity(context, choices, resolve_model(model)).capabilities[len(hardware.capabilities) :]:
         evidence.row("gradients", model=name, padding=padding, **capability.model_dump())
 
@@ -74,7 +74,7 @@ def main() -> None:
     hardware = cached_profile()
     evidence.row("profile", profile=hardware.model_dump(mode="json"))
     for capability in hardware.capabilities:
-        evidence.row("gate", **capability.model_dump())
+        evidence.row("capability", **capability.model_dump())
     for rate in hardware.rates:
         evidence.row("rate", **rate.model_dump(mode="json"))
     steps: dict[str, Callable[[Evidence], None]] = {

@@ -3,11 +3,10 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, closed_gate, told
+from accuracy import ALL, FP8, HALF, INT8, NF4, NONE, told, unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 
 from autotune.cost.predict import CostModel
@@ -15,8 +14,9 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
-from autotune.trials.requests import TrialRequest
+from autotune.trials.requests import ChildState, TrialRequest
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import TASKS
 
 KINDS = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa|mha"),
@@ -53,32 +53,36 @@ class ProfiledSteps:
     candidate: Candidate
     device: str
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
-        from torch.profiler import ProfilerActivity, profile
 
-        from autotune.trials.steps import Steps, load
+def profile_steps(request: ProfiledSteps, _: ChildState) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity, profile
 
-        request = TrialRequest(self.model, self.workload, self.candidate, self.device, 3)
-        steps = Steps(load(request), self.workload, self.candidate)
-        seconds = sorted(steps.timed()[1] for _ in range(5))[2]
-        on_gpu = self.device.startswith("cuda")
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=activities) as profiler:
-            started = time.perf_counter()
-            steps.step()
-            profiled = time.perf_counter() - started
-        times: Counter[str] = Counter()
-        top: Counter[str] = Counter()
-        launches = 0
-        for event in profiler.key_averages():
-            if on_gpu and (event.device_type.name != "CUDA" or event.is_user_annotation):
-                continue  # such as `Optimizer.step`, which spans kernels that are counted
-            spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
-            times[kind_of(event.key)] += spent
-            top[event.key[:120]] += spent
-            launches += event.count
-        return {"step_seconds": seconds, "profiled_seconds": profiled, "by_kind": dict(times), "launches": launches,
-                "top": top.most_common(25)}  # fmt: skip
+    from autotune.trials.steps import StepRunner, load_for_trial
+
+    trial = TrialRequest(request.model, request.workload, request.candidate, request.device, 3)
+    steps = StepRunner(load_for_trial(trial), request.workload, request.candidate)
+    seconds = sorted(steps.timed_step()[1] for _ in range(5))[2]
+    on_gpu = request.device.startswith("cuda")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        started = time.perf_counter()
+        steps.step()
+        profiled = time.perf_counter() - started
+    times: Counter[str] = Counter()
+    top: Counter[str] = Counter()
+    launches = 0
+    for event in profiler.key_averages():
+        if on_gpu and (event.device_type.name != "CUDA" or event.is_user_annotation):
+            continue  # such as `Optimizer.step`, which spans kernels that are counted
+        spent = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+        times[kind_of(event.key)] += spent
+        top[event.key[:120]] += spent
+        launches += event.count
+    return {"step_seconds": seconds, "profiled_seconds": profiled, "by_kind": dict(times), "launches": launches,
+            "top": top.most_common(25)}  # fmt: skip
+
+
+TASKS[ProfiledSteps] = profile_steps
 
 
 def main() -> None:
@@ -92,7 +96,7 @@ def main() -> None:
     with ProcessTrialRunner(hardware, model, workload) as runner:
         for number, run in enumerate(evidence.each(evidence.sliced(CASES))):
             chosen = candidate(workload, *run, precision=precision_of(hardware))
-            if why := closed_gate(hardware, chosen):
+            if why := unavailable_choice(hardware, chosen):
                 evidence.skip(chosen.label(), why)
                 continue
             request = ProfiledSteps(model, workload, chosen, runner.device)

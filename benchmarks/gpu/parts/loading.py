@@ -2,12 +2,11 @@
 quantized; with the peaks of device and host. (Random weights in every storage: `load_seconds` of the part accuracy.)"""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accuracy import closed_gate
+from accuracy import unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from pipeline import FAMILY, bytes_of, drop_from_cache, workload_on, write_pipeline
 
@@ -15,7 +14,9 @@ from autotune.hardware.store import cached_profile
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
+from autotune.trials.requests import ChildState
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import TASKS
 from autotune.weights.loaders import LOADERS
 
 
@@ -28,28 +29,32 @@ class LoadOnce:
     candidate: Candidate
     device: str
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
-        import torch
 
-        from autotune.families.resolve import resolve_model
-        from autotune.runtime.memory import host_peak_bytes
-        from autotune.training.model import load_model
+def load_once(request: LoadOnce, _: ChildState) -> dict[str, Any]:
+    import torch
 
-        on_gpu, device = self.device.startswith("cuda"), torch.device(self.device)
-        if on_gpu:
-            torch.zeros(1, device=device)  # CUDA's own start is not loading
-        resolved = resolve_model(self.model)
-        started = time.perf_counter()
-        model = load_model(resolved, self.workload, self.candidate, device, seed=0)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - started
-        del model
-        return {
-            "seconds": seconds,
-            "device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-            "host_peak_bytes": host_peak_bytes(),
-        }
+    from autotune.families.resolve import resolve_model
+    from autotune.runtime.memory import host_peak_bytes
+    from autotune.training.model import load_model
+
+    on_gpu, device = request.device.startswith("cuda"), torch.device(request.device)
+    if on_gpu:
+        torch.zeros(1, device=device)  # CUDA's own start is not loading
+    resolved = resolve_model(request.model)
+    started = time.perf_counter()
+    model = load_model(resolved, request.workload, request.candidate, device, seed=0)
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - started
+    del model
+    return {
+        "seconds": seconds,
+        "device_peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "host_peak_bytes": host_peak_bytes(),
+    }
+
+
+TASKS[LoadOnce] = load_once
 
 
 def load(
@@ -78,7 +83,7 @@ def main() -> None:
             {**dict(candidate(workload, 1, 1.0, storage, precision=precision)), "loader": loader}
         )
         device = torch.device(hardware.device.torch_name)
-        if why := closed_gate(hardware, chosen) or LOADERS[loader].unavailable(device):
+        if why := unavailable_choice(hardware, chosen) or LOADERS[loader].unavailable_reason(device):
             evidence.skip(f"{loader} {cache} {storage}", why)
             continue
         if cache == "cold":

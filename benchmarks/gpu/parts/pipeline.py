@@ -4,18 +4,19 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evidence import GIB, Evidence
 
-from autotune.families.registry import family_named
+from autotune.families.registry import get_family
 from autotune.families.resolve import ResolvedModel, resolve_model
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
+from autotune.trials.requests import ChildState
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import TASKS
 
 FAMILY, FULL_BLOCKS, BYTES_PER_BLOCK, SPARE_BYTES = "qwen-image", 60, 680_000_000, 6 * GIB
 CAPTIONS = ("a red square", "a blue circle on the left")
@@ -31,20 +32,24 @@ class WriteTransformer:
     device: str
     precision: str
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, float]:
-        import torch
 
-        from autotune.schema.candidate import Candidate
-        from autotune.training.model import load_transformer
+def write_transformer(request: WriteTransformer, _: ChildState) -> dict[str, float]:
+    import torch
 
-        family = family_named(FAMILY)
-        started = time.perf_counter()
-        settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=self.precision)
-        model = ResolvedModel(family, self.config, self.workload.model, None)
-        transformer: Any = load_transformer(model, settings, torch.device(self.device))[0]
-        built = time.perf_counter()
-        transformer.save_pretrained(self.folder, max_shard_size="5GB")
-        return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}
+    from autotune.schema.candidate import Candidate
+    from autotune.training.model import load_transformer
+
+    family = get_family(FAMILY)
+    started = time.perf_counter()
+    settings = Candidate(micro_batch_size=1, checkpointed_blocks=0, precision=request.precision)
+    model = ResolvedModel(family, request.config, request.workload.model, None)
+    transformer: Any = load_transformer(model, settings, torch.device(request.device))[0]
+    built = time.perf_counter()
+    transformer.save_pretrained(request.folder, max_shard_size="5GB")
+    return {"build_seconds": built - started, "save_seconds": time.perf_counter() - built}
+
+
+TASKS[WriteTransformer] = write_transformer
 
 
 def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Workload, precision: str) -> str:
@@ -53,7 +58,7 @@ def write_pipeline(evidence: Evidence, hardware: HardwareProfile, workload: Work
     if (folder / "ready").exists():
         return str(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    family_named(FAMILY).write_small_pipeline(folder, CAPTIONS, 0)
+    get_family(FAMILY).write_small_pipeline(folder, CAPTIONS, 0)
     if not evidence.small:
         config = json.loads((folder / "transformer" / "config.json").read_text())
         shutil.rmtree(folder / "transformer")

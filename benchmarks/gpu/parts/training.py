@@ -5,11 +5,10 @@ comparison: Qwen-Image, 1024 px, rank 8, batch 1, all blocks checkpointed, bf16:
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from accuracy import ALL, INT8, closed_gate, tried
+from accuracy import ALL, INT8, tried, unavailable_choice
 from evidence import Evidence, begin, candidate, precision_of, workload_of
 from search import plan, plan_command
 
@@ -21,7 +20,9 @@ from autotune.hardware.store import cached_profile
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
+from autotune.trials.requests import ChildState
 from autotune.trials.runner import ProcessTrialRunner
+from autotune.trials.worker import TASKS
 
 ROUNDS, STEPS, RANK, BATCH = 2, 4, 8, 2
 
@@ -36,52 +37,56 @@ class PlainLoop:
     device: str
     num_steps: int
 
-    def perform(self, kept: dict[str, Any], tell: Callable[[Any], None]) -> dict[str, Any]:
-        import torch
-        from diffusers.training_utils import cast_training_params
-        from peft import LoraConfig
 
-        from autotune.families.registry import family_named
-        from autotune.trials.steps import longest_captions, synthetic_samples
+def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
+    import torch
+    from diffusers.training_utils import cast_training_params
+    from peft import LoraConfig
 
-        family, rank, on_gpu = family_named(self.family), self.workload.rank, self.device.startswith("cuda")
-        dtype = torch.bfloat16 if on_gpu else torch.float32
-        torch.set_default_dtype(dtype)
-        with torch.device(self.device):
-            transformer: Any = family.build_transformer(self.config)
-        torch.set_default_dtype(torch.float32)
-        transformer.requires_grad_(False)
-        transformer.enable_gradient_checkpointing()
-        targets = family.target_sets[self.workload.targets]
-        transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian",
-                                           target_modules=list(targets)))  # fmt: skip
-        cast_training_params([transformer], dtype=torch.float32)
-        transformer.train()
-        parameters = [p for p in transformer.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
-        work = self.workload
-        lengths = longest_captions(work, work.effective_batch_size)
-        samples = synthetic_samples(family, self.config, work, work.largest_bucket, lengths, dtype)
-        batches = [{k: v.to(self.device) for k, v in family.collate([sample]).items()} for sample in samples]
-        seconds = []
-        for _ in range(self.num_steps + 1):
-            started = time.perf_counter()
-            for batch in batches:
-                clean = batch["latents"]
-                noise = torch.randn_like(clean)
-                sigma = torch.sigmoid(torch.randn(len(clean), device=self.device))
-                noisy = (1 - sigma.view(-1, 1, 1, 1, 1)) * clean + sigma.view(-1, 1, 1, 1, 1) * noise
-                with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
-                    velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
-                loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) / len(batches)
-                loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            loss.item()
-            seconds.append(time.perf_counter() - started)
-        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
-        return {"step_seconds": seconds[1:], "peak_memory_bytes": peak}
+    from autotune.families.registry import get_family
+    from autotune.trials.steps import longest_captions, synthetic_samples
+
+    family, rank, on_gpu = get_family(request.family), request.workload.rank, request.device.startswith("cuda")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    torch.set_default_dtype(dtype)
+    with torch.device(request.device):
+        transformer: Any = family.build_transformer(request.config)
+    torch.set_default_dtype(torch.float32)
+    transformer.requires_grad_(False)
+    transformer.enable_gradient_checkpointing()
+    targets = family.target_sets[request.workload.targets]
+    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian",
+                                       target_modules=list(targets)))  # fmt: skip
+    cast_training_params([transformer], dtype=torch.float32)
+    transformer.train()
+    parameters = [p for p in transformer.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
+    work = request.workload
+    lengths = longest_captions(work, work.effective_batch_size)
+    samples = synthetic_samples(family, request.config, work, work.largest_bucket, lengths, dtype)
+    batches = [{k: v.to(request.device) for k, v in family.collate([sample]).items()} for sample in samples]
+    seconds = []
+    for _ in range(request.num_steps + 1):
+        started = time.perf_counter()
+        for batch in batches:
+            clean = batch["latents"]
+            noise = torch.randn_like(clean)
+            sigma = torch.sigmoid(torch.randn(len(clean), device=request.device))
+            noisy = (1 - sigma.view(-1, 1, 1, 1, 1)) * clean + sigma.view(-1, 1, 1, 1, 1) * noise
+            with torch.autocast(request.device.split(":")[0], torch.bfloat16, enabled=on_gpu):
+                velocity = family.predict(transformer, noisy.to(dtype), sigma, batch)
+            loss = torch.nn.functional.mse_loss(velocity.float(), (noise - clean).float()) / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated(request.device) if on_gpu else None
+    return {"step_seconds": seconds[1:], "peak_memory_bytes": peak}
+
+
+TASKS[PlainLoop] = run_plain_loop
 
 
 def model_flops(predictor: CostModel, chosen: Candidate) -> float:
@@ -90,9 +95,9 @@ def model_flops(predictor: CostModel, chosen: Candidate) -> float:
     kernel = kernel_for(chosen.attention, predictor.model.rules, False, predictor.hardware, chosen.precision)
     trace = model.traced(chosen.precision, "none", kernel, 1, 0)
     index = stretched_index(model.counts, model.traced_counts)
-    outside = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
+    fixed = [segment for segment in vars(trace).values() if hasattr(segment, "work")]
     blocks = [segments[i] for segments in (trace.forward, trace.backward) for i in index]
-    return float(sum(item[2] * count for segment in (*outside, *blocks) for item, count in segment.work.items()))
+    return float(sum(item[2] * count for segment in (*fixed, *blocks) for item, count in segment.work.items()))
 
 
 def contestants(evidence: Evidence, hardware: HardwareProfile, model: str, workload: Workload) -> dict[str, Any]:
@@ -127,7 +132,7 @@ def main() -> None:
             if name == "plain diffusers loop":
                 plain = PlainLoop(resolved.family.name, dict(resolved.config), workload, runner.device, STEPS)
                 row = evidence.ask(runner, plain, ("plain", turn))
-            elif why := "no plan" if chosen is None else closed_gate(hardware, chosen):
+            elif why := "no plan" if chosen is None else unavailable_choice(hardware, chosen):
                 evidence.skip(name, why)
                 continue
             else:

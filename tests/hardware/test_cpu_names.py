@@ -1,10 +1,10 @@
-"""What a processor is called: records of two machines are compared by it where it trains."""
+"""What a CPU is called: records of two machines are compared by it if it trains."""
 
 from pathlib import Path
 
 import pytest
 
-from autotune.hardware import sources as answers
+from autotune.hardware import sources
 from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import Unavailable
 
@@ -26,17 +26,17 @@ CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x0\nCPU part\t: 0x
 )
 def test_on_linux_the_kernel_says(text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_bytes(text.encode(errors="surrogateescape"))
-    monkeypatch.setattr(answers, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(answers.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(answers.platform, "processor", lambda: "")
-    monkeypatch.setattr(answers.platform, "machine", lambda: "aarch64")
-    assert RealSystem(torch=False).ask("os", "cpu") == name
+    monkeypatch.setattr(sources, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(sources.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(sources.platform, "processor", lambda: "")
+    monkeypatch.setattr(sources.platform, "machine", lambda: "aarch64")
+    assert RealSystem(torch=False).query("os", "cpu") == name
 
 
 def test_one_apple_chip_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(answers, "BRAND", ("printf", "Apple M3 Max\\n"))
-    assert RealSystem(torch=False).ask("os", "cpu") == "Apple M3 Max"
-    monkeypatch.setattr(answers, "BRAND", ("false",))
+    monkeypatch.setattr(sources.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(sources, "BRAND", ("printf", "Apple M3 Max\\n"))
+    assert RealSystem(torch=False).query("os", "cpu") == "Apple M3 Max"
+    monkeypatch.setattr(sources, "BRAND", ("false",))
     with pytest.raises(Unavailable):
-        RealSystem(torch=False).ask("os", "cpu")
+        RealSystem(torch=False).query("os", "cpu")
