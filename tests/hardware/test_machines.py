@@ -154,7 +154,7 @@ def test_the_smallest_limit_of_several_decides_and_none_leaves_the_machines_own_
     device = read_profile(machine("rtx-3060")).device
     assert limited_budget(device) == limited_budget(device, max_bytes=device.budget_bytes) == device.budget
     capped = limited_budget(device, cap_bytes=4 * GIB)
-    assert limited_budget(device, cap_bytes=4 * GIB, max_bytes=3 * GIB).num_bytes == 3 * GIB < capped.num_bytes
+    assert limited_budget(device, cap_bytes=4 * GIB, max_bytes=2 * GIB).num_bytes == 2 * GIB < capped.num_bytes
     assert limited_budget(device, cap_bytes=4 * GIB, reserve_bytes=0) == capped
 
 
