@@ -30,7 +30,7 @@ from autotune.cost.predict import Predictor
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import build_on_meta
 from autotune.hardware.probing import probe
-from autotune.hardware.rates import KERNELS, Meter
+from autotune.hardware.rates import Meter, kernel_names
 from autotune.schema.base import digest_of
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile, Rate
@@ -77,7 +77,7 @@ def measured(hardware: HardwareProfile, predictor: Predictor) -> HardwareProfile
     rates.append(("memory.bandwidth", 2 * 4 * (1 << 22) / timed(lambda: target.copy_(source), 5), "B/s"))
     found = tuple(Rate(name=n, value=v, unit=u, spread=0.0, num_samples=3) for n, v, u in rates)
     meter = Meter(hardware, lambda: None)
-    kernels = (meter.kernel(name, "fp32") for name in KERNELS)
+    kernels = (meter.kernel(name, "fp32") for name in kernel_names(hardware))
     return hardware.model_copy(update={"rates": (*found, meter.launch(), *kernels)})
 
 

@@ -23,7 +23,7 @@ def storages() -> list[Any]:
     """Every way to quantize weights, for `parametrize`; what needs a package that is not installed is skipped."""
     names = [name for name in WEIGHT_FORMATS if name != "none"]
     return [
-        pytest.param(name, marks=BITSANDBYTES) if WEIGHT_FORMATS[name].library == "bitsandbytes" else name
+        pytest.param(name, marks=BITSANDBYTES) if WEIGHT_FORMATS[name].needs.library == "bitsandbytes" else name
         for name in names
     ]
 

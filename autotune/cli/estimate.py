@@ -25,10 +25,12 @@ class EstimateOptions:
     effective_batch_size: Batch = None
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 1
     checkpointing: Annotated[str, typer.Option(help="none, all, or how many blocks.")] = "all"
-    quantization: Annotated[
-        str, typer.Option(help="none, torchao-int8, torchao-fp8, layerwise-fp8, bnb-int8, bnb-nf4.")
-    ] = "none"
-    attention: Annotated[str, typer.Option(help="Attention backend, under diffusers' names.")] = "native"
+    quantization: Annotated[str, typer.Option(help="Weight format, e.g. none or another of `plan --list-knobs`.")] = (
+        "none"
+    )
+    attention: Annotated[
+        str, typer.Option(help="Attention backend, e.g. native or another of `plan --list-knobs`.")
+    ] = "native"
     precision: Annotated[str | None, typer.Option(help="bf16 or fp32; by default what the device prefers.")] = None
     swapped_blocks: Annotated[int, typer.Option(min=0, help="Blocks whose weights wait on the host.")] = 0
     compile: Annotated[str, typer.Option(help="off or block.")] = "off"

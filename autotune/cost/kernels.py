@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.knobs import prefers_cudnn
+from autotune.backends import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.schema import HardwareProfile
 
 if TYPE_CHECKING:
@@ -46,17 +46,6 @@ copy's rate. The probe measures them, and conversions of stored weights, by them
 over a last dimension of `NARROW` at most, as Kandinsky turns pairs of channels; nothing of that is vectorized."""
 NARROW = 4
 
-ATTENTION_KERNELS = {
-    "native": "fused",
-    "_native_flash": "flash",
-    "_native_efficient": "efficient",
-    "_native_cudnn": "cudnn",
-    "_native_math": "math",
-    "flash": "flash",
-    "xformers": "efficient",
-}
-"""Kernel behind each backend name of diffusers; `fused` is what torch's own dispatcher takes (see `kernel_for`)."""
-
 ACCUMULATES = tuple(f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn"))
 """Operations that sum the query's gradient in fp32 scratch memory."""
 
@@ -78,7 +67,8 @@ def kernel_for(
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `priority_order` and `check_tensor_dtype`). Without
     `hardware`, a card of capability 8.0 is meant.
     """
-    kernel = ATTENTION_KERNELS.get(attention, "fused")
+    backend = ATTENTION_BACKENDS.get(attention)
+    kernel = backend.kernel if backend is not None else "fused"
     if kernel == "math":
         return kernel
     if rules == "cpu":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotune.backends import LAYERWISE
+from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.composition import ComposedPass
 from autotune.hardware import process_overhead_bytes, shares_host_memory
 from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
@@ -22,9 +22,8 @@ HOST_PROCESS_BYTES = 3 << 29
 """Resident memory of Python with torch, diffusers and transformers imported, with CUDA's libraries loaded."""
 VISITING_BLOCKS = 2
 """Swapped blocks on the device at once: the one that runs and the next."""
-QUANTIZING_SLICES = 8
-"""Layers are quantized in slices, and take some slices' sizes more for a moment: on a processor nf4 7.4, float8 6.5,
-LLM.int8 5 and int8 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
+WHOLE_LAYERS = 4
+"""Times a layer's weight that quantizing it whole is taken to need for a moment: the weight in fp32, and a copy."""
 PHASES = ("load", "cache", "train", "preview", "save")
 MOVING = ("saved_activation_bytes", "transient_bytes", "attention_workspace_bytes", "gradient_bytes")
 EMPTY = dict.fromkeys((*MOVING, "weight_bytes", "adapter_bytes", "optimizer_bytes"), 0)
@@ -98,12 +97,13 @@ def resident_of(
 
 def _quantizing_bytes(hardware: HardwareProfile, quantization: str, largest_layer_bytes: int) -> int:
     """What a layer takes beyond its stored weight for a moment, when it arrives."""
-    if quantization == "none":
+    weight_format = WEIGHT_FORMATS[quantization]
+    if not weight_format.quantize:
         return 0
-    if quantization == LAYERWISE:  # a cast takes nothing else
-        return largest_layer_bytes
+    if weight_format.quantizing_slices is None:
+        return WHOLE_LAYERS * largest_layer_bytes
     slice_bytes = CPU_SLICE_BYTES if hardware.device.kind == "cpu" else SLICE_BYTES
-    return largest_layer_bytes + QUANTIZING_SLICES * min(slice_bytes, largest_layer_bytes)
+    return largest_layer_bytes + round(weight_format.quantizing_slices * min(slice_bytes, largest_layer_bytes))
 
 
 def away_bytes(storage: "ModelBytes", swapped: int) -> int:

@@ -1,25 +1,27 @@
-"""Quantized weights on the meta device: torchao's own tensors where it works there, stand-ins for bitsandbytes.
+"""Quantized weights on the meta device: a format's own layers if they work there, else stand-ins.
 
 bitsandbytes need not be installed to plan, and works on no meta tensors. Its stand-ins store, keep and compute what its
 Linear layers do (bitsandbytes/autograd/_functions.py, MatMul4Bit and MatMul8bitLt; functional.py, quantize_4bit with
 nested statistics).
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
 
+import torch
+from torch import nn
+
+from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.kernels import DeviceRules, int8_product, int8_rows
 from autotune.families import Family
 from autotune.knobs import Quantization
 from autotune.quantization import NESTED_BLOCK, NF4_BLOCK
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 FUSED_4_BIT_ROWS = 4
 """Up to so many rows, every CUDA card multiplies by the 4-bit weight as it is stored, if its columns fill whole blocks
 (bitsandbytes/backends/cuda/ops.py, `_GEMM_4BIT_CUSTOM_FLOOR_M`); above, that depends on card and shape. Micro-batches
-above 4 follow the line through 2 and 4 here."""
+above 4 follow the line through 2 and 4."""
 
 NF4_TABLE_BYTES = 16 * 4 + 256 * 4 + 4
 """Code table, nested code table and offset of every layer."""
@@ -31,75 +33,75 @@ def nf4_bytes(num_weights: int) -> int:
     return -(-num_weights // 2) + maxima + 4 * -(-maxima // NESTED_BLOCK) + NF4_TABLE_BYTES
 
 
-def quantize_for_tracing(family: Family, transformer: "nn.Module", quantization: str, rules: DeviceRules) -> None:
+def quantize_for_tracing(family: Family, transformer: nn.Module, quantization: str, rules: DeviceRules) -> None:
     """Store the blocks' weights as the knob does, or as a stand-in of the same size and behavior."""
-    if not quantization.startswith("bnb-"):
+    name = WEIGHT_FORMATS[quantization].stand_in
+    if not name:
         Quantization().apply(transformer, family, quantization)
         return
-    from torch import nn
-
+    stand_in = resolve_name(name)
     for block in family.blocks(transformer):
         for layer in block.modules():
             if isinstance(layer, nn.Linear):
-                _stand_in(layer, quantization, rules)
+                stand_in(layer, rules)
 
 
-def _stand_in(layer: "nn.Linear", quantization: str, rules: DeviceRules) -> None:
-    import torch
-    from torch import nn
-
-    rows, columns = layer.weight.shape
-    four = quantization == "bnb-nf4"
-    stored = torch.empty(nf4_bytes(rows * columns), dtype=torch.uint8, device="meta") if four else torch.empty(
-        rows, columns, dtype=torch.int8, device="meta"
-    )  # fmt: skip
+def stand_in_for_nf4(layer: nn.Linear, rules: DeviceRules) -> None:
+    """Let a layer on the meta device take and do what bitsandbytes' `Linear4bit` would."""
+    shape = layer.weight.shape
+    stored = torch.empty(nf4_bytes(layer.weight.numel()), dtype=torch.uint8, device="meta")
     layer.weight = nn.Parameter(stored, requires_grad=False)
-    if not four:
-        layer.register_parameter("scale", nn.Parameter(layer.weight.new_empty(rows, dtype=torch.float32), False))
-    product = _functions()[quantization]
-    layer.forward = lambda x: product.apply(x, layer, (rows, columns), rules)  # type: ignore[assignment,method-assign]
+    _replace_forward(layer, lambda x: MatMul4Bit.apply(x, layer, shape, rules))  # type: ignore[no-untyped-call]
 
 
-def _functions() -> dict[str, Any]:
-    import torch
-
-    class MatMul4Bit(torch.autograd.Function):
-        """Dequantizes the weight for each product, but for a few rows on CUDA; keeps only the stored weight."""
-
-        @staticmethod
-        def forward(ctx: Any, x: "torch.Tensor", layer: "nn.Linear", shape: Any, rules: DeviceRules) -> Any:
-            ctx.stored, ctx.shape = layer.weight, shape
-            if rules == "cuda" and x.numel() // shape[1] <= FUSED_4_BIT_ROWS and shape[1] % NF4_BLOCK == 0:
-                return layer.weight.new_empty((*x.shape[:-1], shape[0]), dtype=x.dtype)  # reads what is stored
-            return torch.nn.functional.linear(x, _from_4_bits(layer.weight, shape, x.dtype), layer.bias)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: "torch.Tensor") -> Any:
-            return gradient.matmul(_from_4_bits(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
-
-    class MatMul8bit(torch.autograd.Function):
-        """Quantizes the input too; keeps the input, and dequantizes the weight in the backward pass."""
-
-        @staticmethod
-        def forward(ctx: Any, x: "torch.Tensor", layer: "nn.Linear", shape: Any, rules: DeviceRules) -> Any:
-            ctx.kept, ctx.layer = x, layer
-            rows = int8_rows(x.reshape(-1, shape[1]), rules)
-            out = int8_product(rows, layer.weight, layer.bias, x.dtype, rules)
-            return out.view(*x.shape[:-1], shape[0])
-
-        @staticmethod
-        def backward(ctx: Any, gradient: "torch.Tensor") -> Any:
-            flat = gradient.reshape(-1, gradient.shape[-1])
-            weight = ctx.layer.weight.to(gradient.dtype).mul_(ctx.layer.scale.unsqueeze(1).mul(1.0))
-            return flat.matmul(weight).view(ctx.kept.shape), None, None, None
-
-    return {"bnb-nf4": MatMul4Bit, "bnb-int8": MatMul8bit}
+def stand_in_for_int8(layer: nn.Linear, rules: DeviceRules) -> None:
+    """Let a layer on the meta device take and do what bitsandbytes' `Linear8bitLt` would."""
+    stored = torch.empty(layer.weight.shape, dtype=torch.int8, device="meta")
+    layer.weight = nn.Parameter(stored, requires_grad=False)
+    layer.register_parameter("scale", nn.Parameter(stored.new_empty(len(stored), dtype=torch.float32), False))
+    _replace_forward(layer, lambda x: MatMul8bit.apply(x, layer, rules))  # type: ignore[no-untyped-call]
 
 
-def _from_4_bits(stored: "torch.Tensor", shape: tuple[int, int], dtype: "torch.dtype") -> "torch.Tensor":
+def _replace_forward(layer: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    layer.forward = forward  # type: ignore[assignment,method-assign]
+
+
+class MatMul4Bit(torch.autograd.Function):
+    """Dequantizes the weight for each product, but for a few rows on CUDA; keeps only the stored weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, shape: Any, rules: DeviceRules) -> Any:
+        ctx.stored, ctx.shape = layer.weight, shape
+        if rules == "cuda" and x.numel() // shape[1] <= FUSED_4_BIT_ROWS and shape[1] % NF4_BLOCK == 0:
+            return layer.weight.new_empty((*x.shape[:-1], shape[0]), dtype=x.dtype)  # reads what is stored
+        return nn.functional.linear(x, _from_4_bits(layer.weight, shape, x.dtype), layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient.matmul(_from_4_bits(ctx.stored, ctx.shape, gradient.dtype)), None, None, None
+
+
+class MatMul8bit(torch.autograd.Function):
+    """Quantizes the input too; keeps the input, and dequantizes the weight in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear, rules: DeviceRules) -> Any:
+        ctx.kept, ctx.layer = x, layer
+        rows = int8_rows(x.reshape(-1, x.shape[-1]), rules)
+        out = int8_product(rows, layer.weight, layer.bias, x.dtype, rules)
+        return out.view(*x.shape[:-1], len(layer.weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        weight = ctx.layer.weight.to(gradient.dtype).mul_(ctx.layer.scale.unsqueeze(1).mul(1.0))
+        return flat.matmul(weight).view(ctx.kept.shape), None, None
+
+
+def _from_4_bits(stored: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """A full-precision copy: one kernel that reads what is stored, after one for the blocks' absolute maxima."""
-    import torch
-
     maxima = stored[: -(-shape[0] * shape[1] // NF4_BLOCK)]
     maxima = maxima.new_empty(maxima.shape, dtype=torch.float32) + 1.0
     return stored.new_empty(shape, dtype=dtype)

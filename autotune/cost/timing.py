@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from autotune.backends import ATTENTION_BACKENDS
 from autotune.cost.kernels import CLASSES, Work
 from autotune.schema import Datasheet, HardwareProfile, Host
 
@@ -172,7 +173,8 @@ def _measured_attention(
 
     The probe measures without a mask: `native` with one may run the efficient kernel instead, measured by itself.
     """
-    for name in ("_native_efficient" if backend == "native" and kernel == "efficient" else backend, "native"):
+    same = [each.name for each in ATTENTION_BACKENDS.values() if each.kernel == kernel == "efficient"]
+    for name in (*(same if backend == "native" else (backend,)), "native"):
         prefix = f"attention.{name}.{precision}."
         points = [(int(r.name.removeprefix(prefix)), r.value) for r in hardware.rates if r.name.startswith(prefix)]
         if points:

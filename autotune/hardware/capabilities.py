@@ -3,17 +3,18 @@
 Names are dotted, `<group>.<choice>`, the choice under the name that its knob and the plan use:
 
     precision.bf16 .fp16 .tf32 .fp32 .fp8       compute dtypes (fp8: matrix units, not storage)
-    attention.<name>                            diffusers' backend names, e.g. attention._native_cudnn
-    quantization.none .torchao-int8 .torchao-fp8 .bnb-nf4 .bnb-int8 .layerwise-fp8     storage of frozen weights
+    attention.<name>                            attention backends (`autotune.backends`)
+    quantization.<name>                         formats of frozen weights (`autotune.backends`)
     compile                                     torch.compile with a working triton and compiler
     gds                                         GPU direct storage
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
+from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, Requirements
 from autotune.schema import Capability, Device, Host, Versions
 
 
@@ -101,20 +102,19 @@ def fast_fp16(m: Machine) -> str | None:
     return "hardware: fp16 products are very slow on a CPU" if m.device.kind == "cpu" else None
 
 
-def casts_float8(m: Machine) -> str | None:
-    """Conversion of float8, which CPUs and all CUDA devices can do, in software if not in hardware."""
-    kind = m.device.kind
-    return None if kind in ("cuda", "cpu") else f"torch has no float8 on {kind}: nothing could be cast from it"
-
-
 def storage_device(m: Machine) -> str | None:
     """The kernel module of GPUDirect Storage."""
     return None if m.host.gpu_direct_storage else "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
 
 
-def bitsandbytes(m: Machine) -> str | None:
-    """bitsandbytes, whose kernels for CPUs are newer than those for CUDA; 0.50 is the first that was tested."""
-    return package("bitsandbytes", "0.50" if m.device.kind == "cpu" else "0.45")(m)
+def requirements(needs: Requirements) -> tuple[Need, ...]:
+    """What an attention backend or a weight format needs, each by itself."""
+    found = [on(*needs.device_kinds)] if needs.device_kinds else []
+    found.append(capability(needs.compute_capability))
+    if needs.library is None:
+        return tuple(found)
+    library, on_cpu = needs.library, needs.min_version_on_cpu or needs.min_version
+    return (*found, lambda m: package(library, on_cpu if m.device.kind == "cpu" else needs.min_version)(m))
 
 
 CUDA = on("cuda")
@@ -123,19 +123,6 @@ NO_BF16 = "this GPU has no bf16"
 """How the note begins that says so."""
 CUDA_13 = (7, 5)
 """The least compute capability that CUDA 13 knows."""
-CUDA_OR_CPU = on("cuda", "cpu")
-FLASH_2 = (CUDA, capability((8, 0)))
-NO_BACKWARD = "no backward: gradients vanish without an error"
-FETCHED = "not offered: diffusers would fetch its kernel from the hub and run it, and a plan runs no fetched code"
-NOT_OFFERED = {
-    "flex": "not offered: it is slow unless compiled by itself",
-    "flash_hub": FETCHED,
-    "_flash_3_hub": FETCHED,
-    "_flash_3": "raises in backward",
-    "flash_4_hub": FETCHED,
-    **dict.fromkeys(("sage", "sage_hub", "sage_varlen"), NO_BACKWARD),
-}
-"""diffusers' other backends, and why none of them is a choice on any machine."""
 
 RULES: tuple[Rule, ...] = (
     Rule("precision.fp32", "everywhere"),
@@ -143,20 +130,6 @@ RULES: tuple[Rule, ...] = (
     Rule("precision.fp16", "fp16 arithmetic", (fast_fp16, capability((7, 0)))),
     Rule("precision.tf32", "tensor cores round fp32 inputs", (CUDA, capability((8, 0)))),
     Rule("precision.fp8", "fp8 matrix units", (CUDA, capability((8, 9)))),
-    Rule("attention.native", "PyTorch chooses the kernel"),
-    Rule("attention._native_math", "plain matrix products, slow and always there"),
-    Rule("attention._native_flash", "trains; takes no mask at all", (on("cuda", "cpu"), capability((8, 0)))),
-    Rule("attention._native_efficient", "trains, with masks too", (CUDA,)),
-    Rule("attention._native_cudnn", "trains; NaN gradients seen with a mask at some lengths", FLASH_2),
-    Rule("attention.xformers", "trains", (CUDA, capability((7, 0)), package("xformers", "0.0.29"))),
-    Rule("attention.flash", "trains; takes no mask", (*FLASH_2, package("flash_attn", "2.6.3"))),
-    *(Rule(f"attention.{name}", "", (never(why),)) for name, why in NOT_OFFERED.items()),
-    Rule("quantization.none", "weights stay as they are"),
-    Rule("quantization.torchao-int8", "weight-only int8", (on("cuda", "cpu"), package("torchao", "0.18"))),
-    Rule("quantization.torchao-fp8", "weight-only float8", (on("cuda", "cpu"), package("torchao", "0.18"))),
-    Rule("quantization.bnb-nf4", "4-bit NormalFloat", (CUDA_OR_CPU, capability((6, 0)), bitsandbytes)),
-    Rule("quantization.bnb-int8", "LLM.int8", (CUDA_OR_CPU, capability((7, 5)), bitsandbytes)),
-    Rule("quantization.layerwise-fp8", "float8 storage cast per layer", (casts_float8,)),
     Rule(
         "compile", "a compiler and what it needs are there", (on("cuda", "cpu"), compiler, triton, capability((7, 0)))
     ),
@@ -167,7 +140,15 @@ RULES: tuple[Rule, ...] = (
 def capabilities_of(device: Device, host: Host, versions: Versions) -> tuple[Capability, ...]:
     """Every capability of a machine, available or not, in the table's order."""
     machine = Machine(device, host, versions)
-    return tuple(_gate(rule, machine) for rule in RULES)
+    return tuple(_gate(rule, machine) for rule in (*RULES, *_rules_of_backends()))
+
+
+def _rules_of_backends() -> Iterator[Rule]:
+    for backend in ATTENTION_BACKENDS.values():
+        refused = (never(backend.unusable_reason),) if backend.unusable_reason else ()
+        yield Rule(backend.capability, backend.summary, refused or requirements(backend.needs))
+    for weight_format in WEIGHT_FORMATS.values():
+        yield Rule(weight_format.capability, weight_format.summary, requirements(weight_format.needs))
 
 
 def without_bf16(device: Device) -> tuple[str, ...]:

@@ -42,13 +42,9 @@ def measure(profile: HardwareProfile, system: System, report: Report) -> None:
     if (overhead := process_overhead(profile)) is not None:
         report("rate", overhead.model_dump_json())
     # After the overhead, to which they would add; importing takes a second or two, which are no measurement's.
-    from autotune.hardware.rates import KERNELS, NOISY_ABOVE, Meter, is_noisy
+    from autotune.hardware.rates import NOISY_ABOVE, PACKED, Meter, is_noisy, stored_dtypes
 
-    if any(
-        capability.available
-        for capability in profile.capabilities
-        if capability.name == KERNELS["dequantization.uint8"]
-    ):
+    if PACKED in stored_dtypes(profile):
         with contextlib.suppress(Exception):  # its measurement will report it
             import bitsandbytes  # noqa: F401
 

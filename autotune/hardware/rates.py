@@ -13,8 +13,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 
+from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS
 from autotune.hardware.disk import time_reads
 from autotune.hardware.system import Unavailable
 from autotune.hardware.timing import Timings, time_calls
@@ -30,18 +31,21 @@ HEADS, HEAD_SIZE = 24, 128
 ATTENTION_FLOPS = 14
 """Times tokens^2 x heads x head size: 4 forward, 2.5 times that backward (flash-attention's convention)."""
 
-KERNELS = {
-    "elementwise.gelu": None,
-    "elementwise.gelu_backward": None,
-    "elementwise.narrow": None,
-    "dequantization.int8": None,
-    "dequantization.float8_e4m3fn": None,
-    "dequantization.uint8": "quantization.bnb-nf4",
-}
-"""Kernels under the cost model's names (`cost/kernels.py`, Work), and the capability that one of them needs."""
+ELEMENTWISE = ("elementwise.gelu", "elementwise.gelu_backward", "elementwise.narrow")
+"""Kernels under the cost model's names (`cost/kernels.py`, Work)."""
+PACKED = "uint8"
+"""The dtype in which bitsandbytes packs 4-bit weights, so that it converts them."""
 
-BACKENDS = ("native", "_native_flash", "_native_cudnn", "_native_efficient", "flash", "xformers", "_native_math")
-"""Attention backends that are measured. Kernels from the hub would be downloaded first, and flex compiled."""
+
+def stored_dtypes(profile: HardwareProfile) -> tuple[str, ...]:
+    """torch's names of the dtypes in which the machine can store weights and which each product converts."""
+    usable = (each for each in WEIGHT_FORMATS.values() if profile.capability(each.capability).available)
+    return tuple(dict.fromkeys(each.stored_dtype for each in usable if each.stored_dtype))
+
+
+def kernel_names(profile: HardwareProfile) -> tuple[str, ...]:
+    """Kernels that are measured by themselves on the machine, under the cost model's names."""
+    return (*ELEMENTWISE, *(f"dequantization.{stored}" for stored in stored_dtypes(profile)))
 
 
 @dataclass(frozen=True)
@@ -149,12 +153,12 @@ class Meter:
         """Forward and backward of self-attention without a mask, as the models call it."""
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
         scores_bytes = 24 * self.sizes.heads * tokens**2
-        if backend == "_native_math" and scores_bytes > self.profile.device.budget_bytes // 4:
+        if ATTENTION_BACKENDS[backend].kernel == "math" and scores_bytes > self.profile.device.budget_bytes // 4:
             raise Unavailable(f"it stores all attention scores, {scores_bytes / 2**30:.0f} GiB")
         shape = (1, tokens, self.sizes.heads, HEAD_SIZE)
         query, key, value = (torch.randn(shape, device=self.device).to(kind).requires_grad_() for _ in range(3))
         gradient = torch.ones(shape, device=self.device, dtype=kind)
-        attend = partial(dispatch_attention_fn, backend=AttentionBackendName(backend))
+        attend = partial(dispatch_attention_fn, backend=ATTENTION_BACKENDS[backend].diffusers_name())
         work = ATTENTION_FLOPS * tokens**2 * self.sizes.heads * HEAD_SIZE
         timings = self.time(lambda: torch.autograd.grad(attend(query, key, value), (query, key, value), gradient))
         return self.rate(f"attention.{backend}.{dtype}.{tokens}", work, timings, "FLOP/s")
@@ -174,7 +178,7 @@ class Meter:
         x = torch.randn(number, device=self.device).to(kind)
         call: Callable[[], object]
         moved = 2 * x.nbytes
-        if variant == "uint8":
+        if variant == PACKED:
             from bitsandbytes import functional
 
             stored, state = functional.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
@@ -220,7 +224,8 @@ class Meter:
     def measurements(self) -> Iterator[tuple[str, Callable[[], Rate]]]:
         """(name, call), the most important first, since there may be no time for the last."""
         available = [capability.name for capability in self.profile.capabilities if capability.available]
-        backends = [name for name in BACKENDS if f"attention.{name}" in available]
+        measured = [each for each in ATTENTION_BACKENDS.values() if each.is_probed and each.capability in available]
+        backends = [each.name for each in sorted(measured, key=lambda each: each.kernel == "math")]
         dtype = "bf16" if "precision.bf16" in available else "fp32"
         dtypes = ["bf16", "fp32"] if self.kind != "cuda" else [
             name for name in ("bf16", "fp16", "tf32", "fp32", "fp8") if f"precision.{name}" in available
@@ -230,8 +235,7 @@ class Meter:
             yield f"matmul {name}", partial(self.matmul, name, *first)
         yield "memory", self.bandwidth
         yield "launches", self.launch
-        kernels = [name for name, capability in KERNELS.items() if capability is None or capability in available]
-        for name, of in product(kernels, dtypes if self.kind == "cpu" else (dtype,)):
+        for name, of in product(kernel_names(self.profile), dtypes if self.kind == "cpu" else (dtype,)):
             yield f"{name} {of}", partial(self.kernel, name, of)
         if self.kind == "cuda":
             yield "pinned copies", partial(self.host_to_device, True)

@@ -24,7 +24,7 @@ class Allocator(Knob):
             reason = "only CUDA on Linux has them"
             return Choices(("default",), rejected={"expandable": reason})
         if device.memory_kind != "discrete":
-            reason = "where GPU and host share memory, reports about them contradict each other"
+            reason = "reports about them contradict each other if GPU and host share memory"
             return Choices(("default",), on_request={"expandable": reason})
         reason = "fixed segments of different sizes leave holes; expandable ones grow at their end instead"
         return Choices(("expandable",), on_request={"default": reason})
@@ -35,5 +35,5 @@ def configure_allocator(choice: Choice) -> None:
     if choice != "expandable" or any(name in os.environ for name in VARIABLES):
         return
     os.environ.update(dict.fromkeys(VARIABLES, "expandable_segments:True"))
-    if torch := sys.modules.get("torch"):  # which may have read the variables already: at the latest as CUDA starts
+    if torch := sys.modules.get("torch"):  # it may have read the variables already: at the latest as CUDA starts
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -1,27 +1,14 @@
-"""Attention backend, under diffusers' names. Only those whose backward pass is right are ever admitted."""
+"""Attention backend. Only those whose backward pass is right are ever admitted."""
 
 from typing import TYPE_CHECKING
 
+from autotune.backends import ATTENTION_BACKENDS
 from autotune.families import Family
-from autotune.hardware import older
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.schema import Candidate, Choice, HardwareProfile
+from autotune.schema import Candidate, Choice
 
 if TYPE_CHECKING:
     from torch import nn
-
-BACKENDS = ("native", "_native_flash", "_native_math", "_native_efficient", "_native_cudnn", "flash", "xformers")
-"""Backends that can train somewhere; the machine's capabilities say where. `native` lets torch choose."""
-
-CUDNN_WINS = (9, 10)
-"""Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on Hopper)."""
-
-CUDNN_PREFERRED = "9.15.1"
-"""On those, torch's dispatcher asks this and newer versions of cuDNN first, with and without a mask
-(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch 2.11 to 2.14)."""
-
-REFUSES_MASKS = frozenset({"_native_flash", "flash"})
-"""These raise on any mask, even one that is all True."""
 
 
 class Attention(Knob):
@@ -29,48 +16,35 @@ class Attention(Knob):
 
     name = "attention"
     title = "attention"
-    names = BACKENDS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, backend in ATTENTION_BACKENDS.items() if not backend.unusable_reason)
 
     def choices(self, context: TuningContext) -> Choices:
-        capabilities = {name: context.hardware.capability(f"attention.{name}") for name in BACKENDS}
-        reasons = {
-            name: _pointless(name, context) if capability.available else capability.reason
-            for name, capability in capabilities.items()
-        }
-        admitted = tuple(name for name, reason in reasons.items() if not reason)
-        return Choices(admitted, {name: reason for name, reason in reasons.items() if reason})
+        hardware, admitted = context.hardware, []
+        rejected: dict[Choice, str] = {}
+        for name in self.names:
+            capability = hardware.capability(ATTENTION_BACKENDS[name].capability)
+            why = ATTENTION_BACKENDS[name].skip_reason(hardware) if capability.available else capability.reason
+            if why is None:
+                admitted.append(name)
+            else:
+                rejected[name] = why
+        return Choices(tuple(admitted), rejected)
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        masked = context.family.has_attention_mask(candidate.micro_batch_size, context.workload.text_padding)
-        if masked and candidate.attention in REFUSES_MASKS:
-            name = candidate.attention
-            return f"{name} refuses masks, and captions of different lengths in one batch, dropped ones too, need one"
-        return None
+        name = candidate.attention
+        backend = ATTENTION_BACKENDS.get(name)
+        if backend is None or not backend.refuses_masks:
+            return None
+        if not context.family.has_attention_mask(candidate.micro_batch_size, context.workload.text_padding):
+            return None
+        return f"{name} refuses masks, and captions of different lengths in one batch, dropped ones too, need one"
 
     def parity(self, choice: Choice) -> Parity | None:
-        if choice == "native":
-            return None
-        return Parity(choice, 0.02, "another kernel sums in another order and rounds other intermediate results")
+        backend = ATTENTION_BACKENDS.get(str(choice))
+        return Parity(choice, backend.tolerance, backend.tolerance_reason) if backend and backend.tolerance else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        transformer.set_attention_backend(choice)  # type: ignore[operator]
-
-
-def prefers_cudnn(hardware: HardwareProfile) -> bool:
-    """Whether `native` is cuDNN's kernel in half precision, unless TORCH_CUDNN_SDPA_DEPRIORITIZED is set."""
-    major = (hardware.device.compute_capability or (0, 0))[0]
-    return major in CUDNN_WINS and not older(hardware.versions.cudnn, CUDNN_PREFERRED)
-
-
-def _pointless(name: str, context: TuningContext) -> str | None:
-    """Why a backend that works on this GPU is not worth a trial; None when it is. On a CPU all are tried."""
-    device = context.hardware.device
-    if device.kind != "cuda":
-        return None
-    if name == "_native_math":
-        return "it writes out all pairs of tokens: slower and larger than any fused kernel on a GPU"
-    if name in ("_native_flash", "_native_efficient") or (name == "_native_cudnn" and prefers_cudnn(context.hardware)):
-        return "native takes this kernel by itself wherever it is the best that torch has"
-    if name == "_native_cudnn" and (device.compute_capability or (0, 0))[0] not in CUDNN_WINS:
-        return "cuDNN's kernel wins on Hopper and data-center Blackwell, and loses elsewhere"
-    return None
+        transformer.set_attention_backend(ATTENTION_BACKENDS[str(choice)].diffusers_name())  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What a knob must answer: its choices here, why others are excluded, and how to apply one.
+"""What a knob must answer: its choices on a machine, why others are excluded, and how to apply one.
 
 A knob is one field of `Candidate`. Choices and exclusions are pure and import no torch; `apply` imports it inside.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TuningContext:
-    """What choices depend on: where, what and on which model."""
+    """What choices depend on: the machine, the model and what it is trained on."""
 
     hardware: HardwareProfile
     family: Family
@@ -31,31 +31,32 @@ class Choices:
     admitted: tuple[Choice, ...]
     rejected: Mapping[Choice, str] = field(default_factory=dict)
     on_request: Mapping[Choice, str] = field(default_factory=dict)
-    """Values that would work and may be pinned, but that no search tries, and why not: where a rule or a measurement
-    settles the knob, or where the value pays only in rare cases."""
+    """Values that work and may be pinned, but that no search tries, and why not: a rule or a measurement settles the
+    knob, or the value pays in rare cases alone."""
 
 
 @dataclass(frozen=True)
 class Parity:
     """How far adapter gradients under a choice may lie from the reference's before it counts as another computation.
 
-    Of an optimizer, which makes updates from gradients: how far the adapter moves.
+    For an optimizer, which makes updates from gradients: how far the adapter moves.
     """
 
-    runs: Choice
+    checked_choice: Choice
     """The value that is run to find out, on a model of a few blocks. Choices that run the same code share it: 2
     checkpointed blocks prove 40."""
     tolerance: float
-    """Root mean square, over the adapter's tensors, of the relative error; gradients' beside the compute dtype's."""
-    because: str
+    """Root mean square, over the adapter's tensors, of the relative error; the compute dtype's is added for gradients.
+    """
+    reason: str
     """Where an error of this size comes from."""
-    needs: tuple[tuple[str, Choice], ...] = ()
+    other_choices: Mapping[str, Choice] = field(default_factory=dict)
     """Other knobs' values without which it does not run."""
 
 
-def parity_capability(knob: str, runs: Choice) -> str:
-    """Name of the capability that tells whether gradients under a knob's value are right on a machine."""
-    return f"parity.{knob}.{runs}"
+def parity_capability(knob: str, checked_choice: Choice) -> str:
+    """Name of the machine's capability to compute right gradients under a knob's value."""
+    return f"parity.{knob}.{checked_choice}"
 
 
 def unavailable_reason(hardware: HardwareProfile, capability: str) -> str | None:
@@ -70,31 +71,34 @@ class Knob(ABC):
     """The field of `Candidate` it sets."""
     title: ClassVar[str]
     """What people call it, in at most 14 characters."""
-    names: ClassVar[tuple[str, ...]] = ()
-    """Every value on whatever machine, where values are names; empty for numbers."""
     needs_reload: ClassVar[bool] = False
     """Whether another value needs the model loaded anew."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every value on any machine, if values are names; empty if they are numbers."""
+        return ()
+
     @abstractmethod
     def choices(self, context: TuningContext) -> Choices:
-        """The values worth trying for this setting, those that need less memory first where that differs."""
+        """The values worth trying in this context, those that need less memory first."""
 
     def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
-        """Why `choice` does not work on this machine at all; None where it may."""
+        """Why `choice` does not work on this machine at all; None if it may."""
         return unavailable_reason(hardware, f"{self.name}.{choice}")
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        """Why this knob's value cannot go with the candidate's other values; None when it can."""
+        """Why this knob's value cannot go with the candidate's other values; None if it can."""
         return None
 
     def parity(self, choice: Choice) -> Parity | None:
-        """How gradients under `choice` are held against the reference's; None where it changes nothing about them."""
+        """How gradients under `choice` are compared with the reference's; None if it changes nothing about them."""
         return None
 
-    def shown(self, choice: Choice, workload: Workload) -> str:
+    def describe(self, choice: Choice, workload: Workload) -> str:
         """The choice in words for people."""
         return str(choice)
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        """Make `transformer` use `choice`; may be called again with another. Nothing for the rest."""
+        """Make `transformer` use `choice`; may be called again with another. Does nothing for most knobs."""
         return

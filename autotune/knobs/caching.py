@@ -1,4 +1,4 @@
-"""How captions are encoded before training: where the text encoders run and how they are stored. Pure.
+"""How captions are encoded before training: where text encoders run, and how their weights are stored. Pure.
 
 The encoder of Qwen-Image alone takes 16 GB in bf16, so on smaller cards it must be smaller, elsewhere, or pass through
 piece by piece. No search: the first way that is predicted to fit is taken, exact and fast ones first.
@@ -14,24 +14,18 @@ from autotune.errors import InvalidInput
 from autotune.families import Parts
 from autotune.hardware import process_overhead_bytes
 from autotune.knobs.base import TuningContext
-from autotune.knobs.quantization import STRICTNESS
 from autotune.schema import CachingSettings, Reason, Rejected
 
 PIN = "caching."
 """What pins of these settings begin with, e.g. `caching.text_encoder_device=cpu`."""
-
-FOR_ENCODERS = ("torchao-int8", "torchao-fp8", "bnb-int8", "bnb-nf4")
-"""What can be pinned. Not layerwise-fp8: T5 casts its activations to the dtype in which a weight lies."""
-OFFERED = ("torchao-int8", "bnb-nf4")
-"""Storages that are tried, the more exact first."""
 QUANTIZED_SHARE = 0.86
-"""Of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3% of T5-XXL)."""
+"""Share of an encoder's parameters: embeddings and output layer stay (13% of Qwen2.5-VL-7B, 3% of T5-XXL)."""
 PASSING_SHARE = 0.08
-"""The most of an encoder that is on the device at once while it is streamed: its embeddings (7% of Qwen2.5-VL-7B)."""
+"""Largest share of an encoder on the device while it is streamed: its embeddings (7% of Qwen2.5-VL-7B)."""
 WORKING_SHARE = 0.06
 """What encoding one caption takes beyond the weights: 1,024 tokens' hidden states of 29 layers, and their logits."""
 ROUNDED_SHARE = 0.04
-"""Of weights, what the allocator reserves on top; with segments that expand 1 to 4% is predicted of transformers."""
+"""What the allocator reserves beyond the weights; with segments that expand 1 to 4% is predicted of transformers."""
 HOST_SPARE = 1.1
 """An encoder on the CPU needs this many times its weights of the host's free memory."""
 
@@ -40,28 +34,32 @@ HOST_SPARE = 1.1
 class EncoderSize:
     """What decides which way fits."""
 
-    parameters: int
-    """Of all text encoders."""
+    num_parameters: int
+    """Parameters of all text encoders together."""
     element_bytes: int
-    """Of an unquantized parameter."""
+    """Bytes of an unquantized parameter."""
     vae_bytes: int
     """Weights of the VAE, which waits beside the encoders."""
 
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the unquantized weights."""
+        return self.num_parameters * self.element_bytes
+
     def device_bytes(self, caching: CachingSettings) -> int:
         """What encoding captions takes of the training device, weights and working memory, the VAE apart."""
-        plain = self.parameters * self.element_bytes
         if caching.text_encoder_device != "training":
             return 0
         if caching.text_encoder_streamed:
-            return round((PASSING_SHARE + WORKING_SHARE) * plain)
-        if caching.text_encoder_quantization == "none":
-            return round((1 + WORKING_SHARE) * plain)
-        small = WEIGHT_FORMATS[caching.text_encoder_quantization].bytes_per_parameter / self.element_bytes
-        return round((QUANTIZED_SHARE * small + 1 - QUANTIZED_SHARE + WORKING_SHARE) * plain)
+            return round((PASSING_SHARE + WORKING_SHARE) * self.plain_bytes)
+        weight_format = WEIGHT_FORMATS[caching.text_encoder_quantization]
+        quantized = QUANTIZED_SHARE if weight_format.quantize else 0.0
+        stored = 1 - quantized + quantized * weight_format.bytes_per_parameter / self.element_bytes
+        return round((stored + WORKING_SHARE) * self.plain_bytes)
 
 
 def size_of(parts: Parts, precision: str, vae_bytes: int) -> EncoderSize:
-    """From the models around the transformer."""
+    """The size of the models around the transformer."""
     return EncoderSize(sum(parts.text_encoder_parameters), 4 if precision == "fp32" else 2, vae_bytes)
 
 
@@ -73,24 +71,24 @@ def choose_caching(
     With several processes each GPU has one that trains on it, so none is free for encoders.
 
     Raises:
-        InvalidInput: a pin names no field or a value that cannot be used here.
+        InvalidInput: a pin names no field or a value that cannot be used on this machine.
     """
-    kept = pinned(pins or {}, context)
-    fixed = set(pins or {}) - {"residency"}
-    ways = (
-        [kept]
-        if fixed
-        else [way.model_copy(update={"residency": kept.residency}) for way in _ways(context, num_processes)]
+    pinned = parse_pins(pins or {}, context)
+    is_pinned = bool(set(pins or {}) - {"residency"})
+    others = (way.model_copy(update={"residency": pinned.residency}) for way in _ways(context, num_processes))
+    refusals = {way: _refusal(way, size, context) for way in ([pinned] if is_pinned else others)}
+    chosen = next((way for way, why in refusals.items() if why is None), [*refusals][-1])
+    rejected = ((way, why) for way, why in refusals.items() if why and way != chosen)
+    return chosen, Reason(
+        knob="caching",
+        chosen=describe_caching(chosen),
+        why="pinned by the user" if is_pinned else "the first that fits: exact before quantized, streamed last",
+        rejected=tuple(Rejected(choice=describe_caching(way), reason=why) for way, why in rejected),
     )
-    against = {way: _against(way, size, context) for way in ways}
-    chosen = next((way for way, why in against.items() if why is None), ways[-1])
-    rejected = tuple(Rejected(choice=shown(way), reason=why) for way, why in against.items() if why and way != chosen)
-    why = "pinned by the user" if fixed else "the first that fits: exact before quantized, streamed last"
-    return chosen, Reason(knob="caching", chosen=shown(chosen), why=why, rejected=rejected)
 
 
-def pinned(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
-    """The defaults with `pins`, as text. Raises InvalidInput for what is unknown or cannot be used here."""
+def parse_pins(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
+    """The defaults with `pins`, as text. Raises InvalidInput for what is unknown or cannot be used on this machine."""
     values: dict[str, object] = dict(pins)
     if "text_encoder_streamed" in pins:
         values["text_encoder_streamed"] = {"true": True, "false": False}.get(pins["text_encoder_streamed"].lower())
@@ -100,29 +98,29 @@ def pinned(pins: Mapping[str, str], context: TuningContext) -> CachingSettings:
         known = ", ".join(PIN + name for name in CachingSettings.model_fields)
         field = ".".join(map(str, error.errors()[0]["loc"]))
         if field == "text_encoder_device":
-            wrong = pins[field]
-            raise InvalidInput(f"{wrong!r} is no device for text encoders", hint="training, cpu, or cuda:1") from error
+            what = f"{pins[field]!r} is no device for text encoders"
+            raise InvalidInput(what, hint="training, cpu, or cuda:1") from error
         raise InvalidInput(f"{PIN}{field}: {error.errors()[0]['msg'].lower()}", hint=f"settings: {known}") from error
-    device, storage = settings.text_encoder_device, settings.text_encoder_quantization
-    if device.startswith("cuda:") and int(device[5:]) >= _num_gpus(context):
-        raise InvalidInput(f"there is no {device} here", hint=f"this machine has {_num_gpus(context)} GPU(s)")
-    if storage != "none" and (reason := _unusable(storage, context)):
-        raise InvalidInput(f"text encoders cannot be stored as {storage} here: {reason}", hint="none always works")
-    if settings.text_encoder_streamed and (storage, device) != ("none", "training"):
-        raise InvalidInput(
-            "only unquantized encoders are streamed, and only to the training device",
-            hint="pin caching.text_encoder_streamed=true alone",
-        )
+    device, weight_format = settings.text_encoder_device, settings.text_encoder_quantization
+    num_gpus = _num_gpus(context)
+    if device.startswith("cuda:") and int(device[5:]) >= num_gpus:
+        raise InvalidInput(f"there is no {device} here", hint=f"this machine has {num_gpus} GPU(s)")
+    if reason := _unusable_reason(weight_format, context):
+        what = f"text encoders cannot be stored as {weight_format} here: {reason}"
+        raise InvalidInput(what, hint="none always works")
+    if settings.text_encoder_streamed and (weight_format, device) != ("none", "training"):
+        what = "only unquantized encoders are streamed, and only to the training device"
+        raise InvalidInput(what, hint="pin caching.text_encoder_streamed=true alone")
     return settings
 
 
-def shown(caching: CachingSettings) -> str:
-    """In words for people."""
-    storage = "as they are" if caching.text_encoder_quantization == "none" else caching.text_encoder_quantization
+def describe_caching(caching: CachingSettings) -> str:
+    """The settings in words for people."""
+    stored = "as they are" if caching.text_encoder_quantization == "none" else caching.text_encoder_quantization
     if caching.text_encoder_streamed:
-        storage = "streamed"
-    place = "training device" if caching.text_encoder_device == "training" else caching.text_encoder_device
-    return f"{place}, {storage}" + (", kept" if caching.residency == "keep" else "")
+        stored = "streamed"
+    device = "training device" if caching.text_encoder_device == "training" else caching.text_encoder_device
+    return f"{device}, {stored}" + (", kept" if caching.residency == "keep" else "")
 
 
 def _num_gpus(context: TuningContext) -> int:
@@ -136,42 +134,42 @@ def _ways(context: TuningContext, num_processes: int) -> list[CachingSettings]:
     ways = [CachingSettings()]
     if _num_gpus(context) > 1 and num_processes == 1:
         ways.append(CachingSettings(text_encoder_device="cuda:1" if device.index == 0 else "cuda:0"))
-    ways += [CachingSettings(text_encoder_quantization=storage) for storage in OFFERED]
+    tried = [each for each in WEIGHT_FORMATS.values() if each.is_tried_for_encoders]
+    by_exactness = sorted(tried, key=lambda each: each.bytes_per_parameter, reverse=True)
+    ways += [CachingSettings(text_encoder_quantization=each.name) for each in by_exactness]
     if device.memory_kind in ("discrete", "coherent"):
         ways.append(CachingSettings(text_encoder_device="cpu"))
     return [*ways, CachingSettings(text_encoder_streamed=True)]
 
 
-def _against(way: CachingSettings, size: EncoderSize, context: TuningContext) -> str | None:
+def _refusal(way: CachingSettings, size: EncoderSize, context: TuningContext) -> str | None:
     """Why a way cannot be taken, or None."""
-    hardware = context.hardware
-    if way.text_encoder_quantization != "none" and (reason := _unusable(way.text_encoder_quantization, context)):
+    if reason := _unusable_reason(way.text_encoder_quantization, context):
         return reason
-    overhead = process_overhead_bytes(hardware)
-    held = size.device_bytes(way) + size.vae_bytes
-    budget, needed = hardware.device.budget_bytes, round((1 + ROUNDED_SHARE) * held) + overhead
-    plain = size.parameters * size.element_bytes
-    if way.text_encoder_device == "cpu":
-        budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * plain)
-    elif way.text_encoder_device != "training":
-        # The other GPU is taken to be like this one, and free; where a smaller one is rehearsed, both are.
+    hardware, place = context.hardware, "may be taken"
+    if way.text_encoder_device == "training":
+        held = size.device_bytes(way) + size.vae_bytes
+        needed = round((1 + ROUNDED_SHARE) * held) + process_overhead_bytes(hardware)
+        budget = hardware.device.budget_bytes
+    elif way.text_encoder_device == "cpu":
+        budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * size.plain_bytes)
+        place = "of the host's memory are free"
+    else:  # The other GPU is taken to be like this one, and free; if a smaller one is rehearsed, both are.
         whole = None if hardware.device.budget_set_by_user else hardware.device.total_memory_bytes
-        budget, needed = whole or budget, round((1 + WORKING_SHARE) * plain)
-    if needed <= budget:
-        return None
-    place = "of the host's memory are free" if way.text_encoder_device == "cpu" else "may be taken"
-    return f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {place}"
+        budget, needed = whole or hardware.device.budget_bytes, round((1 + WORKING_SHARE) * size.plain_bytes)
+    return None if needed <= budget else f"needs {needed / 2**30:.1f} GiB, {budget / 2**30:.1f} GiB {place}"
 
 
-def _unusable(storage: str, context: TuningContext) -> str | None:
-    if storage not in FOR_ENCODERS:
-        return f"unknown to text encoders; known: none, {', '.join(FOR_ENCODERS)}"
-    capability = context.hardware.capability(f"quantization.{storage}")
-    if not capability.available:
+def _unusable_reason(name: str, context: TuningContext) -> str | None:
+    """Why text encoders cannot be stored in a weight format on this machine, or None."""
+    weight_format = WEIGHT_FORMATS.get(name)
+    if weight_format is None:
+        return f"it is unknown; known: {', '.join(WEIGHT_FORMATS)}"
+    capability = context.hardware.capability(weight_format.capability)
+    if weight_format.quantize and not capability.available:
         return capability.reason
-    if context.family.casts_to_weight_dtype and WEIGHT_FORMATS[storage].library == "bitsandbytes":
+    if context.family.casts_to_weight_dtype and weight_format.hides_dtype:
         return "T5 casts its activations to the dtype in which a weight lies"
-    quality = WEIGHT_FORMATS[storage].quality
-    if STRICTNESS.index(quality) < STRICTNESS.index(context.workload.quality):
-        return f"the quality floor is {context.workload.quality}; this needs --quality {quality}"
+    if not weight_format.meets(context.workload.quality):
+        return f"the quality floor is {context.workload.quality}; this needs --quality {weight_format.quality}"
     return None

@@ -9,8 +9,7 @@ from autotune.schema import Choice, Workload
 if TYPE_CHECKING:
     from torch import nn
 
-
-LEVELS = 15
+NUM_STEPS = 15
 """Steps between no and all but one block: a step of a 60-block model moves its peak by a few percent."""
 
 
@@ -21,16 +20,16 @@ class Checkpointing(Knob):
     title = "checkpointing"
 
     def choices(self, context: TuningContext) -> Choices:
-        blocks = context.workload.model.num_blocks
-        most = blocks - 1
-        steps = sorted({round(most * step / LEVELS) for step in range(LEVELS + 1)}, reverse=True)
+        num_blocks = context.workload.model.num_blocks
+        max_useful = num_blocks - 1
+        levels = sorted({round(max_useful * step / NUM_STEPS) for step in range(NUM_STEPS + 1)}, reverse=True)
         dominated = (
-            f"checkpointing all {blocks} blocks needs more memory and time than {most}: the last block's activations "
-            "are used at once"
+            f"checkpointing all {num_blocks} blocks needs more memory and time than {max_useful}: the last block's "
+            "activations are used at once"
         )
-        return Choices(tuple(steps), rejected={blocks: dominated})
+        return Choices(tuple(levels), rejected={num_blocks: dominated})
 
-    def shown(self, choice: Choice, workload: Workload) -> str:
+    def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks"
 
     def parity(self, choice: Choice) -> Parity | None:
@@ -39,13 +38,13 @@ class Checkpointing(Knob):
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         from torch.utils.checkpoint import checkpoint
 
-        draws = bool(find_dropout_layers(transformer))  # without, the random state need not be kept for every block
+        has_dropout = bool(find_dropout_layers(transformer))  # without, no block need save the random state
         chosen = {id(block) for block in family.blocks(transformer)[: int(choice)]}
 
         def run(block: Any, *inputs: Any) -> Any:
             if id(block) not in chosen:
                 return block(*inputs)
-            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout)
 
         if chosen:
             transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]

@@ -11,15 +11,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 STARTUP_SECONDS = 60.0
-"""Of compiling one kind of block, forward and backward, for one shape. A round figure, not measured here."""
+"""Seconds to compile one kind of block, forward and backward, for one shape. A round figure, not measured."""
 ELEMENTWISE_SHARE = 0.6
-"""Of the time of elementwise kernels that is left once they are fused. Not measured here."""
+"""Share of the time of elementwise kernels that is left once they are fused. Not measured."""
 LAUNCH_SHARE = 0.4
-"""Of the launches that are left."""
+"""Share of the launches that is left."""
 SAVED_SHARE = 0.1
-"""Of a step, for the payback alone: published savings of regional compilation range from none to a quarter."""
+"""Share of a step that is saved, for the payback alone: published savings of regional compilation range from none to a
+quarter."""
 REACHED_FLOPS_SHARE = 0.4
-"""Of the dense peak, that steps reach."""
+"""Share of the dense peak that steps reach."""
 
 
 class Compile(Knob):
@@ -44,8 +45,8 @@ class Compile(Knob):
         return None
 
     def parity(self, choice: Choice) -> Parity | None:
-        because = "fused kernels keep intermediate results in fp32 where single ones round them"
-        return Parity(choice, 0.05, because) if choice == "block" else None
+        reason = "fused kernels keep intermediate results in fp32 where single ones round them"
+        return Parity(choice, 0.05, reason) if choice == "block" else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         for block in family.blocks(transformer):
@@ -56,22 +57,23 @@ class Compile(Knob):
 
 
 def startup_seconds(family: Family, workload: Workload) -> float:
-    """Of compiling the blocks, once for the first shape and once for all others: blocks of one kind share the code."""
-    one_shape = len(workload.buckets) == 1 and workload.text_padding == "exact"
-    return STARTUP_SECONDS * len(family.block_lists) * (1 if one_shape else 2)
+    """Seconds to compile all blocks, for the first shape and once more for all others; blocks of one kind share it."""
+    has_one_shape = len(workload.buckets) == 1 and workload.text_padding == "exact"
+    return STARTUP_SECONDS * len(family.block_lists) * (1 if has_one_shape else 2)
 
 
 def _payback(context: TuningContext) -> str:
+    """After how many steps compiling pays, as far as is known."""
     workload = context.workload
-    job = context.family.defaults.num_steps(max(1, sum(bucket.num_items for bucket in workload.buckets)))
+    num_steps = context.family.defaults.num_steps(max(1, sum(bucket.num_items for bucket in workload.buckets)))
     startup = startup_seconds(context.family, workload)
-    told = f"compiling takes about {startup:.0f} s here"
+    cost = f"compiling takes about {startup:.0f} s here"
     sheet = context.hardware.datasheet
     if sheet is None or sheet.bf16_flops_per_second is None:
-        return f"{told}, and what it saves has to be measured"
+        return f"{cost}, and what it saves has to be measured"
     bucket = workload.largest_bucket
     patches = context.family.tokens_per_frame(bucket) * bucket.num_frames
     tokens = workload.effective_batch_size * (patches + workload.max_text_tokens)
     step = 6 * workload.model.num_parameters * tokens / (REACHED_FLOPS_SHARE * sheet.bf16_flops_per_second)
-    steps = math.ceil(startup / (SAVED_SHARE * step))
-    return f"{told}, which {steps} steps might pay back at {SAVED_SHARE:.0%} saved; this much data asks for {job}"
+    paid = math.ceil(startup / (SAVED_SHARE * step))
+    return f"{cost}, which {paid} steps might pay back at {SAVED_SHARE:.0%} saved; this much data asks for {num_steps}"

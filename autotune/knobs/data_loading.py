@@ -1,27 +1,27 @@
-"""How batches reach the device: threads that collate them ahead of the step, and host memory they wait in. No search.
+"""How batches reach the device: threads that collate them ahead of the step, and the host memory they wait in.
 
-Latents and embeddings are encoded beforehand, so a batch is some megabytes that are read, stacked and copied while the
-step before it runs. What a step waits for data is in every run's report.
+No search: latents and embeddings are encoded beforehand, so a batch is some megabytes that are read, stacked and copied
+while the step before it runs. Every run's report shows how long a step waits for data.
 """
 
 from autotune.knobs.base import Choices, Knob, TuningContext
 from autotune.schema import Choice, HardwareProfile, Workload
 
-WORKERS = (2, 4)
-"""Threads, beyond none and one, that can be asked for."""
+OFFERED_WORKERS = (2, 4)
+"""Numbers of threads, beyond none and one, that can be asked for."""
 AGAINST_NONE = "the host would read and stack the next batch only when the device has done the last"
 AGAINST_ONE = (
-    "the processor that trains would read and stack as well: taking turns with a thread cost 3% of a step; it pays "
-    "where data does not fit in memory"
+    "the CPU that trains would read and stack as well: taking turns with a thread cost 3% of a step; it pays if data "
+    "does not fit in memory"
 )
 AGAINST_MORE = (
     "encoded samples are small: one thread that works a batch ahead left 0.04% of a step waiting; more would only take "
-    "cores from the step. It pays where the cache lies on a slow network disk"
+    "cores from the step. It pays if the cache lies on a slow network disk"
 )
 
 
 class DataWorkers(Knob):
-    """One thread beside a GPU, none where the processor trains; others on request."""
+    """One thread beside a GPU, none if the CPU trains; others on request."""
 
     name = "data_workers"
     title = "data workers"
@@ -30,25 +30,24 @@ class DataWorkers(Knob):
         cores = context.hardware.host.logical_cores
         on_cpu = context.hardware.device.kind == "cpu"
         usual, other, against = (0, 1, AGAINST_ONE) if on_cpu else (1, 0, AGAINST_NONE)
-        too_many: dict[Choice, str] = {number: f"this host has {cores} cores" for number in WORKERS if number > cores}
-        more: dict[Choice, str] = {number: AGAINST_MORE for number in WORKERS if number <= cores}
+        more: dict[Choice, str] = {number: AGAINST_MORE for number in OFFERED_WORKERS if number <= cores}
+        too_many: dict[Choice, str] = {n: f"this host has {cores} cores" for n in OFFERED_WORKERS if n > cores}
         return Choices((usual,), rejected=too_many, on_request={other: against, **more})
 
-    def shown(self, choice: Choice, workload: Workload) -> str:
+    def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice or 'no'} thread{'' if choice == 1 else 's'}"
 
 
 class BatchMemory(Knob):
-    """Page-locked memory where the device reads it over a bus of its own, ordinary memory elsewhere."""
+    """Page-locked memory if the device reads it over a bus of its own, else ordinary memory."""
 
     name = "batch_memory"
     title = "batch memory"
     names = ("pageable", "pinned")
 
     def choices(self, context: TuningContext) -> Choices:
-        device = context.hardware.device
         reason = self.defect("pinned", context.hardware)
-        if reason is None and device.memory_kind == "integrated":
+        if reason is None and context.hardware.device.memory_kind == "integrated":
             reason = "device and host share one memory: locked pages are lost to both, and the copy is no faster"
         if reason is None:
             against = "copies from pageable memory go through a second buffer, and the host waits for them"

@@ -5,17 +5,15 @@ from autotune.schema import HardwareProfile
 from autotune.weights import LOADERS
 
 DEFAULT = "safetensors"
-"""What `from_pretrained` does, and nothing needs less memory of its own."""
-
+"""The loader of `from_pretrained`; none needs less memory of its own."""
 STORED_BYTES = 2
-"""Of a parameter in published files."""
-
+"""Bytes of a parameter in published files."""
 AS_FAST = 0.9
-"""Of the fastest from disk: within this, disks' own noise decides, so speed from the page cache does instead."""
+"""Share of the fastest rate from disk from which noise decides between loaders, so that the page cache does instead."""
 
 
 class WeightLoader(Knob):
-    """`safetensors`, `pread` or `fastsafetensors`, as `autotune probe` measured them here."""
+    """`safetensors`, `pread` or `fastsafetensors`, as `autotune probe` measured them."""
 
     name = "loader"
     title = "loader"
@@ -28,22 +26,21 @@ class WeightLoader(Knob):
 
 def _fastest(context: TuningContext) -> str:
     hardware = context.hardware
-    measured = {name: _cold(hardware, name) for name in LOADERS if _cold(hardware, name)}
+    measured = {name: rate for name in LOADERS if (rate := _disk_rate(hardware, name))}
     fitting = {name: rate for name, rate in measured.items() if not _too_large(name, context)}
     if not measured:
         return min((DEFAULT, *LOADERS), key=lambda name: bool(_too_large(name, context)))
     if not fitting:
         return min(measured, key=lambda name: _held_bytes(name, context))
-    top = max(fitting.values())
-    close = [name for name, rate in fitting.items() if rate >= AS_FAST * top]
-    return max(close, key=lambda name: (_warm(hardware, name), fitting[name]))
+    close = [name for name, rate in fitting.items() if rate >= AS_FAST * max(fitting.values())]
+    return max(close, key=lambda name: (_page_cache_rate(hardware, name), fitting[name]))
 
 
-def _cold(hardware: HardwareProfile, name: str) -> float:
+def _disk_rate(hardware: HardwareProfile, name: str) -> float:
     return hardware.rate(f"disk.{name}") or 0.0
 
 
-def _warm(hardware: HardwareProfile, name: str) -> float:
+def _page_cache_rate(hardware: HardwareProfile, name: str) -> float:
     return hardware.rate(f"page_cache.{name}") or 0.0
 
 
@@ -53,7 +50,7 @@ def _held_bytes(name: str, context: TuningContext) -> int:
 
 
 def _too_large(name: str, context: TuningContext) -> str | None:
-    """Why the model and what the loader holds besides are too large together; None where they fit."""
+    """Why the model and what the loader holds besides are too large together; None if they fit."""
     budget = context.hardware.device.budget_bytes
     held = _held_bytes(name, context)
     model = STORED_BYTES * context.workload.model.num_parameters
@@ -63,15 +60,13 @@ def _too_large(name: str, context: TuningContext) -> str | None:
 
 
 def _against(name: str, best: str, context: TuningContext) -> str:
-    large = _too_large(name, context)
-    if large:
+    if large := _too_large(name, context):
         return large
-    hardware = context.hardware
-    if not _cold(hardware, name):
+    if not _disk_rate(context.hardware, name):
         return "not measured on this machine: run `autotune probe`"
-    return f"{_speeds(hardware, name)}; {best} reads {_speeds(hardware, best)}"
+    return f"{_speeds(context.hardware, name)}; {best} reads {_speeds(context.hardware, best)}"
 
 
 def _speeds(hardware: HardwareProfile, name: str) -> str:
-    cold, warm = _cold(hardware, name), _warm(hardware, name)
-    return f"{cold / 1e9:.2f} GB/s from disk" + (f", {warm / 1e9:.2f} from the page cache" if warm else "")
+    disk, page_cache = _disk_rate(hardware, name), _page_cache_rate(hardware, name)
+    return f"{disk / 1e9:.2f} GB/s from disk" + (f", {page_cache / 1e9:.2f} from the page cache" if page_cache else "")

@@ -14,5 +14,5 @@ class MicroBatchSize(Knob):
         effective = context.workload.effective_batch_size
         return Choices(tuple(size for size in range(1, effective + 1) if effective % size == 0))
 
-    def shown(self, choice: Choice, workload: Workload) -> str:
+    def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} (x {workload.effective_batch_size // int(choice)} accumulated)"

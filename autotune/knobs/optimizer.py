@@ -10,7 +10,7 @@ AGAINST_8BIT = (
 
 
 class Optimizer(Knob):
-    """8-bit moments pay where all weights are trained, not for adapters."""
+    """8-bit moments pay if all weights are trained, not for adapters."""
 
     name = "optimizer"
     title = "optimizer"

@@ -8,13 +8,12 @@ from autotune.schema import Choice
 if TYPE_CHECKING:
     import torch
 
-
 BF16_TOLERANCE = 0.05
-"""Of gradients, relative to fp32's."""
+"""Relative error of bf16 gradients, against fp32."""
 
 
 class Precision(Knob):
-    """bf16 where the device has it; on CPU fp32, unless bf16 matmuls were measured to be faster."""
+    """bf16 if the device has it; on CPUs fp32, unless bf16 matmuls were measured to be faster."""
 
     name = "precision"
     title = "precision"
@@ -24,10 +23,8 @@ class Precision(Knob):
     def choices(self, context: TuningContext) -> Choices:
         hardware = context.hardware
         if hardware.device.kind != "cpu":
-            capability = hardware.capability("precision.bf16")
-            return (
-                Choices(("bf16",)) if capability.available else Choices(("fp32",), rejected={"bf16": capability.reason})
-            )
+            bf16 = hardware.capability("precision.bf16")
+            return Choices(("bf16",)) if bf16.available else Choices(("fp32",), rejected={"bf16": bf16.reason})
         if _fastest_matmul(context, "bf16") > _fastest_matmul(context, "fp32"):
             return Choices(("bf16", "fp32"))
         slower = "bf16 matmuls were not measured to be faster than fp32 on this CPU"
@@ -36,8 +33,8 @@ class Precision(Knob):
     def parity(self, choice: Choice) -> Parity | None:
         if choice != "bf16":
             return None
-        because = "8 bits of mantissa: each rounding is wrong by up to 0.4%, and errors add up over layers"
-        return Parity(choice, BF16_TOLERANCE, because)
+        reason = "8 bits of mantissa: each rounding is wrong by up to 0.4%, and errors add up over layers"
+        return Parity(choice, BF16_TOLERANCE, reason)
 
 
 def _fastest_matmul(context: TuningContext, dtype: str) -> float:

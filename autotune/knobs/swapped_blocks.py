@@ -1,4 +1,4 @@
-"""Swap whole blocks: the frozen weights of the first k wait on the host and visit the device when a pass needs them."""
+"""Block swap: the frozen weights of the first k blocks wait on the host, and visit the device for each pass."""
 
 import math
 from typing import TYPE_CHECKING
@@ -12,14 +12,13 @@ from autotune.schema import Candidate, Choice, Workload
 if TYPE_CHECKING:
     from torch import nn
 
-QUARTERS = 4
+NUM_LEVELS = 4
 """Levels between no and all but one block."""
-PROVEN_BLOCKS = 2
+CHECKED_BLOCKS = 2
 """The fewest of which one is fetched while another runs."""
 HOST_SHARE = 0.7
-"""Of the host's memory that swapped weights may take. Pinned they take more, which planning asks the cost model."""
-FIXED_LIBRARY = "bitsandbytes"
-"""Its weights cannot be swapped."""
+"""Share of the host's memory that swapped weights may take. Pinned they take more, for which planning asks the cost
+model."""
 
 
 class Swapping(Knob):
@@ -30,26 +29,30 @@ class Swapping(Knob):
     needs_reload = True
 
     def choices(self, context: TuningContext) -> Choices:
-        most = context.workload.model.num_blocks - 1
-        levels = sorted({math.ceil(most * step / QUARTERS) for step in range(1, QUARTERS + 1)} - {0}, reverse=True)
-        device, host = context.hardware.device, context.hardware.host
-        if device.kind != "cuda" or device.memory_kind == "integrated":
+        model, host = context.workload.model, context.hardware.host
+        max_swapped = model.num_blocks - 1
+        steps = range(NUM_LEVELS, 0, -1)
+        levels = [k for k in dict.fromkeys(math.ceil(max_swapped * step / NUM_LEVELS) for step in steps) if k]
+        if context.hardware.device.kind != "cuda" or context.hardware.device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
             return Choices((0,), rejected=dict.fromkeys(levels, reason))
-        storages = [WEIGHT_FORMATS[str(name)] for name in Quantization().choices(context).admitted]
-        least = min(each.bytes_per_parameter for each in storages if each.library != FIXED_LIBRARY)
-        weights = least * context.workload.model.num_parameters
-        fitting = [k for k in levels if weights * k / (most + 1) <= HOST_SHARE * host.memory_bytes]
-        too_many, against = [k for k in levels if k not in fitting], "the host has too little memory for the weights"
-        reason = "each block crosses the bus twice a micro-batch: tried only where nothing fits without"
-        return Choices((0,), rejected=dict.fromkeys(too_many, against), on_request=dict.fromkeys(fitting, reason))
+        formats = (WEIGHT_FORMATS[str(name)] for name in Quantization().choices(context).admitted)
+        min_bytes = min(each.bytes_per_parameter for each in formats if each.can_offload)
+        block_bytes = min_bytes * model.num_parameters / model.num_blocks
+        fitting = [k for k in levels if k * block_bytes <= HOST_SHARE * host.memory_bytes]
+        too_many: dict[Choice, str] = {
+            k: "the host has too little memory for the weights" for k in levels if k not in fitting
+        }
+        reason = "each block crosses the bus twice a micro-batch: tried only if nothing fits without"
+        return Choices((0,), rejected=too_many, on_request=dict.fromkeys(fitting, reason))
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.swapped_blocks > candidate.checkpointed_blocks:
             recompute = f"swapped blocks have to recompute, and {candidate.checkpointed_blocks} do"
             return f"{recompute}: autograd would keep their weights on the device"
-        if candidate.swapped_blocks and WEIGHT_FORMATS[candidate.quantization].library == FIXED_LIBRARY:
-            return "bitsandbytes keeps what belongs to its weights on the GPU"
+        weight_format = WEIGHT_FORMATS.get(candidate.quantization)
+        if candidate.swapped_blocks and weight_format is not None and not weight_format.can_offload:
+            return f"{weight_format.name} keeps what belongs to its weights on the GPU"
         if candidate.swapped_blocks and candidate.compile != "off":
             return "compiled blocks hold on to their weights"
         return None
@@ -57,10 +60,10 @@ class Swapping(Knob):
     def parity(self, choice: Choice) -> Parity | None:
         if not choice:
             return None
-        because = "the same operations on copies of the same weights"
-        return Parity(PROVEN_BLOCKS, 1e-5, because, needs=(("checkpointed_blocks", PROVEN_BLOCKS),))
+        reason = "the same operations on copies of the same weights"
+        return Parity(CHECKED_BLOCKS, 1e-5, reason, other_choices={"checkpointed_blocks": CHECKED_BLOCKS})
 
-    def shown(self, choice: Choice, workload: Workload) -> str:
+    def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks" if choice else "none"
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:

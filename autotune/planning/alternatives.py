@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.cost import Parallel, Predictor
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import Family
@@ -52,7 +53,8 @@ def within_host(space: SearchSpace, cost: Predictor) -> SearchSpace:
 def shareable(space: SearchSpace) -> SearchSpace:
     """The part of the space whose weights several processes can share out among them; it may have no candidates."""
     why = "the model is shared out over the processes, for which weights must be plain"
-    return drop_values(space, "quantization", {name: why for name in space.choices["quantization"] if name != "none"})
+    quantized = [name for name in space.choices["quantization"] if not WEIGHT_FORMATS[str(name)].can_shard]
+    return drop_values(space, "quantization", dict.fromkeys(quantized, why))
 
 
 def relaxation(request: PlanRequest, space: SearchSpace, cost: Predictor) -> str:

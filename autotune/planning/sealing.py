@@ -11,7 +11,7 @@ from pathlib import Path
 from autotune.cost import Parallel, Predictor
 from autotune.errors import DoesNotFit, InvalidPlan
 from autotune.families import read_parts, resolve_model
-from autotune.knobs import KNOBS, TuningContext, parity_capability, shown, unavailable_reason
+from autotune.knobs import KNOBS, TuningContext, describe_caching, parity_capability, unavailable_reason
 from autotune.planning.backend import PlannerBackend
 from autotune.planning.expectation import build_expectation, planned_hardware
 from autotune.planning.problem import beside_kept
@@ -101,7 +101,7 @@ def seal_on_arrival(
     parallel = Parallel(planned.strategy, planned.num_processes)
     cost = Predictor(hardware, work, model.family, model.config, read_parts(model), parallel=parallel)
     caching = plan.frozen.caching
-    cost.caching = (caching, Reason(knob="caching", chosen=shown(caching), why="as planned"))
+    cost.caching = (caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned"))
     cost = beside_kept(cost)
     candidates = (plan.frozen.settings, *plan.frozen.fallbacks)
     against = _too_large(candidates, cost)
@@ -133,8 +133,11 @@ def _too_large(candidates: Sequence[Candidate], cost: Predictor) -> dict[Candida
 def _wrong(candidate: Candidate, check_parity: HardwareProfile) -> str | None:
     """Why what it computes is not the same on this machine, or None."""
     chosen = ((knob, getattr(candidate, knob.name)) for knob in KNOBS)
-    capabilities = ((f"{knob.title} {value}", parity_capability(knob.name, parity.runs)) for knob, value in chosen
-             if (parity := knob.parity(value)))  # fmt: skip
+    capabilities = (
+        (f"{knob.title} {value}", parity_capability(knob.name, parity.checked_choice))
+        for knob, value in chosen
+        if (parity := knob.parity(value))
+    )
     return next(
         (
             f"{what}: {why}"

@@ -1,45 +1,51 @@
 """bitsandbytes' layers around a weight that has just arrived: NF4 with double quantization, and LLM.int8.
 
-The weight is quantized in slices: on a processor bitsandbytes takes seven times what it is given (bf16) for a moment.
+The weight is quantized in slices: on a CPU bitsandbytes takes seven times what it is given (bf16) for a moment.
 Slices end where a scale's values end, so the bits are those of the whole.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from bitsandbytes import functional
 from bitsandbytes import nn as bnb
+from torch import Tensor, nn
 
-from autotune.quantization.sizes import NESTED_BLOCK, NF4_BLOCK
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from autotune.quantization.sizes import NESTED_BLOCK, NF4_BLOCK, slice_bytes_of
 
 
-def layer_of(layer: "nn.Linear", choice: str, slice_bytes: int) -> "nn.Module":
-    """The layer that takes the place of `layer`, with its weight quantized, on its device.
-
-    Built on the meta device: its constructor would draw initial weights on the host, a minute for 20B of them.
-    """
-    weight, bias = layer.weight.data, layer.bias
-    shape = (layer.in_features, layer.out_features, bias is not None)
-    replacement: Any
-    if choice == "bnb-nf4":
-        replacement = bnb.Linear4bit(
-            *shape, compute_dtype=weight.dtype, compress_statistics=True, quant_type="nf4", device="meta"
-        )
-        replacement.weight = _nf4(weight, slice_bytes)
-        # With AVX512-bf16 an input that needs no gradient would have the weight repacked for inference, for good: in
-        # bf16, without a backward pass, and only where the number of rows is a multiple of 32.
-        replacement.support_avx512bf16_for_cpu = False
-    else:
-        replacement = bnb.Linear8bitLt(*shape, has_fp16_weights=False, device="meta")
-        replacement.weight = _int8(weight, slice_bytes)
-    replacement.bias = bias
-    return replacement.train(layer.training)  # type: ignore[no-any-return]  # int8's differ on a processor
+def quantize_nf4(layer: nn.Linear) -> nn.Module:
+    """The layer that takes the place of `layer`: 4-bit NormalFloat with double quantization, on its device."""
+    made = bnb.Linear4bit(
+        *_shape(layer), compute_dtype=layer.weight.dtype, compress_statistics=True, quant_type="nf4", device="meta"
+    )
+    made.weight = pack_nf4(layer.weight.data, slice_bytes_of(layer.weight))
+    # With AVX512-bf16 an input that needs no gradient would have the weight repacked for inference, for good: in
+    # bf16, without a backward pass, and only if the number of rows is a multiple of 32.
+    made.support_avx512bf16_for_cpu = False
+    return _finish(made, layer)
 
 
-def _nf4(weight: "Tensor", slice_bytes: int) -> Any:
+def quantize_int8(layer: nn.Linear) -> nn.Module:
+    """The layer that takes the place of `layer`: LLM.int8, on its device."""
+    made = bnb.Linear8bitLt(*_shape(layer), has_fp16_weights=False, device="meta")
+    made.weight = pack_int8(layer.weight.data, slice_bytes_of(layer.weight))
+    return _finish(made, layer)
+
+
+def _shape(layer: nn.Linear) -> tuple[int, int, bool]:
+    """What constructors take first. They get the meta device, too: else they would draw initial weights on the host, a
+    minute for 20 billion of them."""
+    return layer.in_features, layer.out_features, layer.bias is not None
+
+
+def _finish(made: Any, layer: nn.Linear) -> nn.Module:
+    made.bias = layer.bias
+    return made.train(layer.training)  # type: ignore[no-any-return]  # on a CPU, int8 computes otherwise in training
+
+
+def pack_nf4(weight: Tensor, slice_bytes: int) -> Any:
+    """bitsandbytes' 4-bit parameter of `weight`."""
     flat = weight.reshape(-1)
     step = max(NF4_BLOCK, slice_bytes // weight.element_size() // NF4_BLOCK * NF4_BLOCK)
     stored = torch.empty(-(-len(flat) // 2), 1, dtype=torch.uint8, device=weight.device)
@@ -71,8 +77,8 @@ def _nf4(weight: "Tensor", slice_bytes: int) -> Any:
     )
 
 
-def _int8(weight: "Tensor", slice_bytes: int) -> Any:
-    # Int8Params quantize by themselves only on their way from the host; these weights may be on the device already.
+def pack_int8(weight: Tensor, slice_bytes: int) -> Any:
+    """bitsandbytes' 8-bit parameter of `weight`: it would quantize by itself only on the way from the host."""
     stored = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     step = max(1, slice_bytes // max(1, weight.shape[1] * weight.element_size()))

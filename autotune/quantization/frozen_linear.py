@@ -7,14 +7,11 @@ Here the backward pass dequantizes again: one more read of the stored weights, a
 input. The weights themselves get none: they are frozen.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -23,12 +20,12 @@ class FrozenProduct(torch.autograd.Function):
     """`linear(x, weight, bias)` for a weight of torchao's Int8Tensor or Float8Tensor, with one scale per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: "Tensor", weight: Any, bias: "Tensor | None") -> "Tensor":
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight.qdata, weight.scale)
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: "Tensor") -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         stored, scale = ctx.saved_tensors
         if stored.dtype == torch.int8:  # torchao multiplies by the stored integers and scales the outcome
@@ -43,34 +40,30 @@ class CastProduct(torch.autograd.Function):
     """`linear(x, weight, bias)` for the bytes of a float8 weight, cast to the dtype of `x` in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: "Tensor", stored: "Tensor", bias: "Tensor | None") -> "Tensor":
+    def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(stored)
         return functional.linear(x, stored.view(FLOAT8).to(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: "Tensor") -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         (stored,) = ctx.saved_tensors
         return gradient.matmul(stored.view(FLOAT8).to(gradient.dtype)), None, None
 
 
 class FrozenLinear(nn.Linear):
-    """A Linear whose weight is quantized; `freeze` makes one of a layer in place."""
+    """A Linear whose weight is quantized. Made of a layer in place, by its class: to all others it stays a Linear."""
 
-    def forward(self, input: "Tensor") -> "Tensor":
+    def forward(self, input: Tensor) -> Tensor:
         function = CastProduct if self.weight.dtype == torch.uint8 else FrozenProduct
         product: Tensor = function.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return product
 
 
-def as_float8(layer: nn.Linear) -> nn.Parameter:
-    """The weight of `layer` cast to float8 (e4m3) as it is, without scales; what is beyond 448 is lost.
+def quantize_layerwise(layer: nn.Linear) -> None:
+    """Cast the weight of `layer` to float8 (e4m3) as it is, without scales; what is beyond 448 is lost.
 
     Kept as bytes: peft would round the adapter of a layer whose weight has a floating dtype to that dtype.
     """
-    return nn.Parameter(layer.weight.data.to(FLOAT8).view(torch.uint8), requires_grad=False)
-
-
-def freeze(layer: nn.Linear) -> None:
-    """Let `layer`, whose weight is quantized, keep less for its backward pass. It stays a Linear to everyone else."""
+    layer.weight = nn.Parameter(layer.weight.data.to(FLOAT8).view(torch.uint8), requires_grad=False)
     layer.__class__ = FrozenLinear

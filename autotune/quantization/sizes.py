@@ -1,4 +1,9 @@
-"""Sizes that decide how many bytes quantized weights take, and how many more while they are quantized."""
+"""Sizes that decide how many bytes quantized weights take, and how many while they are quantized. Needs no torch."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NF4_BLOCK = 64
 """Weights per absolute maximum."""
@@ -7,4 +12,9 @@ NESTED_BLOCK = 256
 
 SLICE_BYTES = 4 << 20
 CPU_SLICE_BYTES = 1 << 20
-"""Of a weight, quantized at a time: the smaller stays in a processor's caches; on a GPU it would be launches."""
+"""Bytes of a weight to quantize at a time: the smaller stays in a CPU's caches; on a GPU it would be launches."""
+
+
+def slice_bytes_of(weight: "Tensor") -> int:
+    """Bytes of `weight` to quantize at a time."""
+    return CPU_SLICE_BYTES if weight.is_cpu else SLICE_BYTES

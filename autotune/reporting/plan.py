@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from autotune.knobs import KNOBS, shown
+from autotune.knobs import KNOBS, describe_caching
 from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
 from autotune.schema import (
     Bucket,
@@ -118,7 +118,7 @@ def knob_lines(space: SearchSpace) -> list[str]:
 
 def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
     """The chosen settings, one per line."""
-    return [f"{knob.title:<14} {knob.shown(getattr(settings, knob.name), workload)}" for knob in KNOBS]
+    return [f"{knob.title:<14} {knob.describe(getattr(settings, knob.name), workload)}" for knob in KNOBS]
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
@@ -127,7 +127,7 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     several = [f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"]
     return [
         *settings_lines(plan.frozen.settings, plan.frozen.workload.share(hardware.num_processes)),
-        f"text encoder   {shown(plan.frozen.caching)}",
+        f"text encoder   {describe_caching(plan.frozen.caching)}",
         *(several if hardware.num_processes > 1 else ()),
         f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",

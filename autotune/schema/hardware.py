@@ -6,6 +6,7 @@ What is unknown is None, never 0, and `HardwareProfile.provenance` tells where e
 import re
 from typing import Literal, Self
 
+from packaging.version import InvalidVersion, Version
 from pydantic import Field, model_validator
 
 from autotune.schema.base import TRIAL_PROTOCOL_VERSION, Frozen, NaturalInt, PositiveInt, digest_of
@@ -116,6 +117,14 @@ class Versions(Frozen):
     kernels: str | None = None
     """The package that fetches prebuilt attention kernels."""
     sageattention: str | None = None
+
+    def has(self, library: str, min_version: str = "0") -> bool:
+        """Whether a library, by its field, is there in `min_version` or a newer one, compared as versions."""
+        version: str | None = getattr(self, library)
+        try:
+            return version is not None and Version(version.split("+")[0]) >= Version(min_version)
+        except InvalidVersion:
+            return False
 
 
 class Capability(Frozen):

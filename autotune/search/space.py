@@ -98,7 +98,8 @@ def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
     wrong = {
         choice: unavailable[name]
         for choice in (*choices.admitted, *choices.on_request)
-        if (parity := knob.parity(choice)) and (name := parity_capability(knob.name, parity.runs)) in unavailable
+        if (parity := knob.parity(choice))
+        and (name := parity_capability(knob.name, parity.checked_choice)) in unavailable
     }
     return Choices(
         admitted=tuple(choice for choice in choices.admitted if choice not in wrong),

@@ -5,14 +5,13 @@ Weights are judgments of how much each shifts step time and memory; a local tria
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from autotune.knobs import prefers_cudnn
-from autotune.schema import HardwareProfile, TrialResult, Workload, mean_text_tokens
-from autotune.sharing.record import LIBRARIES, Machine, Record, shareable_machine, workload_class
+from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, prefers_cudnn
+from autotune.schema import Candidate, HardwareProfile, TrialResult, Workload, mean_text_tokens
+from autotune.sharing.record import Machine, Record, shareable_machine, workload_class
 from autotune.training import KEY_NAMES
 
 Value = str | float | None
@@ -48,11 +47,7 @@ class Difference(NamedTuple):
 
 def _rate(prefix: str) -> Callable[[Machine], Value]:
     """The fastest measured rate of a kind: shapes differ between versions of the probe."""
-
-    def fastest(machine: Machine) -> Value:
-        return max((rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None)
-
-    return fastest
+    return lambda machine: max((rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None)
 
 
 def _training_cores(machine: Machine) -> Value:
@@ -169,11 +164,21 @@ def unusable_trials(record: Record, hardware: HardwareProfile) -> dict[int, str]
     native_is_cudnn = any(prefers_cudnn(hardware.changed(versions=versions)) for versions in (ours, theirs))
     found = {}
     for index, trial in enumerate(record.trials):
-        for library, (knob, choices) in LIBRARIES.items():
-            here, there, choice = getattr(ours, library), getattr(theirs, library), getattr(trial.candidate, knob)
-            if here != there and re.match(choices, choice) and (choice != "native" or native_is_cudnn):
+        for library in _libraries(trial.candidate, native_is_cudnn):
+            here, there = getattr(ours, library), getattr(theirs, library)
+            if here != there:
                 found[index] = f"trials on {library}: {there or 'none'} there, {here or 'none'} here"
     return found
+
+
+def _libraries(candidate: Candidate, native_is_cudnn: bool) -> Iterator[str]:
+    """Fields of `Versions` that decide how the candidate runs, beside those that decide for every trial."""
+    attention = ATTENTION_BACKENDS.get(candidate.attention)
+    for entry in (attention, WEIGHT_FORMATS.get(candidate.quantization)):
+        if entry is not None and entry.needs.library is not None:
+            yield entry.needs.library
+    if attention and (attention.kernel == "cudnn" or (attention.kernel == "fused" and native_is_cudnn)):
+        yield "cudnn"
 
 
 def usable_trials(record: Record, hardware: HardwareProfile) -> tuple[TrialResult, ...]:

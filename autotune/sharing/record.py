@@ -8,13 +8,13 @@ A file keeps the bytes it was written with: a record of an older schema is migra
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput
 from autotune.families import FAMILIES
 from autotune.runtime import __version__
@@ -44,17 +44,6 @@ MAX_TRIALS = 512
 MAX_TEXT_LENGTH = 160
 MIN_CONCLUSIVE_TRIALS = 3
 """A search of fewer trials has compared next to nothing: its winner is no answer for others."""
-LIBRARIES: Mapping[str, tuple[str, str]] = {
-    "torchao": ("quantization", r"torchao"),
-    "bitsandbytes": ("quantization", r"bnb|bitsandbytes"),
-    "flash_attn": ("attention", r"_?flash(?!.*hub)"),
-    "kernels": ("attention", r".*hub"),
-    "xformers": ("attention", r"xformers"),
-    "cudnn": ("attention", r"_native_cudnn|native$"),
-    "sageattention": ("attention", r"_?sage"),
-}
-"""Field of `Versions`: a knob, and a pattern of those of its values that use the library. The library's version matters
-to trials of these values alone. `native` runs on cuDNN if torch prefers that (`knobs.attention`)."""
 EXPECTED_FIELDS = frozenset({"evidence", "step_seconds", "peak_memory_bytes", "process_memory_bytes"})
 """Fields of the expectation that are shared: what the rest of a job takes and what its machine costs stay private."""
 TRIAL_FIELDS = frozenset(
@@ -80,7 +69,7 @@ class Machine(Frozen):
     """A machine as far as its measurements depend on it. Never its name, its user, its paths or its serial numbers."""
 
     match_keys: dict[str, str | None] = Field(min_length=1, max_length=32)
-    """Facts that decide for every trial; libraries decide only for the trials that used them (`LIBRARIES`)."""
+    """Facts that decide for every trial; libraries decide only for the trials that used them."""
     device_name: str
     total_memory_bytes: int | None
     budget_bytes: int = NaturalInt
@@ -285,9 +274,9 @@ def shareable_trial(trial: TrialResult) -> TrialResult:
 
 def shareable_machine(hardware: HardwareProfile) -> Machine:
     """The part of a hardware profile that is shared and compared."""
-    device = hardware.device
+    device, libraries = hardware.device, {each.needs.library for each in WEIGHT_FORMATS.values()}
     return Machine(
-        match_keys={key: _public_version(value) for key, value in hardware.match_keys.items() if key not in LIBRARIES},
+        match_keys={key: _public_version(value) for key, value in hardware.match_keys.items() if key not in libraries},
         device_name=device.name,
         total_memory_bytes=device.total_memory_bytes,
         budget_bytes=device.budget_bytes,

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from autotune.backends import Registry
 from autotune.families import Family, ResolvedModel
 from autotune.knobs import KNOBS, Parity, Precision, TuningContext, parity_capability
 from autotune.runtime import __version__, data_path, write_text_atomic
@@ -33,9 +34,7 @@ ParityRequest = GradientRequest | UpdateRequest
 
 
 def check_parity(
-    context: TuningContext,
-    choices: Mapping[str, Sequence[Choice]],
-    model: ResolvedModel,
+    context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
 ) -> HardwareProfile:
     """The hardware profile with a capability for each of `choices` that changes what is computed.
 
@@ -66,7 +65,7 @@ def check_parity(
 
 def judge_parity(knob: str, parity: Parity, request: ParityRequest, result: float | Failure) -> tuple[Capability, bool]:
     """Whether gradients or updates under the choice agree, and whether that will be so tomorrow."""
-    name = parity_capability(knob, parity.runs)
+    name = parity_capability(knob, parity.checked_choice)
     if isinstance(result, Failure):
         reason = f"what it computes could not be checked on this machine ({result.outcome}: {result.message})"
         return Capability(name=name, available=False, reason=reason), result.outcome not in TRANSIENT_OUTCOMES
@@ -75,7 +74,7 @@ def judge_parity(knob: str, parity: Parity, request: ParityRequest, result: floa
         what = "adapter gradients"
         if knob != "precision" and (dtype := Precision().parity(request.candidate.precision)):
             allowed += dtype.tolerance
-    reason = f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} may be ({parity.because})"
+    reason = f"{what} differ by {result:.2g} from the reference's, {allowed:.2g} may be ({parity.reason})"
     if not math.isfinite(result):
         reason = f"{what} are not finite, or there are none"
     return Capability(name=name, available=result <= allowed, reason=reason), True
@@ -87,15 +86,15 @@ def _kinds_of_computation(choices: Mapping[str, Sequence[Choice]]) -> dict[str, 
     for knob in sorted(KNOBS, key=lambda knob: knob.name != "precision"):
         for choice in choices.get(knob.name, ()):
             if parity := knob.parity(choice):
-                found.setdefault(parity_capability(knob.name, parity.runs), (knob.name, parity))
+                found.setdefault(parity_capability(knob.name, parity.checked_choice), (knob.name, parity))
     return found
 
 
 def _build_request(
     context: TuningContext, tiny_config: Mapping[str, object], device: str, precision: str, knob: str, parity: Parity
 ) -> ParityRequest:
-    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.runs}
-    candidate = Candidate.model_validate({**fields, **dict(parity.needs)})
+    fields = {"micro_batch_size": 2, "checkpointed_blocks": 0, "precision": precision, knob: parity.checked_choice}
+    candidate = Candidate.model_validate({**fields, **parity.other_choices})
     if knob == "optimizer":
         return UpdateRequest(candidate, device)
     work = small_workload(context.family, context.workload)
@@ -128,6 +127,7 @@ def _verdict_file(context: TuningContext, tiny_config: Mapping[str, object], pre
         "machine": context.hardware.match_keys,
         "device": context.hardware.device.name,
         "libraries": context.hardware.versions.model_dump(mode="json"),
+        "extensions": dict(Registry.load_extensions()),
         "family": context.family.name,
         "config": json.loads(json.dumps(tiny_config, default=list)),
         "work": work,

@@ -12,7 +12,7 @@ from autotune.cost.memory import library_bytes
 from autotune.cost.predict import Predictor
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
-from autotune.hardware.rates import KERNELS
+from autotune.hardware.rates import ELEMENTWISE
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Rate
 from autotune.schema.prediction import Prediction
@@ -139,7 +139,13 @@ def test_the_backend_that_this_process_last_trained_with_changes_no_trace():
         assert own.predict(candidate).step_seconds > 0
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *ELEMENTWISE,
+        *sorted({f"dequantization.{each.stored_dtype}" for each in WEIGHT_FORMATS.values() if each.stored_dtype}),
+    ],
+)
 def test_every_kernel_that_the_probe_measures_by_itself_counts(predictor, kernel):
     storages = {"int8": "torchao-int8", "float8_e4m3fn": "torchao-fp8", "uint8": "bnb-nf4"}
     storage = storages.get(kernel.split(".")[1], "none")

@@ -5,7 +5,7 @@ import pytest
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import FAMILIES, get_family
 from autotune.families.resolve import resolve_model
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
 from autotune.trials.parity import check_parity
 from tests.gpu.conftest import CAPTIONS, work
@@ -22,7 +22,7 @@ def test_gradients_agree_or_the_choice_says_why_it_is_excluded(tmp_path, hardwar
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision],
-        "attention": [b for b in BACKENDS if f"attention.{b}" in available],
+        "attention": [b for b in Attention().names if f"attention.{b}" in available],
         "quantization": [q for q in WEIGHT_FORMATS if f"quantization.{q}" in available],
         "swapped_blocks": [0, 1],
         "compile": ["block"] if "compile" in available and hardware.device.kind == "cuda" else [],

@@ -10,7 +10,7 @@ import torch
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.knobs.allocator import VARIABLES
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import Attention
 from autotune.schema.candidate import Candidate
 from autotune.trials.runner import ProcessTrialRunner
 from autotune.trials.worker import TASKS
@@ -28,7 +28,7 @@ def test_a_forked_child_uses_the_device(runner, precision):
 
 
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", Attention().names)
 def test_every_attention_that_is_available_trains(runner, hardware, precision, name):
     capability = hardware.capability(f"attention.{name}")
     if not capability.available:

@@ -12,7 +12,7 @@ from autotune.hardware.capabilities import NO_BF16
 from autotune.hardware.diagnosis import MIN_VERSIONS, findings
 from autotune.hardware.doctor_facts import read_doctor_facts
 from autotune.hardware.probing import read_profile, with_cap, with_reserve
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import Attention
 from tests.hardware.fleet import HERE, MACHINES, SOURCES, FakeSystem, as_text, machine
 
 GIB = 2**30
@@ -316,6 +316,6 @@ def test_a_backend_that_the_machine_is_said_to_have_is_one_that_a_plan_can_choos
         if capability.name.startswith("attention.")
     ]
     assert {capability.name.removeprefix("attention.") for capability in capabilities if capability.available} <= set(
-        BACKENDS
+        Attention().names
     )
-    assert {f"attention.{backend}" for backend in BACKENDS} <= {capability.name for capability in capabilities}
+    assert {f"attention.{backend}" for backend in Attention().names} <= {capability.name for capability in capabilities}

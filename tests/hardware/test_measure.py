@@ -65,8 +65,7 @@ def test_a_cpu_is_measured_whole(small_effort):
         "operation.launch",
         *(
             f"{kernel}.{dtype}"
-            for kernel, capability in rates.KERNELS.items()
-            if capability is None
+            for kernel in rates.kernel_names(read_profile(machine("no-gpu")))
             for dtype in ("bf16", "fp32")
         ),
         "matmul.bf16.8x64x64",
@@ -140,7 +139,7 @@ def test_kernels_are_measured_on_enough_to_outlast_their_launch_and_little_enoug
     moved = []
     monkeypatch.setattr(meter, "time", lambda call: call())
     monkeypatch.setattr(meter, "rate", lambda name, work, timings, unit: moved.append(work))
-    for name in (name for name, capability in rates.KERNELS.items() if capability is None):
+    for name in rates.kernel_names(read_profile(machine("no-gpu"))):
         meter.kernel(name, "bf16")
     each = rates.BENCHMARK_SIZES["cuda"].kernel_elements / rates.BENCHMARK_SIZES["cpu"].kernel_elements
     fastest = max(gpu.memory_gb_per_second for gpu in load_catalog()) * 1e9

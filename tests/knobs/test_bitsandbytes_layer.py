@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 from bitsandbytes import functional
 from bitsandbytes import nn as bnb
 
-from autotune.quantization.bitsandbytes_layer import layer_of
+from autotune.quantization.bitsandbytes_layer import pack_int8, pack_nf4, quantize_int8, quantize_nf4
 from tests.profiled import peak_allocated_bytes
 
 WEIGHT_FORMATS = ("bnb-nf4", "bnb-int8")
+QUANTIZE = (quantize_nf4, quantize_int8)
+PACK = (pack_nf4, pack_int8)
 SLICE_BYTES = 1 << 12
 
 
@@ -26,7 +29,7 @@ SLICE_BYTES = 1 << 12
 def test_slices_give_the_bits_of_quantizing_whole(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(shape[1], shape[0], dtype=dtype)
-    four, eight = (layer_of(layer, storage, SLICE_BYTES).weight for storage in WEIGHT_FORMATS)
+    four, eight = (pack(layer.weight.data, SLICE_BYTES) for pack in PACK)
     whole, state = functional.quantize_4bit(layer.weight.data, compress_statistics=True, quant_type="nf4")
     own = four.quant_state
     assert torch.equal(four.data, whole)
@@ -45,15 +48,14 @@ def test_slices_give_the_bits_of_quantizing_whole(shape: tuple[int, int], dtype:
     assert torch.equal(eight.SCB, scales)
 
 
-@pytest.mark.parametrize("storage", WEIGHT_FORMATS)
-def test_quantizing_takes_the_result_and_some_slices(storage: str) -> None:
-    layer = nn.Linear(1024, 4096, dtype=torch.bfloat16)  # 8 MiB
-
+@pytest.mark.parametrize("pack", PACK)
+def test_quantizing_takes_the_result_and_some_slices(pack: Callable[[torch.Tensor, int], object]) -> None:
+    weight = torch.randn(4096, 1024, dtype=torch.bfloat16)  # 8 MiB
     slice_bytes = 1 << 18
-    stored = layer.weight.numel() // (2 if storage == "bnb-nf4" else 1)
-    sliced = peak_allocated_bytes(lambda: layer_of(layer, storage, slice_bytes)) - stored
+    stored = weight.numel() // (2 if pack is pack_nf4 else 1)
+    sliced = peak_allocated_bytes(lambda: pack(weight, slice_bytes)) - stored
     assert sliced < 20 * slice_bytes
-    assert sliced < (peak_allocated_bytes(lambda: layer_of(layer, storage, 1 << 30)) - stored) / 3
+    assert sliced < (peak_allocated_bytes(lambda: pack(weight, 1 << 30)) - stored) / 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,15 +85,15 @@ def test_a_pass_without_gradients_changes_no_later_one(storage: str, rows: int, 
 
 def test_a_layer_is_what_peft_and_others_know() -> None:
     layer = nn.Linear(64, 32)
-    assert type(layer_of(layer, "bnb-nf4", SLICE_BYTES)) is bnb.Linear4bit
-    assert type(layer_of(layer, "bnb-int8", SLICE_BYTES)) is bnb.Linear8bitLt
+    assert type(quantize_nf4(layer)) is bnb.Linear4bit
+    assert type(quantize_int8(layer)) is bnb.Linear8bitLt
 
 
 def test_a_layer_stays_in_the_mode_of_what_it_replaces() -> None:
-    """On a processor int8 layers in training mode leave their inputs unquantized: another algorithm than on CUDA."""
-    for storage in WEIGHT_FORMATS:
-        assert layer_of(nn.Linear(64, 32), storage, SLICE_BYTES).training
-        assert not layer_of(nn.Linear(64, 32).eval(), storage, SLICE_BYTES).training
+    """On a CPU int8 layers in training mode leave their inputs unquantized: another algorithm than on CUDA."""
+    for quantize in QUANTIZE:
+        assert quantize(nn.Linear(64, 32)).training
+        assert not quantize(nn.Linear(64, 32).eval()).training
 
 
 def test_importing_it_says_nothing() -> None:

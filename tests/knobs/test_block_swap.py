@@ -63,8 +63,8 @@ def test_gradients_are_bit_equal(storage, num_swapped):
 def test_at_most_two_blocks_visit_at_a_time_and_homes_are_never_written():
     model = Model()
     swap = BlockSwap(model.blocks, CPU)
-    homes = {id(home) for places in swap.places for _, _, home in places}
-    values = [home.clone() for places in swap.places for _, _, home in places]
+    homes = {id(weight.on_host) for weights in swap.weights for weight in weights}
+    values = [weight.on_host.clone() for weights in swap.weights for weight in weights]
     seen = []
 
     def visiting(*_: object) -> None:
@@ -75,7 +75,7 @@ def test_at_most_two_blocks_visit_at_a_time_and_homes_are_never_written():
     gradients(model)
     assert len(seen) == 20  # two passes, forward and recomputed, of five blocks
     assert max(seen) == 2
-    kept = [home for places in swap.places for _, _, home in places]
+    kept = [weight.on_host for weights in swap.weights for weight in weights]
     assert all(torch.equal(value, home) for value, home in zip(values, kept, strict=True))
 
 
@@ -108,7 +108,7 @@ def test_an_adapter_that_comes_after_training_is_brought_to_the_device_too(monke
     gradients(model)
     for block in model.blocks:
         block["adapter"] = nn.Linear(32, 32)
-    monkeypatch.setattr(block_swap, "_bring", lambda block, device: brought.append((block, device)))
+    monkeypatch.setattr(block_swap, "_move_trained", lambda block, device: brought.append((block, device)))
     with torch.no_grad():
         model(torch.randn(3, 32))
     assert brought == [(block, CPU) for block in model.blocks]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autotune.errors import InvalidInput
 from autotune.families.registry import FAMILIES
 from autotune.knobs.base import TuningContext
-from autotune.knobs.caching import EncoderSize, choose_caching, pinned, shown, size_of
+from autotune.knobs.caching import EncoderSize, choose_caching, describe_caching, parse_pins, size_of
 from autotune.schema.candidate import CachingSettings
 from autotune.schema.hardware import HardwareProfile
 from tests import builders
@@ -42,7 +42,7 @@ def on(
 
 
 @pytest.mark.parametrize(
-    ("setting", "expected"),
+    ("context", "expected"),
     [
         (on(22), "training device, as they are"),
         (on(11), "training device, torchao-int8"),
@@ -59,7 +59,7 @@ def on(
 )
 def test_the_encoder_of_qwen_image_goes_where_it_fits(context: TuningContext, expected: str) -> None:
     caching, reason = choose_caching(context, QWEN)
-    assert shown(caching) == expected == reason.chosen
+    assert describe_caching(caching) == expected == reason.chosen
     assert all(rejected.reason for rejected in reason.rejected)
 
 
@@ -121,9 +121,9 @@ def test_t5_is_never_stored_by_bitsandbytes() -> None:
 
 def test_pins_are_taken_over_what_fits() -> None:
     caching, reason = choose_caching(on(11), QWEN, {"text_encoder_device": "cpu"})
-    assert (shown(caching), reason.why) == ("cpu, as they are", "pinned by the user")
+    assert (describe_caching(caching), reason.why) == ("cpu, as they are", "pinned by the user")
     kept, _ = choose_caching(on(30), QWEN, {"residency": "keep"})
-    assert shown(kept) == "training device, as they are, kept"
+    assert describe_caching(kept) == "training device, as they are, kept"
     streamed, _ = choose_caching(on(30), QWEN, {"text_encoder_streamed": "true"})
     assert streamed.text_encoder_streamed
 
@@ -143,6 +143,6 @@ def test_pins_are_taken_over_what_fits() -> None:
 )
 def test_a_pin_that_cannot_be_is_refused_with_a_hint(pins: dict[str, str], words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        pinned(pins, on(24))
+        parse_pins(pins, on(24))
     assert words in caught.value.message
     assert caught.value.hint

@@ -5,11 +5,12 @@ import pytest
 import torch
 from diffusers.hooks import apply_layerwise_casting
 from torch import nn
-from torchao.quantization import quantize_
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-from autotune.quantization.layers import quantize_inside, torchao_config
+from autotune.quantization.layers import quantize_inside
 
 WEIGHT_FORMATS = ("torchao-int8", "torchao-fp8", "layerwise-fp8")
+TORCHAO = {"torchao-int8": Int8WeightOnlyConfig(), "torchao-fp8": Float8WeightOnlyConfig()}
 
 
 class Cast(nn.Linear):
@@ -25,8 +26,8 @@ def pair(storage: str, dtype: torch.dtype, *, bias: bool = True) -> tuple[nn.Lin
     for kind in (Cast if storage == "layerwise-fp8" else nn.Linear, nn.Linear):
         torch.manual_seed(0)
         layers.append(kind(64, 96, bias=bias).to(dtype).requires_grad_(False))
-    if storage != "layerwise-fp8":
-        quantize_(layers[0], torchao_config(storage))
+    if storage in TORCHAO:
+        quantize_(layers[0], TORCHAO[storage])
     quantize_inside([layers[1]], storage)("", layers[1])
     return layers[0], layers[1]
 

@@ -3,23 +3,23 @@
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import quantize_
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-from autotune.knobs import quantization
-from autotune.quantization.layers import quantized_in_slices, torchao_config
+from autotune.quantization.torchao_layer import quantize_in_slices
 from tests.profiled import peak_allocated_bytes
 
+CONFIGS = [Int8WeightOnlyConfig(), Float8WeightOnlyConfig()]
 
-@pytest.mark.parametrize("choice", ["torchao-int8", "torchao-fp8"])
+
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("rows", [1, 7, 64, 65])
-def test_slices_give_the_same_bits(choice: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_give_the_same_bits(config: object, rows: int) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(48, rows, dtype=torch.bfloat16)
-    monkeypatch.setattr(quantization, "CPU_SLICE_BYTES", 16 * 48 * 2)
-    weight = quantized_in_slices(layer, torchao_config(choice))
+    weight = quantize_in_slices(layer.weight.data, config, slice_bytes=16 * 48 * 2)
     whole = nn.Linear(48, rows, dtype=torch.bfloat16)
     whole.load_state_dict(layer.state_dict())
-    quantize_(whole, torchao_config(choice))
+    quantize_(whole, config)
     names, context = whole.weight.__tensor_flatten__()
     assert type(weight.data) is type(whole.weight.data)
     assert weight.__tensor_flatten__() == (names, context)
@@ -31,12 +31,10 @@ def test_slices_give_the_same_bits(choice: str, rows: int, monkeypatch: pytest.M
     assert nn.functional.linear(x, weight).equal(nn.functional.linear(x, whole.weight))
 
 
-@pytest.mark.parametrize("choice", ["torchao-int8", "torchao-fp8"])
-def test_working_memory_is_of_a_slice(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", CONFIGS)
+def test_working_memory_is_of_a_slice(config: object) -> None:
     layer = nn.Linear(1024, 4096, dtype=torch.bfloat16)  # 8 MiB
-    monkeypatch.setattr(quantization, "CPU_SLICE_BYTES", 1 << 18)
-
-    stored = 4 << 20
-    sliced = peak_allocated_bytes(lambda: quantized_in_slices(layer, torchao_config(choice))) - stored
-    assert sliced < 20 * (1 << 18)
-    assert sliced < (peak_allocated_bytes(lambda: quantize_(layer, torchao_config(choice))) - stored) / 3
+    slice_bytes, stored = 1 << 18, 4 << 20
+    sliced = peak_allocated_bytes(lambda: quantize_in_slices(layer.weight.data, config, slice_bytes)) - stored
+    assert sliced < 20 * slice_bytes
+    assert sliced < (peak_allocated_bytes(lambda: quantize_(layer, config)) - stored) / 3

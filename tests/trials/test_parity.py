@@ -56,18 +56,20 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
         for choice in choices:
             if rule := knob.parity(choice):
                 precision = str(choice) if name == "precision" else "fp32"
-                request = request_of(family, **{"precision": precision, name: rule.runs, **dict(rule.needs)})
+                request = request_of(
+                    family, **{"precision": precision, name: rule.checked_choice, **rule.other_choices}
+                )
                 error = gradient_error(request, child)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
 
 
 def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[torch.Tensor] = []
-    copy = BlockSwap._copied
-    monkeypatch.setattr(BlockSwap, "_copied", lambda swap, part: copied.append(part) or copy(swap, part))
+    copy = BlockSwap._copy_to_device
+    monkeypatch.setattr(BlockSwap, "_copy_to_device", lambda swap, part: copied.append(part) or copy(swap, part))
     rule = next(knob for knob in KNOBS if knob.name == "swapped_blocks").parity(1)
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.runs, **dict(rule.needs))
+    request = request_of("qwen-image", precision="fp32", swapped_blocks=rule.checked_choice, **rule.other_choices)
     assert gradient_error(request, ChildState()) <= rule.tolerance
     assert copied
 
@@ -113,7 +115,7 @@ def test_compiled_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compiled, backend="aot_eager"))
     rule = next(knob for knob in KNOBS if knob.name == "compile").parity("block")
     assert rule is not None
-    request = request_of("qwen-image", precision="fp32", compile=rule.runs)
+    request = request_of("qwen-image", precision="fp32", compile=rule.checked_choice)
     assert gradient_error(request, ChildState()) <= rule.tolerance
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from evidence import Evidence, ReservingTrial, begin, candidate, precision_of, workload_of
 
-from autotune.backends import LAYERWISE
 from autotune.cost.predict import Predictor
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
@@ -46,7 +45,7 @@ WORKS = (
     Work(1024, 16, 2, ((1, ALL), (1, SOME), (1, HALF), (1, FEW), (1, NONE), (2, ALL), (2, HALF), (2, NONE),
                        (1, ALL, "none", "_native_cudnn"), (1, NONE, "none", "_native_cudnn"),
                        (1, ALL, INT8), (1, NONE, INT8), (1, ALL, FP8), (1, NONE, FP8), (1, ALL, NF4), (1, NONE, NF4),
-                       (1, ALL, LAYERWISE), (1, NONE, LAYERWISE)),
+                       (1, ALL, "layerwise-fp8"), (1, NONE, "layerwise-fp8")),
          padding="masked"),
     Work(512, 64, 4, ((4, ALL), (4, NONE), (1, NONE), (4, ALL, INT8), (4, NONE, NF4))),
     Work(1328, 8, 1, ((1, ALL), (1, HALF), (1, NONE), (1, ALL, FP8))),

@@ -13,7 +13,7 @@ from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
 from autotune.hardware.store import cached_profile
-from autotune.knobs.attention import BACKENDS
+from autotune.knobs.attention import Attention
 from autotune.knobs.base import TuningContext
 from autotune.schema.hardware import HardwareProfile
 from autotune.trials.parity import check_parity
@@ -43,7 +43,7 @@ def gradients(name: str, padding: str, hardware: HardwareProfile, evidence: Evid
     available = {capability.name for capability in hardware.capabilities if capability.available}
     choices = {
         "precision": [precision_of(hardware)],
-        "attention": [name for name in BACKENDS if f"attention.{name}" in available],
+        "attention": [name for name in Attention().names if f"attention.{name}" in available],
         "quantization": [name for name in WEIGHT_FORMATS if f"quantization.{name}" in available],
     }
     model = evidence.model(name)
