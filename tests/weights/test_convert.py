@@ -64,7 +64,7 @@ def test_every_dtype_metadata_and_the_name_of_a_text_encoders_files_stay(tmp_pat
         ("model", "model", (), InvalidInput, "read from"),
         ("model/" + INDEX, "other/../model", (), InvalidInput, "read from"),
         ("model", "out.safetensors", (), InvalidInput, "is a file"),
-        ("model", "out", ("--max-shard-size", "ten"), InvalidInput, "no amount"),
+        ("model", "out", ("--max-shard-size", "ten"), InvalidInput, "not an amount"),
         ("pipeline", "out", (), InvalidInput, "whole pipeline"),
         ("model", "vae", (), InvalidInput, "holds another model"),
         ("adapter", "out", (), InvalidInput, "not a model"),
