@@ -6,13 +6,11 @@ Names are dotted, `<group>.<choice>`, the choice under the name that its knob an
     attention.<name>                            attention backends (`autotune.backends`)
     quantization.<name>                         formats of frozen weights (`autotune.backends`)
     compile                                     torch.compile with a working triton and compiler
-    gds                                         GPU direct storage
+    gds                                         GPUDirect Storage
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from packaging.version import InvalidVersion, Version
 
 from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, Requirements
 from autotune.schema import Capability, Device, Host, Versions
@@ -27,142 +25,121 @@ class Machine:
     versions: Versions
 
 
-Need = Callable[[Machine], str | None]
-"""Why the machine does not meet the need; None if it does."""
+Obstacle = Callable[[Machine], str | None]
+"""Why a machine cannot use a feature; None if this does not prevent it."""
+NONE_NEEDED = Requirements()
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A feature, available if every need is met; `why` is the reason that is shown then."""
+    """A feature, available if its needs are met and there is no obstacle; `why` is the reason that is shown then."""
 
     name: str
     why: str
-    needs: tuple[Need, ...] = ()
+    needs: Requirements = NONE_NEEDED
+    obstacles: tuple[Obstacle, ...] = ()
 
 
-def older(version: str | None, least: str) -> bool:
-    """Whether `version` is absent, unreadable or below `least`, compared as versions (so "9.0" < "13.0")."""
-    try:
-        return version is None or Version(version.split("+")[0]) < Version(least)
-    except InvalidVersion:
-        return True
+def unmet(needs: Requirements, machine: Machine) -> str | None:
+    """The first of the requirements that the machine does not meet, in words; None if it meets all."""
+    device, versions, library = machine.device, machine.versions, needs.library
+    if needs.device_kinds and device.kind not in needs.device_kinds:
+        return f"needs {' or '.join(needs.device_kinds)}, this is {device.kind}"
+    own = device.compute_capability
+    if device.kind == "cuda" and (own is None or own < needs.compute_capability):
+        return f"hardware: needs compute capability {_dotted(needs.compute_capability)}, this is {_dotted(own)}"
+    if library is None:
+        return None
+    minimum = (needs.min_version_on_cpu if device.kind == "cpu" else None) or needs.min_version
+    if versions.has(library, minimum):
+        return None
+    if (version := getattr(versions, library)) is None:
+        return f"package: {library} is not installed"
+    return f"package: needs {library} {minimum}, this is {version}"
 
 
-def on(*kinds: str) -> Need:
-    """Only on devices of these kinds."""
-    return lambda m: None if m.device.kind in kinds else f"needs {' or '.join(kinds)}, this is {m.device.kind}"
+def missing_compiler(machine: Machine) -> str | None:
+    """Triton and inductor call a C compiler."""
+    return None if machine.host.compiler else "no C compiler on PATH: install gcc or clang"
 
 
-def capability(least: tuple[int, int]) -> Need:
-    """On CUDA, at least this compute capability; other kinds pass."""
-
-    def need(m: Machine) -> str | None:
-        own = m.device.compute_capability
-        if m.device.kind != "cuda" or (own is not None and own >= least):
-            return None
-        return f"hardware: needs compute capability {_dotted(least)}, this is {_dotted(own)}"
-
-    return need
+def missing_triton(machine: Machine) -> str | None:
+    """torch.compile generates GPU code by triton."""
+    missing = machine.device.kind == "cuda" and machine.versions.triton is None
+    return "package: triton is not installed" if missing else None
 
 
-def package(field: str, least: str = "0") -> Need:
-    """A package of at least this version; `field` is one of `Versions`."""
-
-    def need(m: Machine) -> str | None:
-        version = getattr(m.versions, field)
-        if version is None:
-            return f"package: {field} is not installed"
-        return f"package: needs {field} {least}, this is {version}" if older(version, least) else None
-
-    return need
+def slow_fp16(machine: Machine) -> str | None:
+    """CPUs emulate fp16 arithmetic."""
+    return "hardware: fp16 products are very slow on a CPU" if machine.device.kind == "cpu" else None
 
 
-def never(reason: str) -> Need:
-    """On no machine."""
-    return lambda _: reason
+def missing_gpu_direct_storage(machine: Machine) -> str | None:
+    """GPUDirect Storage needs Linux, or WSL, and its kernel module."""
+    if machine.host.memory_model not in ("linux", "wsl"):
+        return f"needs Linux, this is {machine.host.system}"
+    if machine.host.gpu_direct_storage:
+        return None
+    return "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
 
 
-def compiler(m: Machine) -> str | None:
-    """A C compiler, which triton and inductor call."""
-    return None if m.host.compiler else "no C compiler on PATH: install gcc or clang"
-
-
-def linux(m: Machine) -> str | None:
-    """Linux, natively or under WSL."""
-    return None if m.host.memory_model in ("linux", "wsl") else f"needs Linux, this is {m.host.system}"
-
-
-def triton(m: Machine) -> str | None:
-    """Triton, by which torch.compile generates GPU code."""
-    return package("triton")(m) if m.device.kind == "cuda" else None
-
-
-def fast_fp16(m: Machine) -> str | None:
-    """fp16 arithmetic in hardware, which CPUs emulate."""
-    return "hardware: fp16 products are very slow on a CPU" if m.device.kind == "cpu" else None
-
-
-def storage_device(m: Machine) -> str | None:
-    """The kernel module of GPUDirect Storage."""
-    return None if m.host.gpu_direct_storage else "/dev/nvidia-fs0 does not exist: the nvidia-fs module is not loaded"
-
-
-def requirements(needs: Requirements) -> tuple[Need, ...]:
-    """What an attention backend or a weight format needs, each by itself."""
-    found = [on(*needs.device_kinds)] if needs.device_kinds else []
-    found.append(capability(needs.compute_capability))
-    if needs.library is None:
-        return tuple(found)
-    library, on_cpu = needs.library, needs.min_version_on_cpu or needs.min_version
-    return (*found, lambda m: package(library, on_cpu if m.device.kind == "cpu" else needs.min_version)(m))
-
-
-CUDA = on("cuda")
 BF16 = (8, 0)
+"""Lowest compute capability with bf16 arithmetic."""
 NO_BF16 = "this GPU has no bf16"
-"""How the note begins that says so."""
+"""How the note about that begins."""
 CUDA_13 = (7, 5)
-"""The least compute capability that CUDA 13 knows."""
+"""Lowest compute capability that CUDA 13 supports."""
+
 
 RULES: tuple[Rule, ...] = (
     Rule("precision.fp32", "everywhere"),
-    Rule("precision.bf16", "bf16 arithmetic", (on("cuda", "cpu", "mps"), capability(BF16))),
-    Rule("precision.fp16", "fp16 arithmetic", (fast_fp16, capability((7, 0)))),
-    Rule("precision.tf32", "tensor cores round fp32 inputs", (CUDA, capability((8, 0)))),
-    Rule("precision.fp8", "fp8 matrix units", (CUDA, capability((8, 9)))),
+    Rule("precision.bf16", "bf16 arithmetic", Requirements(("cuda", "cpu", "mps"), BF16)),
+    Rule("precision.fp16", "fp16 arithmetic", Requirements(compute_capability=(7, 0)), (slow_fp16,)),
+    Rule("precision.tf32", "tensor cores round fp32 inputs", Requirements(("cuda",), (8, 0))),
+    Rule("precision.fp8", "fp8 matrix units", Requirements(("cuda",), (8, 9))),
     Rule(
-        "compile", "a compiler and what it needs are there", (on("cuda", "cpu"), compiler, triton, capability((7, 0)))
+        "compile",
+        "a compiler and what it needs are there",
+        Requirements(("cuda", "cpu"), (7, 0)),
+        (missing_compiler, missing_triton),
     ),
-    Rule("gds", "reads go from disk to GPU", (CUDA, linux, storage_device)),
+    Rule("gds", "reads go from disk to GPU", Requirements(("cuda",)), (missing_gpu_direct_storage,)),
 )
 
 
 def capabilities_of(device: Device, host: Host, versions: Versions) -> tuple[Capability, ...]:
     """Every capability of a machine, available or not, in the table's order."""
     machine = Machine(device, host, versions)
-    return tuple(_gate(rule, machine) for rule in (*RULES, *_rules_of_backends()))
+    return tuple(_evaluate(rule, machine) for rule in (*RULES, *_backend_rules()))
 
 
-def _rules_of_backends() -> Iterator[Rule]:
+def _backend_rules() -> Iterator[Rule]:
     for backend in ATTENTION_BACKENDS.values():
-        refused = (never(backend.unusable_reason),) if backend.unusable_reason else ()
-        yield Rule(backend.capability, backend.summary, refused or requirements(backend.needs))
+        if reason := backend.unusable_reason:
+            yield Rule(backend.capability, backend.summary, obstacles=(_never(reason),))
+        else:
+            yield Rule(backend.capability, backend.summary, backend.needs)
     for weight_format in WEIGHT_FORMATS.values():
-        yield Rule(weight_format.capability, weight_format.summary, requirements(weight_format.needs))
+        yield Rule(weight_format.capability, weight_format.summary, weight_format.needs)
+
+
+def _never(reason: str) -> Obstacle:
+    return lambda _: reason
+
+
+def _evaluate(rule: Rule, machine: Machine) -> Capability:
+    reasons = (unmet(rule.needs, machine), *(obstacle(machine) for obstacle in rule.obstacles))
+    missing = next(filter(None, reasons), None)
+    return Capability(name=rule.name, available=missing is None, reason=missing or rule.why)
 
 
 def without_bf16(device: Device) -> tuple[str, ...]:
-    """What to tell of a card that cannot train in bf16; nothing where one can."""
+    """The note on a card that cannot train in bf16; none on other devices."""
     own = device.compute_capability
     if device.kind != "cuda" or own is None or own >= BF16:
         return ()
-    why = f"compute capability {_dotted(own)}, it takes {_dotted(BF16)}"
+    why = f"compute capability {_dotted(own)}, bf16 needs {_dotted(BF16)}"
     return (f"{NO_BF16} ({why}): it trains in fp32, without its tensor cores; fp16 training is not offered",)
-
-
-def _gate(rule: Rule, machine: Machine) -> Capability:
-    missing = next(filter(None, (need(machine) for need in rule.needs)), None)
-    return Capability(name=rule.name, available=missing is None, reason=missing or rule.why)
 
 
 def _dotted(own: tuple[int, int] | None) -> str:

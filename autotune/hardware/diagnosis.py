@@ -7,11 +7,11 @@ that a driver needs before one is installed. Each check is pure: facts in, findi
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from autotune.hardware.capabilities import CUDA_13, older
+from autotune.hardware.capabilities import CUDA_13
 from autotune.hardware.catalog import find_gpu
 from autotune.hardware.doctor_facts import DoctorFacts, Gpu, read_doctor_facts
 from autotune.hardware.sources import RealSystem
-from autotune.schema import Frozen
+from autotune.schema import Frozen, Versions
 
 GIB = 2**30
 MIN_HOST_BYTES = 32 * GIB
@@ -56,15 +56,15 @@ def findings(facts: DoctorFacts) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: get_args(Severity).index(finding.severity)))
 
 
-def torch_fix(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
+def torch_fix(versions: Versions, gpus: tuple[Gpu, ...]) -> str:
     """How to install a torch (>= 2.11) that runs here. Builds of 2.13: cu126, cu129, cu130, cu132, rocm and cpu."""
     capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
-    outdated = driver is not None and older(driver, MIN_DRIVERS["12"])  # it runs none of them
+    outdated = versions.driver is not None and not versions.has("driver", MIN_DRIVERS["12"])  # it runs none of them
     first = "update the driver to 580 or newer, then " if outdated else ""
     build = "cu129" if any(own >= (10, 0) for own in capabilities) else "cu126"
-    if driver is None and not gpus:
+    if versions.driver is None and not gpus:
         build = "cpu"
-    elif (outdated or not older(driver, MIN_DRIVERS["13"])) and not any(map(_needs_cuda_12, gpus)):
+    elif (outdated or versions.has("driver", MIN_DRIVERS["13"])) and not any(map(_needs_cuda_12, gpus)):
         build = "cu130"
     return f"{first}install the {build} build of torch 2.11 or newer (pytorch.org, 'Get started', 'Compute platform')"
 
@@ -72,7 +72,7 @@ def torch_fix(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
 def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
     """Torch is installed, is built for NVIDIA, and the driver can run it."""
     versions, cuda = facts.versions, facts.versions.cuda_runtime
-    get = torch_fix(versions.driver, facts.gpus)
+    get = torch_fix(versions, facts.gpus)
     if versions.torch is None:
         yield Finding(severity="blocks", name="no-torch", what="torch is not installed", fix=get)
     elif facts.rocm is not None:
@@ -82,17 +82,16 @@ def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
         what = f"torch {versions.torch} is built without CUDA, so {facts.gpus[0].name} is not used"
         yield Finding(severity="blocks", name="cpu-only-torch", what=what, fix=get)
     elif cuda is not None and versions.driver is not None:
-        least = MIN_DRIVERS.get(cuda.split(".")[0])
-        if least is not None and older(versions.driver, least):
-            what = (
-                f"driver {versions.driver} is too old for torch {versions.torch} (CUDA {cuda}): needs {least} or newer"
-            )
+        minimum = MIN_DRIVERS.get(cuda.split(".")[0])
+        if minimum is not None and not versions.has("driver", minimum):
+            too_old = f"driver {versions.driver} is too old for torch {versions.torch} (CUDA {cuda})"
+            what = f"{too_old}: needs {minimum} or newer"
             fix = get if get.startswith("update") else f"update the driver; or {get}"
             yield Finding(severity="blocks", name="driver-too-old", what=what, fix=fix)
         elif cuda.startswith("12.") and not any(map(_needs_cuda_12, facts.gpus)):
             what = f"torch {versions.torch} is built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
             yield Finding(severity="note", name="cuda-12", what=what, fix="driver 580 or newer runs CUDA 13 builds")
-    if versions.torch is not None and older(versions.torch, "2.11"):
+    if versions.torch is not None and not versions.has("torch", "2.11"):
         what = f"torch {versions.torch} is older than autotune is tested with"
         yield Finding(severity="hurts", name="old-torch", what=what, fix=get)
 
@@ -103,7 +102,7 @@ def _needs_cuda_12(gpu: Gpu) -> bool:
 
 def check_old_card(facts: DoctorFacts) -> Iterator[Finding]:
     """CUDA 13 dropped everything before 7.5."""
-    cuda13 = not older(facts.versions.cuda_runtime, "13.0")
+    cuda13 = facts.versions.has("cuda_runtime", "13.0")
     for gpu in facts.gpus:
         if cuda13 and _needs_cuda_12(gpu):
             what = "{} has compute capability {}.{}; CUDA 13 needs 7.5".format(gpu.name, *gpu.compute_capability or ())
@@ -217,11 +216,12 @@ def check_disk(facts: DoctorFacts) -> Iterator[Finding]:
 
 def check_packages(facts: DoctorFacts) -> Iterator[Finding]:
     """Packages that are too old, do harm, or are missing and would help."""
-    for name, least in MIN_VERSIONS.items():
+    for name, minimum in MIN_VERSIONS.items():
         version = getattr(facts.versions, name)
-        if version is not None and older(version, least):
-            what = f"{name} {version} is installed; autotune needs {least} or newer"
-            yield Finding(severity="blocks", name=f"old-{name}", what=what, fix=f"pip install '{name}>={least}'")
+        if version is not None and not facts.versions.has(name, minimum):
+            what = f"{name} {version} is installed; autotune needs {minimum} or newer"
+            fix = f"pip install '{name}>={minimum}'"
+            yield Finding(severity="blocks", name=f"old-{name}", what=what, fix=fix)
     if facts.attention is not None and facts.attention.startswith("sage"):
         what = f"DIFFUSERS_ATTN_BACKEND={facts.attention}: SageAttention has no backward, so nothing is learned"
         fix = "unset DIFFUSERS_ATTN_BACKEND; autotune chooses an attention that trains"

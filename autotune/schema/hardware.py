@@ -132,7 +132,7 @@ class Versions(Frozen):
     sageattention: str | None = None
 
     def has(self, library: str, min_version: str = "0") -> bool:
-        """Whether a library, by its field, is there in `min_version` or a newer one, compared as versions."""
+        """Whether `library`, a field, is installed in `min_version` or newer, compared as versions ("9.0" < "13.0")."""
         version: str | None = getattr(self, library)
         try:
             return version is not None and Version(version.split("+")[0]) >= Version(min_version)
