@@ -12,10 +12,8 @@ Names are dotted, `<group>.<choice>`, the choice under the name that its knob an
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from packaging.version import InvalidVersion, Version
-
 from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, Requirements
-from autotune.schema import Capability, Device, Host, Versions
+from autotune.schema import Capability, Device, Host, Versions, is_older
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,6 @@ class Rule:
     name: str
     why: str
     needs: tuple[Need, ...] = ()
-
-
-def older(version: str | None, least: str) -> bool:
-    """Whether `version` is absent, unreadable or below `least`, compared as versions (so "9.0" < "13.0")."""
-    try:
-        return version is None or Version(version.split("+")[0]) < Version(least)
-    except InvalidVersion:
-        return True
 
 
 def on(*kinds: str) -> Need:
@@ -72,7 +62,7 @@ def package(field: str, least: str = "0") -> Need:
         version = getattr(m.versions, field)
         if version is None:
             return f"package: {field} is not installed"
-        return f"package: needs {field} {least}, this is {version}" if older(version, least) else None
+        return f"package: needs {field} {least}, this is {version}" if is_older(version, least) else None
 
     return need
 

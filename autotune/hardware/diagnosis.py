@@ -7,11 +7,11 @@ that a driver needs before one is installed. Each check is pure: facts in, findi
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from autotune.hardware.capabilities import CUDA_13, older
+from autotune.hardware.capabilities import CUDA_13
 from autotune.hardware.catalog import find_gpu
 from autotune.hardware.doctor_facts import DoctorFacts, Gpu, read_doctor_facts
 from autotune.hardware.sources import RealSystem
-from autotune.schema import Frozen
+from autotune.schema import Frozen, is_older
 
 GIB = 2**30
 MIN_HOST_BYTES = 32 * GIB
@@ -59,12 +59,12 @@ def findings(facts: DoctorFacts) -> tuple[Finding, ...]:
 def torch_fix(driver: str | None, gpus: tuple[Gpu, ...]) -> str:
     """How to install a torch (>= 2.11) that runs here. Builds of 2.13: cu126, cu129, cu130, cu132, rocm and cpu."""
     capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
-    outdated = driver is not None and older(driver, MIN_DRIVERS["12"])  # it runs none of them
+    outdated = driver is not None and is_older(driver, MIN_DRIVERS["12"])  # it runs none of them
     first = "update the driver to 580 or newer, then " if outdated else ""
     build = "cu129" if any(own >= (10, 0) for own in capabilities) else "cu126"
     if driver is None and not gpus:
         build = "cpu"
-    elif (outdated or not older(driver, MIN_DRIVERS["13"])) and not any(map(_needs_cuda_12, gpus)):
+    elif (outdated or not is_older(driver, MIN_DRIVERS["13"])) and not any(map(_needs_cuda_12, gpus)):
         build = "cu130"
     return f"{first}install the {build} build of torch 2.11 or newer (pytorch.org, 'Get started', 'Compute platform')"
 
@@ -83,7 +83,7 @@ def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
         yield Finding(severity="blocks", name="cpu-only-torch", what=what, fix=get)
     elif cuda is not None and versions.driver is not None:
         least = MIN_DRIVERS.get(cuda.split(".")[0])
-        if least is not None and older(versions.driver, least):
+        if least is not None and is_older(versions.driver, least):
             what = (
                 f"driver {versions.driver} is too old for torch {versions.torch} (CUDA {cuda}): needs {least} or newer"
             )
@@ -92,7 +92,7 @@ def check_torch(facts: DoctorFacts) -> Iterator[Finding]:
         elif cuda.startswith("12.") and not any(map(_needs_cuda_12, facts.gpus)):
             what = f"torch {versions.torch} is built with CUDA {cuda}: works, but CUDA 12 builds are on their way out"
             yield Finding(severity="note", name="cuda-12", what=what, fix="driver 580 or newer runs CUDA 13 builds")
-    if versions.torch is not None and older(versions.torch, "2.11"):
+    if versions.torch is not None and is_older(versions.torch, "2.11"):
         what = f"torch {versions.torch} is older than autotune is tested with"
         yield Finding(severity="hurts", name="old-torch", what=what, fix=get)
 
@@ -103,7 +103,7 @@ def _needs_cuda_12(gpu: Gpu) -> bool:
 
 def check_old_card(facts: DoctorFacts) -> Iterator[Finding]:
     """CUDA 13 dropped everything before 7.5."""
-    cuda13 = not older(facts.versions.cuda_runtime, "13.0")
+    cuda13 = not is_older(facts.versions.cuda_runtime, "13.0")
     for gpu in facts.gpus:
         if cuda13 and _needs_cuda_12(gpu):
             what = "{} has compute capability {}.{}; CUDA 13 needs 7.5".format(gpu.name, *gpu.compute_capability or ())
@@ -219,7 +219,7 @@ def check_packages(facts: DoctorFacts) -> Iterator[Finding]:
     """Packages that are too old, do harm, or are missing and would help."""
     for name, least in MIN_VERSIONS.items():
         version = getattr(facts.versions, name)
-        if version is not None and older(version, least):
+        if version is not None and is_older(version, least):
             what = f"{name} {version} is installed; autotune needs {least} or newer"
             yield Finding(severity="blocks", name=f"old-{name}", what=what, fix=f"pip install '{name}>={least}'")
     if facts.attention is not None and facts.attention.startswith("sage"):

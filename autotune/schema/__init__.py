@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Provenance,
         Rate,
         Versions,
+        is_older,
     )
     from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, JobOverrides, TimestepSampling, Weighting, num_previews
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate

@@ -93,6 +93,14 @@ class Host(Frozen):
     """Whether `/dev/nvidia-fs0` exists."""
 
 
+def is_older(version: str | None, minimum: str) -> bool:
+    """Whether `version` is absent, unreadable or below `minimum`, compared as versions (so "9.0" < "13.0")."""
+    try:
+        return version is None or Version(version.split("+")[0]) < Version(minimum)
+    except InvalidVersion:
+        return True
+
+
 class Versions(Frozen):
     """Versions of what decides how a step runs; None if it is not installed."""
 
@@ -117,14 +125,6 @@ class Versions(Frozen):
     kernels: str | None = None
     """The package that fetches prebuilt attention kernels."""
     sageattention: str | None = None
-
-    def has(self, library: str, min_version: str = "0") -> bool:
-        """Whether a library, by its field, is there in `min_version` or a newer one, compared as versions."""
-        version: str | None = getattr(self, library)
-        try:
-            return version is not None and Version(version.split("+")[0]) >= Version(min_version)
-        except InvalidVersion:
-            return False
 
 
 class Capability(Frozen):

@@ -61,8 +61,8 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
     used += [("storage of text encoders", knob, storage) for _, knob, _ in used if knob.name == "quantization"]
     misfits = []
     for title, knob, value in used:
-        if defect := knob.defect(value, hardware):
-            misfits.append(f"{title}: {value} does not work here: {defect}")
+        if reason := knob.unusable_reason(value, hardware):
+            misfits.append(f"{title}: {value} does not work here: {reason}")
         elif value not in knob.names:
             misfits.append(f"{title}: this autotune knows no {value!r}")
     return tuple(misfits)
