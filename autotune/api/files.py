@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
-from autotune.data import DataReport, Reading, check_dataset
+from autotune.data import DataReport, DatasetOptions, check_dataset
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, get_family, resolve_model
 from autotune.schema import OnEvent, Progressed, StatusChanged, ignore_event
@@ -54,7 +54,7 @@ def check_data(
     control_folder = None if control is None else Path(control)
     return check_dataset(
         Path(folder),
-        Reading(caption, trigger, control_folder, num_frames=num_frames or family.defaults.num_frames),
+        DatasetOptions(caption, trigger, control_folder, num_frames=num_frames or family.defaults.num_frames),
         resolution_px=resolution_px or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
         max_side_px=family.max_side_px,

@@ -22,7 +22,7 @@ from autotune.schema import (
     read_plan,
     with_job,
 )
-from autotune.training import Wanted, fetch_weights, prepare, sample_run, train_in_processes
+from autotune.training import SampleRequest, fetch_weights, prepare, sample_run, train_in_processes
 from autotune.training import train as train_in_process
 
 ENCODED = "encoded"
@@ -82,7 +82,7 @@ def _train(plan: TrainingPlan, hardware: HardwareProfile, on_event: OnEvent, *, 
     cache = cache_path(ENCODED)
     if plan.frozen.hardware.num_processes == 1 or started_by_launcher():
         return train_in_process(plan, hardware, cache, on_event, resume=resume, trace=trace)
-    prepare(plan, hardware, resume=resume).claim.release()  # so that what is wrong is said once, before any starts
+    prepare(plan, hardware, resume=resume).lock.release()  # so that what is wrong is said once, before any starts
     return train_in_processes(plan, cache, on_event, resume=resume, trace=trace)
 
 
@@ -118,5 +118,7 @@ def sample(
     """
     silence_progress_bars()
     on_event(StatusChanged(text="sampling"))
-    wanted = Wanted(prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path))
+    wanted = SampleRequest(
+        prompt, count, seed, num_steps, tuple(map(Path, control)), None if path is None else Path(path)
+    )
     return sample_run(Path(run), read_machine(), wanted, cache_path(ENCODED), on_event)

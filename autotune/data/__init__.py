@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from autotune.data.batches import Order
+    from autotune.data.batches import BatchOrder
     from autotune.data.buckets import assign_buckets, make_buckets
     from autotune.data.cache import Cache, entry_key, tensors_digest
     from autotune.data.captions import EMPTY_CAPTION
-    from autotune.data.check import MAX_CROP, MAX_ENLARGEMENT, DataReport, check_dataset
-    from autotune.data.dataset import Dataset, Reading, read_dataset
-    from autotune.data.encode import EncodedDataset, encode_dataset
-    from autotune.data.encoders import Encoders, moved
-    from autotune.data.loader import BatchLoader, LoadedBatch
-    from autotune.data.pixels import open_image, open_pixels, to_rgb
-    from autotune.data.recipes import Identity, prompt_of
+    from autotune.data.check import MAX_CROP, MAX_UPSCALING, DataReport, check_dataset
+    from autotune.data.dataset import Dataset, DatasetOptions, read_dataset
+    from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
+    from autotune.data.encoders import Encoders, move_tensors
+    from autotune.data.entries import EncoderIdentity, make_prompt_entry
+    from autotune.data.loader import BatchLoader
+    from autotune.data.pixels import open_image, to_rgb
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

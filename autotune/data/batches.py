@@ -1,25 +1,28 @@
-"""The order of training data: which samples make up each optimizer step. Pure planning of indices.
+"""Which samples make up each optimizer step, and how they are cut into micro-batches. Pure planning of indices.
 
 The order is a function of seed, data and effective batch size alone. Neither the micro-batch size nor the number of
 processes changes which images a step sees, so tuning, a fallback or a second GPU never changes what is learned.
 
-An epoch shows every image `repeats` times. Steps are cut from the endless row of epochs, so a step may span two
-epochs and no image is lost to a remainder. Within an epoch the images of a bucket are shuffled, and the row is built
-in runs that end where steps end: each run takes as many images of one bucket, chosen at random in proportion to what
-it has left, as the open step still needs. So a step mixes buckets only where one of them runs out, or at the seam of
-two epochs; its images of one bucket then form micro-batches of as even a size as possible, and each weighs by its size.
+An epoch shows every image `repeats` times. Steps are cut from the endless sequence of epochs, so a step may span two
+epochs and no image is lost to a remainder. Within an epoch the images of a bucket are shuffled, and the sequence is
+built in runs that end where steps end: each run takes as many images of one bucket, chosen at random in proportion to
+what it has left, as the open step still needs. So a step mixes buckets only if one of them runs out, or where two
+epochs meet. Its images of one bucket form micro-batches of sizes as even as possible, and each weighs by its size.
 """
 
 import math
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
+
+PLANNED_STEPS = 32
+"""Steps planned at once: planning a single step right after a model pass took four times as long."""
 
 Chunk = Sequence[tuple[int, bool]]
-"""Images as (index, caption dropped)."""
+"""Images as (index, whether the caption is dropped)."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +31,21 @@ class MicroBatch:
 
     indices: tuple[int, ...]
     dropped: tuple[bool, ...]
-    """For each sample whether its caption is dropped."""
+    """For each sample, whether its caption is dropped."""
     weight: float
     """Share of this process's part of the step: the factor of its mean loss. The weights of a step sum to 1 on every
     process, and averaging gradients over processes then gives the mean over the effective batch."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """The endless order of a dataset.
+class BatchOrder:
+    """The endless order in which a dataset is trained on.
 
     Args:
-        groups: for each item the group (bucket) it may share a batch with.
-        repeats: for each item how often it is seen per epoch.
+        groups: group (bucket) of each item; only items of one group share a micro-batch.
+        repeats: number of times that each item is seen per epoch.
         effective_batch_size: images per optimizer step, over all processes.
-        seed: of the shuffle and of caption dropout.
+        seed: seed of the shuffle and of caption dropout.
         caption_dropout: probability that a caption is dropped, drawn anew each time an image is seen.
     """
 
@@ -59,72 +62,74 @@ class Order:
 
     @property
     def epoch_steps(self) -> int:
-        """Optimizer steps that an epoch takes, the last of them perhaps shared with the next."""
+        """Optimizer steps that an epoch takes; the last of them may be shared with the next epoch."""
         return math.ceil(self.epoch_size / self.effective_batch_size)
 
     def images(self, step: int) -> tuple[tuple[int, bool], ...]:
-        """(index, caption dropped) of every image of one step, in the order seen."""
-        position, end = step * self.effective_batch_size, (step + 1) * self.effective_batch_size
-        images: list[tuple[int, bool]] = []
-        while position < end:
-            epoch, offset = divmod(position, self.epoch_size)
-            images += self._layout(epoch)[offset : offset + end - position]
-            position = step * self.effective_batch_size + len(images)
-        return tuple(images)
+        """(index, whether the caption is dropped) of every image of one step, in the order seen."""
+        start, size = step * self.effective_batch_size, self.epoch_size
+        positions = range(start, start + self.effective_batch_size)
+        return tuple(self._epoch(position // size)[position % size] for position in positions)
 
     @cached_property
-    def _layout(self) -> Callable[[int], Chunk]:
-        """Epochs by number; the last few are kept, as a step may span several."""
-        return lru_cache(maxsize=4)(partial(_epoch, self))
+    def _epoch(self) -> Callable[[int], Chunk]:
+        """All images of an epoch, by its number; the last few epochs are cached, since a step may span several."""
+        return lru_cache(maxsize=4)(partial(_shuffle_epoch, self))
 
     def micro_batches(
         self, step: int, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
     ) -> tuple[MicroBatch, ...]:
         """What one process computes in one step; every process gets equally many images and micro-batches.
 
-        `world_size` divides the effective batch: `describe.require_even_shares` has seen to it.
+        `world_size` must divide the effective batch, as `describe.require_even_shares` checks.
         """
         share = self.effective_batch_size // world_size
-        images = sorted(self.images(step), key=lambda image: self.groups[image[0]])
-        parts = [
-            _chunks(self.groups, images[start : start + share], micro_batch_size)
-            for start in range(0, len(images), share)
-        ]
+        images = sorted(self.images(step), key=self._group)
+        parts = [self._cut(images[start : start + share], micro_batch_size) for start in range(0, len(images), share)]
         chunks = _split_to(parts[rank], max(len(part) for part in parts))
         return tuple(
             MicroBatch(tuple(index for index, _ in chunk), tuple(drop for _, drop in chunk), len(chunk) / share)
             for chunk in chunks
         )
 
+    def batches(
+        self, steps: range, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
+    ) -> Iterator[MicroBatch]:
+        """What one process computes in several steps, planned `PLANNED_STEPS` at a time."""
+        for start in range(0, len(steps), PLANNED_STEPS):
+            planned = [
+                self.micro_batches(step, micro_batch_size, rank=rank, world_size=world_size)
+                for step in steps[start : start + PLANNED_STEPS]
+            ]
+            yield from chain.from_iterable(planned)
 
-def _epoch(order: Order, epoch: int) -> Chunk:
-    """All images of one epoch in order."""
+    def _group(self, image: tuple[int, bool]) -> int:
+        return self.groups[image[0]]
+
+    def _cut(self, images: Chunk, micro_batch_size: int) -> list[Chunk]:
+        """Images sorted by group, cut within each group into the fewest even parts of at most `micro_batch_size`."""
+        groups = [tuple(members) for _, members in groupby(images, key=self._group)]
+        return [part for group in groups for part in _even_parts(group, math.ceil(len(group) / micro_batch_size))]
+
+
+def _shuffle_epoch(order: BatchOrder, epoch: int) -> Chunk:
+    """All images of one epoch in the order seen."""
     rng = random.Random(f"{order.seed} order {epoch}")
     dropout = random.Random(f"{order.seed} dropout {epoch}")
-    waiting: defaultdict[int, list[int]] = defaultdict(list)
+    remaining: defaultdict[int, list[int]] = defaultdict(list)
     for index, (group, repeats) in enumerate(zip(order.groups, order.repeats, strict=True)):
-        waiting[group] += [index] * repeats
-    groups = sorted(waiting)
+        remaining[group] += [index] * repeats
+    groups = sorted(remaining)
     for group in groups:
-        rng.shuffle(waiting[group])
-    row: list[int] = []
+        rng.shuffle(remaining[group])
+    sequence: list[int] = []
     size = order.effective_batch_size
-    while len(row) < order.epoch_size:
-        needed = size - (epoch * order.epoch_size + len(row)) % size
-        chosen = waiting[rng.choices(groups, [len(waiting[group]) for group in groups])[0]]
-        row += chosen[:needed]
+    while len(sequence) < order.epoch_size:
+        needed = size - (epoch * order.epoch_size + len(sequence)) % size
+        chosen = remaining[rng.choices(groups, [len(remaining[group]) for group in groups])[0]]
+        sequence += chosen[:needed]
         del chosen[:needed]
-    return tuple((index, dropout.random() < order.caption_dropout) for index in row)
-
-
-def _chunks(groups: Sequence[int], images: Chunk, micro_batch_size: int) -> list[Chunk]:
-    """Images sorted by group, cut within each group into the fewest even parts of at most `micro_batch_size`."""
-    chunks: list[Chunk] = []
-    start = 0
-    for number in Counter(groups[index] for index, _ in images).values():
-        chunks += _even_parts(images[start : start + number], -(-number // micro_batch_size))
-        start += number
-    return chunks
+    return tuple((index, dropout.random() < order.caption_dropout) for index in sequence)
 
 
 def _even_parts(images: Chunk, number: int) -> list[Chunk]:
@@ -133,7 +138,7 @@ def _even_parts(images: Chunk, number: int) -> list[Chunk]:
 
 
 def _split_to(chunks: list[Chunk], number: int) -> list[Chunk]:
-    """Halve the largest chunks until there are `number`: processes must run in step."""
+    """Halve the largest chunks until there are `number`: all processes must take equally many."""
     while len(chunks) < number:
         largest = max(range(len(chunks)), key=lambda index: len(chunks[index]))
         chunks = [*chunks[:largest], *_even_parts(chunks[largest], 2), *chunks[largest + 1 :]]

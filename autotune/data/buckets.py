@@ -10,20 +10,19 @@ from autotune.errors import InvalidInput
 from autotune.schema import Bucket
 
 MAX_ASPECT_RATIO = 4.0
-"""More extreme images are cropped to this: longer strips leave the range that the models were trained in."""
+"""More extreme images are cropped to this: models were not trained on longer strips."""
 
 STEPS_PER_SIDE = 16
 """Sizes differ by a sixteenth of the resolution (64 px at 1024, as kohya's `bucket_reso_steps`): finer steps crop
-less, but scatter a small set over many shapes, each with a remainder and a recompile of its own."""
+less, but scatter a small dataset over many shapes, each with a remainder and a recompile of its own."""
 
 
 @lru_cache(maxsize=64)
-def bucket_sizes(resolution_px: int, multiple_px: int, max_side_px: int) -> tuple[tuple[int, int], ...]:
-    """All (width, height) on offer: multiples of `multiple_px`, never more pixels than `resolution_px` squared.
+def list_bucket_sizes(resolution_px: int, multiple_px: int, max_side_px: int) -> tuple[tuple[int, int], ...]:
+    """All (width, height) to choose from: multiples of `multiple_px` with at most `resolution_px` squared pixels.
 
-    No side is longer than `max_side_px`.
-
-    For each width the greatest height that fits, all of these upright as well, and the greatest square.
+    No side is longer than `max_side_px`. For each width the greatest height that fits, all of these in portrait
+    orientation as well, and the greatest square.
 
     Raises:
         InvalidInput: the resolution is smaller than one multiple.
@@ -42,10 +41,13 @@ def bucket_sizes(resolution_px: int, multiple_px: int, max_side_px: int) -> tupl
     return tuple(sorted(sizes))
 
 
-def bucket_size(width: int, height: int, resolution_px: int, multiple_px: int, max_side_px: int) -> tuple[int, int]:
-    """The size on offer whose aspect ratio is closest to `width:height`; of equals the one with more pixels, then the
-    squarer one."""
-    return min(bucket_sizes(resolution_px, multiple_px, max_side_px), key=lambda size: _distance(width, height, *size))
+def choose_bucket_size(
+    width: int, height: int, resolution_px: int, multiple_px: int, max_side_px: int
+) -> tuple[int, int]:
+    """The size whose aspect ratio is closest to `width:height`; of equals the one with more pixels, then the squarer
+    one."""
+    sizes = list_bucket_sizes(resolution_px, multiple_px, max_side_px)
+    return min(sizes, key=lambda size: _distance(width, height, *size))
 
 
 def _distance(width: int, height: int, to_width: int, to_height: int) -> tuple[float, int, int, int]:
@@ -59,7 +61,7 @@ def make_buckets(dataset: Dataset, resolution_px: int, multiple_px: int, max_sid
     A clip keeps its number of frames; clips and images never share a bucket.
     """
     counts = Counter(
-        (*bucket_size(item.width_px, item.height_px, resolution_px, multiple_px, max_side_px), item.num_frames)
+        (*choose_bucket_size(item.width_px, item.height_px, resolution_px, multiple_px, max_side_px), item.num_frames)
         for item in dataset.items
     )
     return tuple(
@@ -71,7 +73,7 @@ def make_buckets(dataset: Dataset, resolution_px: int, multiple_px: int, max_sid
 def assign_buckets(dataset: Dataset, buckets: Sequence[Bucket]) -> tuple[int, ...]:
     """For each item the index of its bucket: the closest aspect ratio among those with its number of frames.
 
-    With the buckets of `make_buckets` this gives back the counts they say; with the buckets of a plan it fits other
+    With the buckets of `make_buckets` this gives the counts that they name; with the buckets of a plan it fits other
     data into the planned shapes.
 
     Raises:
@@ -79,12 +81,15 @@ def assign_buckets(dataset: Dataset, buckets: Sequence[Bucket]) -> tuple[int, ..
     """
     chosen = []
     for item in dataset.items:
-        fitting = [index for index, bucket in enumerate(buckets) if bucket.num_frames == item.num_frames]
-        if not fitting:
+        distances = {
+            index: _distance(item.width_px, item.height_px, bucket.width_px, bucket.height_px)
+            for index, bucket in enumerate(buckets)
+            if bucket.num_frames == item.num_frames
+        }
+        if not distances:
             raise InvalidInput(
                 f"{item.path.name} has {item.num_frames} frame(s), and no planned shape has as many",
                 hint="plan again with this data: autotune plan --data DIR",
             )
-        sizes = {index: (buckets[index].width_px, buckets[index].height_px) for index in fitting}
-        chosen.append(min(fitting, key=lambda index: _distance(item.width_px, item.height_px, *sizes[index])))
+        chosen.append(min(distances, key=distances.__getitem__))
     return tuple(chosen)

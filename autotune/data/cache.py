@@ -1,8 +1,8 @@
 """A folder of encoded tensors: one safetensors file per entry, named by what it was made from.
 
-Entries are written whole (temporary, fsync, rename) and carry their key and a digest of their tensors, so what an
-interruption or a bad disk leaves behind, or a copy under another name, is never trusted. A file's modification time is
-when it was last used.
+Entries are written atomically (temporary file, fsync, rename) and carry their key and a digest of their tensors, so
+what an interruption or a bad disk leaves behind, or a copy under another name, is never trusted. A file's modification
+time is the time of its last use.
 """
 
 import contextlib
@@ -12,33 +12,32 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.runtime import require_free_disk, reraise_disk_full
 from autotune.weights import BadWeights, MissingWeights, load_file, save_file
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 SIZE_LIMIT_BYTES = 50 * 1024**3
 FORMAT = "1"
-"""Raise it when what an entry holds changes its meaning: older entries are then never found."""
+"""Version of what an entry holds; with a new one, older entries are never found."""
 
 STALE_SECONDS = 3600.0
-"""Temporary files older than this belong to a writer that died."""
+"""Age above which a temporary file belongs to a writer that died."""
 
 TOUCH_SECONDS = 60.0
-"""How exactly the last use is known: touching a file at every read costs more than reading it."""
+"""Resolution of the time of last use: updating it at every read would take longer than reading."""
 
-ANOTHER_FOLDER = "choose another cache folder with XDG_CACHE_HOME"
-MAKE_ROOM = f"free some space, or {ANOTHER_FOLDER}"
+CHOOSE_FOLDER = "choose another cache folder with XDG_CACHE_HOME"
+MAKE_ROOM = f"free some space, or {CHOOSE_FOLDER}"
 
-Tensors = dict[str, "Tensor"]
+Tensors = dict[str, Tensor]
 
 
 def entry_key(kind: str, **parts: object) -> str:
-    """Name of the entry for what it is made from: `kind` and the SHA-256 of `parts` in JSON. Runs resume by it."""
+    """Name of an entry: `kind` and the SHA-256 of `parts`, what it is made from, in JSON. Runs resume by it."""
     text = json.dumps({"format": FORMAT, "kind": kind, **parts}, sort_keys=True)
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()}"
 
@@ -50,7 +49,7 @@ class Cache:
         self.folder = folder
 
     def read(self, key: str) -> Tensors | None:
-        """The tensors of an entry, or None where it is missing; a damaged one is removed and counts as missing."""
+        """The tensors of an entry, or None if it is missing; a damaged one is removed and counts as missing."""
         path = self._path(key)
         try:
             tensors, metadata = load_file(path)
@@ -64,11 +63,11 @@ class Cache:
         self._touch(path)
         return tensors
 
-    def write(self, key: str, tensors: Mapping[str, "Tensor"]) -> int:
-        """Store an entry and return its bytes on disk.
+    def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
+        """Store an entry and return its size on disk in bytes.
 
         Raises:
-            AutotuneError: the disk is full or cannot be written to; nothing half-written remains.
+            AutotuneError: the disk is full or cannot be written to; no partial file remains.
         """
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         path = self._path(key)
@@ -77,16 +76,16 @@ class Cache:
                 save_file(path, plain, {"key": key, "digest": tensors_digest(plain)})
         except OSError as error:
             raise AutotuneError(
-                f"cannot write to the cache folder {self.folder}: {error.strerror}", hint=ANOTHER_FOLDER
+                f"cannot write to the cache folder {self.folder}: {error.strerror}", hint=CHOOSE_FOLDER
             ) from error
         return path.stat().st_size
 
     def evict(self, keep: Collection[str]) -> int:
-        """Remove the entries used least recently until the rest is within the limit; return how many went.
+        """Remove the least recently used entries until the others are within the limit; return how many were removed.
 
-        Those in `keep` stay even where they alone exceed the limit: a run cannot do without its own.
+        Those in `keep` stay even if they alone exceed the limit: a run cannot do without its own.
         """
-        kept = {self._path(key) for key in keep}
+        protected = {self._path(key) for key in keep}
         entries = []
         for path in self.folder.glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):  # another process evicts too
@@ -95,14 +94,14 @@ class Cache:
         for _, size, path in sorted(entries):
             if total <= SIZE_LIMIT_BYTES:
                 break
-            if path not in kept:
+            if path not in protected:
                 path.unlink(missing_ok=True)
                 total -= size
                 removed += 1
         return removed
 
     def refuse_pickles(self) -> None:
-        """Raise InvalidInput where caches of another program lie here: reading a pickle can run any code."""
+        """Raise InvalidInput if caches of another program lie here: reading a pickle can run any code."""
         found = next(iter(sorted(self.folder.glob("*.pt"))), None)
         if found is not None:
             raise InvalidInput(
@@ -118,22 +117,20 @@ class Cache:
                     path.unlink()
 
     def require_space(self, needed_bytes: int) -> None:
-        """Raise AutotuneError where the disk cannot take the `needed_bytes` that are still to come."""
+        """Raise AutotuneError if the disk has less than `needed_bytes` free."""
         require_free_disk(self.folder, needed_bytes, "what is still to be cached", hint=MAKE_ROOM)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
     def _touch(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # a read-only cache still serves; it only forgets what was used
+        with contextlib.suppress(OSError):  # a read-only cache still works, without times of last use
             if time.time() - path.stat().st_mtime > TOUCH_SECONDS:
                 os.utime(path)
 
 
-def tensors_digest(tensors: Mapping[str, "Tensor"]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes, in hex."""
-    import torch
-
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,35 +1,35 @@
-"""The dataset check before training: what is in a folder, what is wrong with it, what training will make of it."""
+"""The dataset check before training: what a folder holds, what is wrong with it, and how training will use it."""
 
 from pathlib import Path
 
 from autotune.data.buckets import assign_buckets, make_buckets
-from autotune.data.dataset import Item, Legible, OnProgress, Problem, Reading, scan_dataset
+from autotune.data.dataset import DatasetOptions, Item, OnProgress, PrintableStr, Problem, scan_dataset
 from autotune.schema import Bucket, Frozen, NaturalInt, PositiveInt
 
-MAX_ENLARGEMENT = 1.5
-"""Images scaled up by more than this (per side) are counted: blur is learned like any other feature."""
+MAX_UPSCALING = 1.5
+"""Images enlarged by more than this factor (per side) are counted: blur is learned like any other feature."""
 
 MAX_CROP = 0.25
-"""Images that lose more than this share of their area to the crop are named."""
+"""Images that lose more than this share of their area to the crop are named in the report."""
 
 
 class DataReport(Frozen):
     """What a data folder holds."""
 
-    folder: Legible
+    folder: PrintableStr
     resolution_px: int = PositiveInt
     num_usable: int = NaturalInt
     num_unverified: int = NaturalInt
-    """Usable as far as their headers say; time to decode them ran out."""
+    """Images whose headers are fine but whose pixels were not decoded, since time ran out."""
     num_with_controls: int = NaturalInt
     problems: tuple[Problem, ...]
     buckets: tuple[Bucket, ...]
     num_enlarged: int = NaturalInt
-    """Images scaled up by more than `MAX_ENLARGEMENT`."""
-    cropped: tuple[Legible, ...]
+    """Images enlarged by more than `MAX_UPSCALING`."""
+    cropped: tuple[PrintableStr, ...]
     """Names of images that lose more than `MAX_CROP` of their area."""
     caption_words: tuple[int, int, int] | None = None
-    """Fewest, median and most words in a caption; None without any usable image."""
+    """Minimum, median and maximum number of words in a caption; None without any usable image."""
 
     @property
     def can_train(self) -> bool:
@@ -39,19 +39,19 @@ class DataReport(Frozen):
 
 def check_dataset(
     folder: Path,
-    reading: Reading | None = None,
+    options: DatasetOptions | None = None,
     *,
     resolution_px: int,
     multiple_px: int,
     max_side_px: int,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
-    """Look at every file, understood as training would.
+    """Check every file as training would read it.
 
     Raises:
         InvalidInput: a folder does not exist, or the resolution is too small.
     """
-    dataset = scan_dataset(folder, reading, on_progress)
+    dataset = scan_dataset(folder, options or DatasetOptions(), on_progress)
     buckets = make_buckets(dataset, resolution_px, multiple_px, max_side_px)
     pairs = [
         (item, buckets[index]) for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
@@ -65,7 +65,7 @@ def check_dataset(
         num_with_controls=sum(bool(item.control_paths) for item in dataset.items),
         problems=dataset.problems,
         buckets=buckets,
-        num_enlarged=sum(_scale(item, bucket) > MAX_ENLARGEMENT for item, bucket in pairs),
+        num_enlarged=sum(_scale(item, bucket) > MAX_UPSCALING for item, bucket in pairs),
         cropped=tuple(item.path.name for item, bucket in pairs if _lost_share(item, bucket) > MAX_CROP),
         caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )

@@ -1,15 +1,15 @@
-"""Reads a folder of captioned images (or clips of frames, or edit pairs) and names every file that is no good.
+"""Reads a folder of captioned images (or clips of frames, or edit pairs) and names every file that is unusable.
 
-read_dataset     for training: raises where captions are missing or nothing usable is left
-scan_dataset     for the check before it: never raises for the content of a file
+read_dataset     for training: raises if captions are missing or nothing usable is left
+scan_dataset     for the check before it: never raises because of a file's content
 """
 
 import errno
 import hashlib
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,15 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from autotune.data.captions import METADATA, Line, UnreadableCaption, complete_caption, read_caption, read_metadata
-from autotune.data.files import Found, controls_of, find_items, find_unsupported
+from autotune.data.captions import (
+    METADATA,
+    MetadataLine,
+    UnreadableCaption,
+    complete_caption,
+    read_caption,
+    read_metadata,
+)
+from autotune.data.files import Media, find_media, find_unsupported, match_controls
 from autotune.data.pixels import read_size
 from autotune.errors import InvalidInput
 from autotune.schema import Frozen
@@ -27,14 +34,14 @@ MIN_SIDE_PX = 32
 """Smaller images teach nothing at any resolution that these models are trained at."""
 
 VERIFY_SECONDS = 120.0
-"""How long images are decoded to prove them whole; those left over are still caught when they are encoded."""
+"""Time limit for decoding images to prove them whole; damage in the others is found when they are encoded."""
 
-MOST_NAMED = 5
-"""Files that are named one by one where some are left out."""
+MAX_LISTED_PROBLEMS = 5
+"""Unusable files that a summary names one by one."""
 
 ProblemKind = Literal["broken", "tiny", "duplicate", "captionless", "control", "metadata", "unsupported", "short"]
-Legible = Annotated[str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())]
-"""A file name may hold bytes that are no UTF-8."""
+PrintableStr = Annotated[str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())]
+"""Text for people; a file name in it may hold bytes that are not UTF-8."""
 OnProgress = Callable[[int, int], None]
 """Called with (done, total)."""
 
@@ -42,10 +49,10 @@ OnProgress = Callable[[int, int], None]
 class Problem(Frozen):
     """One file that is left out or needs attention."""
 
-    file: Legible
+    file: PrintableStr
     """Path below the data folder."""
     kind: ProblemKind
-    message: Legible
+    message: PrintableStr
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Item:
     height_px: int
     control_paths: tuple[Path, ...] = ()
     repeats: int = 1
-    """How often it is seen per epoch."""
+    """Number of times that it is seen per epoch."""
     frame_paths: tuple[Path, ...] = ()
     """The frames of a clip in order; empty for an image."""
 
@@ -74,7 +81,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The usable items in the order of their names, and what is wrong with the rest."""
+    """The usable items, sorted by name, and what is wrong with the other files."""
 
     items: tuple[Item, ...]
     problems: tuple[Problem, ...]
@@ -87,90 +94,83 @@ class Dataset:
         return sum(item.repeats for item in self.items)
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """What is wrong with the rest, for people: the counts, then the first files by name; empty without any."""
+    def problem_summary(self) -> tuple[str, ...]:
+        """Lines that tell a user what is left out: counts, then the first files by name; empty without problems."""
+        if not self.problems:
+            return ()
         counts = Counter(problem.kind for problem in self.problems)
-        told = [f"{problem.file}: {problem.message}" for problem in self.problems[:MOST_NAMED]]
-        if len(self.problems) > MOST_NAMED:
-            told.append(f"and {len(self.problems) - MOST_NAMED} more: `autotune data check` names all")
-        summary = ", ".join(f"{number} {kind}" for kind, number in counts.items())
-        return (f"left out of the data: {summary}", *told) if told else ()
+        lines = ["left out of the data: " + ", ".join(f"{number} {kind}" for kind, number in counts.items())]
+        lines += [f"{problem.file}: {problem.message}" for problem in self.problems[:MAX_LISTED_PROBLEMS]]
+        if (more := len(self.problems) - MAX_LISTED_PROBLEMS) > 0:
+            lines.append(f"and {more} more: `autotune data check` names all")
+        return tuple(lines)
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a data folder is to be understood."""
+class DatasetOptions:
+    """How the files of a data folder become training items."""
 
     caption: str | None = None
-    """For images that have none."""
+    """Caption for images that have none."""
     trigger: str | None = None
     """Word put in front of every caption that lacks it."""
     control: Path | None = None
     """Folder of control images for editing, by the same stems: `NAME.*`, or `NAME_1.*`, `NAME_2.*` ..."""
     num_frames: int = 1
-    """Above 1, each subfolder is a clip of which the first `num_frames` images are taken."""
+    """Above 1, each subfolder is a clip of which the first `num_frames` images are used."""
 
 
-def read_dataset(folder: Path, reading: Reading | None = None) -> Dataset:
-    """The usable part of a data folder; files that are no good are left out and named in `problems`.
+def read_dataset(folder: Path, options: DatasetOptions = DatasetOptions()) -> Dataset:
+    """Read the usable part of a data folder; unusable files are left out and named in `problems`.
 
     Args:
-        folder: images with same-stem `.txt` captions or a `metadata.jsonl`; subfolders are read too.
-        reading: how.
+        folder: images with `.txt` captions of the same stem or a `metadata.jsonl`; subfolders are read too.
+        options: captions, control images and clips.
 
     Raises:
-        InvalidInput: no such folder, images without captions, or nothing usable.
+        InvalidInput: the folder does not exist, images lack captions, or nothing is usable.
     """
-    dataset = scan_dataset(folder, reading)
+    dataset = scan_dataset(folder, options)
     captionless = [problem.file for problem in dataset.problems if problem.kind == "captionless"]
     if captionless:
         named = ", ".join(captionless[:3]) + (", ..." if len(captionless) > 3 else "")
         raise InvalidInput(
             f"{len(captionless)} image(s) in {folder} have no caption: {named}",
-            hint="write NAME.txt beside each, or give --caption TEXT or --trigger WORD",
+            hint="write NAME.txt next to each, or give --caption TEXT or --trigger WORD",
         )
     if not dataset.items:
         raise InvalidInput(
-            f"no usable image in {folder}" + "".join(f"; {line}" for line in dataset.left_out[:2]),
+            f"no usable image in {folder}" + "".join(f"; {line}" for line in dataset.problem_summary[:2]),
             hint=f"put png, jpeg or webp files there; `autotune data check {folder}` names what is wrong",
         )
     return dataset
 
 
-def scan_dataset(folder: Path, reading: Reading | None = None, on_progress: OnProgress | None = None) -> Dataset:
+def scan_dataset(
+    folder: Path, options: DatasetOptions = DatasetOptions(), on_progress: OnProgress | None = None
+) -> Dataset:
     """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
     Raises:
         InvalidInput: a folder does not exist, the data lies in the control folder, or `num_frames` is not positive.
     """
-    _require_folder(folder, "data")
-    reading = reading or Reading()
-    control = reading.control
-    if control is not None:
-        _require_folder(control, "control")
-        whole, inside = folder.resolve(), control.resolve()
-        if whole.is_relative_to(inside):
-            raise InvalidInput(
-                f"the control folder {control} holds the data folder {folder}",
-                hint="put control images into a folder of their own",
-            )
-        if inside.is_relative_to(whole):  # however it is spelled, its images are no data
-            control = folder / inside.relative_to(whole)
-    if reading.num_frames < 1:
+    if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
-    found = find_items(folder, clips=reading.num_frames > 1, without=control)
-    metadata, complaints = read_metadata(folder)
-    names = {one.name for one in found}
-    complaints += tuple(f"no image {name}" for name in metadata if name not in names)
-    problems = [Problem(file=METADATA, kind="metadata", message=complaint) for complaint in complaints]
+    _require_folder(folder, "data")
+    control = _locate_control(folder, options.control) if options.control else None
+    media = find_media(folder, clips=options.num_frames > 1, exclude=control)
+    metadata, line_problems = read_metadata(folder)
+    unmatched = metadata.keys() - {one.name for one in media}
+    line_problems += tuple(f"no image {name}" for name in metadata if name in unmatched)
+    problems = [Problem(file=METADATA, kind="metadata", message=message) for message in line_problems]
     problems += [
         Problem(file=name, kind="unsupported", message="its format is not read: convert it to png, jpeg or webp")
-        for name in find_unsupported(folder, without=control)
+        for name in find_unsupported(folder, exclude=control)
     ]
-    controls = {one.stem: one.path for one in find_items(control, clips=False)} if control else {}
-    reader = _Reader(reading, metadata, controls, time.monotonic() + VERIFY_SECONDS)
+    controls = {one.stem: one.path for one in find_media(control, clips=False)} if control else {}
+    reader = _ItemReader(options, metadata, controls, time.monotonic() + VERIFY_SECONDS)
     items: list[tuple[str, Item]] = []
-    for one, result in zip(found, _inspect_all(reader, found, on_progress), strict=True):
+    for one, result in zip(media, _read_items(reader, media, on_progress), strict=True):
         if isinstance(result, Item):
             items.append((one.name, result))
         else:
@@ -179,115 +179,130 @@ def scan_dataset(folder: Path, reading: Reading | None = None, on_progress: OnPr
     return Dataset(unique, (*problems, *duplicates), reader.num_unverified)
 
 
-def _require_folder(folder: Path, what: str) -> None:
+def _locate_control(folder: Path, control: Path) -> Path:
+    """The control folder, spelled below the data folder if it lies there, so that its images are not taken for data."""
+    _require_folder(control, "control")
+    data, inside = folder.resolve(), control.resolve()
+    if data.is_relative_to(inside):
+        raise InvalidInput(
+            f"the control folder {control} holds the data folder {folder}",
+            hint="put control images into a folder of their own",
+        )
+    return folder / inside.relative_to(data) if inside.is_relative_to(data) else control
+
+
+def _require_folder(folder: Path, kind: str) -> None:
     if not folder.is_dir():
-        raise InvalidInput(f"there is no {what} folder {folder}", hint="check the path")
+        raise InvalidInput(f"there is no {kind} folder {folder}", hint="check the path")
 
 
-def _inspect_all(
-    reader: "_Reader", found: tuple[Found, ...], on_progress: OnProgress | None
+def _read_items(
+    reader: "_ItemReader", media: tuple[Media, ...], on_progress: OnProgress | None
 ) -> Iterator[Item | Problem]:
-    """In order. Threads, because Pillow decodes without holding the interpreter's lock."""
+    """In order, from threads: Pillow decodes without holding the interpreter's lock."""
     pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
     try:
-        for done, result in enumerate(pool.map(reader.inspect, found), start=1):
+        for done, result in enumerate(pool.map(reader.read, media), start=1):
             if on_progress:
-                on_progress(done, len(found))
+                on_progress(done, len(media))
             yield result
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-class _Skip(Exception):
+class _Unusable(Exception):
     """Why an item is left out: (kind, message)."""
 
 
 @dataclass
-class _Reader:
-    """Makes items of what was found."""
+class _ItemReader:
+    """Turns images and clips into items."""
 
-    reading: Reading
-    metadata: Mapping[str, Line]
+    options: DatasetOptions
+    metadata: Mapping[str, MetadataLine]
     controls: Mapping[str, Path]
-    """By stem."""
+    """Control images by stem."""
     deadline: float
+    """Monotonic time after which pixels are no longer decoded."""
     num_unverified: int = 0
 
-    def inspect(self, found: Found) -> Item | Problem:
+    def read(self, media: Media) -> Item | Problem:
         try:
-            return self._item(found)
-        except _Skip as skip:
-            kind, message = skip.args
-            return Problem(file=found.name, kind=kind, message=message)
+            return self._read(media)
+        except _Unusable as error:
+            kind, message = error.args
+            return Problem(file=media.name, kind=kind, message=message)
 
-    def _item(self, found: Found) -> Item:
-        needed = self.reading.num_frames
-        if found.is_clip and len(found.frame_paths) < needed:
-            raise _Skip("short", f"has {len(found.frame_paths)} frames, {needed} are needed")
-        frames = found.frame_paths[:needed]
-        controls = controls_of(found, self.controls)
-        if self.reading.control and not controls:
-            raise _Skip("control", f"has no control image in {self.reading.control}")
+    def _read(self, media: Media) -> Item:
+        needed = self.options.num_frames
+        if media.is_clip and len(media.frame_paths) < needed:
+            raise _Unusable("short", f"has {len(media.frame_paths)} frames, {needed} are needed")
+        frames = media.frame_paths[:needed]
+        controls = match_controls(media, self.controls)
+        if self.options.control and not controls:
+            raise _Unusable("control", f"has no control image in {self.options.control}")
         decode = time.monotonic() < self.deadline
         self.num_unverified += not decode
-        sizes = [_size(found, path, decode) for path in (*frames, *controls)]
+        sizes = [_read_size(media, path, decode) for path in (*frames, *controls)]
+        line = self.metadata.get(media.name)
         return Item(
-            path=found.path,
-            caption=self._caption(found),
+            path=media.path,
+            caption=self._read_caption(media),
             width_px=sizes[0][0],
             height_px=sizes[0][1],
             control_paths=controls,
-            repeats=line.repeats if (line := self.metadata.get(found.name)) else 1,
-            frame_paths=frames if found.is_clip else (),
+            repeats=line.repeats if line else 1,
+            frame_paths=frames if media.is_clip else (),
         )
 
-    def _caption(self, found: Found) -> str:
+    def _read_caption(self, media: Media) -> str:
         try:
-            own = read_caption(found, self.metadata)
+            own = read_caption(media, self.metadata)
         except UnreadableCaption as error:
-            raise _Skip("broken", str(error)) from error
-        text = complete_caption(own, caption=self.reading.caption, trigger=self.reading.trigger)
+            raise _Unusable("broken", str(error)) from error
+        text = complete_caption(own, caption=self.options.caption, trigger=self.options.trigger)
         if not text:
-            raise _Skip("captionless", "has no caption")
+            raise _Unusable("captionless", "has no caption")
         return text
 
 
-def _size(found: Found, path: Path, decode: bool) -> tuple[int, int]:
-    where = "" if path == found.path else f"{path.name} "
+def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
+    subject = "" if path == media.path else f"{path.name} "
     try:
         width, height = read_size(path, decode=decode)
     except Exception as error:  # decoders raise anything for damaged files
         reason = getattr(error, "strerror", None) or str(error).replace(f" '{path}'", "")
-        raise _Skip("broken", f"{where}cannot be decoded: {reason}") from error
+        raise _Unusable("broken", f"{subject}cannot be decoded: {reason}") from error
     if min(width, height) < MIN_SIDE_PX:
-        raise _Skip("tiny", f"{where}is {width} x {height} px, under {MIN_SIDE_PX} px")
+        raise _Unusable("tiny", f"{subject}is {width} x {height} px, under {MIN_SIDE_PX} px")
     return width, height
 
 
 def _drop_duplicates(items: list[tuple[str, Item]]) -> tuple[tuple[Item, ...], tuple[Problem, ...]]:
     """Keep the first of items whose files (controls too) have equal bytes."""
-    by_sizes: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, (_, item) in enumerate(items):
-        by_sizes[tuple(path.stat().st_size for path in _files_of(item))].append(index)
+    files = [(*item.pixel_paths, *item.control_paths) for _, item in items]
+    sizes = [tuple(path.stat().st_size for path in paths) for paths in files]
+    num_of_sizes = Counter(sizes)
     first: dict[tuple[str, ...], str] = {}
-    problems: dict[int, Problem] = {}
-    for index in sorted(index for group in by_sizes.values() if len(group) > 1 for index in group):
-        name, item = items[index]
-        original = first.setdefault(tuple(file_digest(path) for path in _files_of(item)), name)
-        if original != name:
-            problems[index] = Problem(
-                file=name, kind="duplicate", message=f"the same image as {original}: `repeats` in {METADATA} weighs it"
-            )
-    kept = tuple(item for index, (_, item) in enumerate(items) if index not in problems)
-    return kept, tuple(problems.values())
-
-
-def _files_of(item: Item) -> Iterable[Path]:
-    return (*item.pixel_paths, *item.control_paths)
+    unique: list[Item] = []
+    problems: list[Problem] = []
+    for (name, item), paths, size in zip(items, files, sizes, strict=True):
+        is_alone = num_of_sizes[size] == 1  # then it need not be read
+        original = name if is_alone else first.setdefault(tuple(map(file_digest, paths)), name)
+        if original == name:
+            unique.append(item)
+        else:
+            message = f"the same image as {original}: `repeats` in {METADATA} weighs it"
+            problems.append(Problem(file=name, kind="duplicate", message=message))
+    return tuple(unique), tuple(problems)
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex. Raises OSError where it cannot be read; a pipe is not waited for."""
+    """SHA-256 of a file's bytes, in hex.
+
+    Raises:
+        OSError: it cannot be read or is not a regular file, such as a pipe that might be waited for without end.
+    """
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     with path.open("rb") as file:

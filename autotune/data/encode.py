@@ -1,30 +1,31 @@
-"""Encodes a dataset once: captions with the text encoder, pixels with the VAE, both kept in the cache.
+"""Encodes a dataset once: captions with the text encoder, pixels with the VAE, both stored in the cache.
 
-What is cached is found by its content, so a changed image is encoded again alone, and the pipeline is loaded only
-when something is missing. Samples come from memory where the set is small, from the cache where it is not.
+Entries are found by content, so a changed image alone is encoded again, and the pipeline is loaded only if something is
+missing. Samples of a small dataset come from memory, those of a large one from the cache.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
 
 from autotune.data.buckets import assign_buckets
 from autotune.data.cache import Cache, Tensors
-from autotune.data.dataset import Dataset, Item, OnProgress, Problem
-from autotune.data.pixels import open_pixels
-from autotune.data.recipes import Entry, Identity, Recipe, file_digests, recipe_of
+from autotune.data.dataset import Dataset, Item, OnProgress, Problem, file_digest
+from autotune.data.encoders import Encoders
+from autotune.data.entries import CacheEntry, ItemEntries, make_item_entries
+from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import Sample
 from autotune.schema import Bucket
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from autotune.data.encoders import Encoders
-
 MEMORY_BYTES = 512 * 1024**2
-"""Encoded tensors up to this size stay in memory; what is beyond is read from the cache for each batch."""
+"""Encoded tensors up to this size stay in memory; the others are read from the cache for each batch."""
 
 
 @dataclass(frozen=True)
@@ -36,33 +37,35 @@ class EncodedDataset:
     """For each item the index of its bucket."""
     problems: tuple[Problem, ...]
     """Items that turned out to be unreadable while encoding; they are not in `items`."""
-    recipes: tuple[Recipe, ...]
+    entries: tuple[ItemEntries, ...]
+    """The cache entries of each item."""
     cache: Cache
     in_memory: Mapping[str, Tensors] = field(repr=False)
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
-        """For each item a number that is equal where pixels have equal shapes, so that they can share a batch."""
-        pairs = zip(self.bucket_indices, self.recipes, strict=True)
-        signatures = [(bucket, len(recipe.latents)) for bucket, recipe in pairs]
-        numbers = {signature: number for number, signature in enumerate(sorted(set(signatures)))}
-        return tuple(numbers[signature] for signature in signatures)
+        """For each item a number that is equal for pixels of equal shapes, which can share a batch."""
+        shapes = [
+            (bucket, len(entries.latents)) for bucket, entries in zip(self.bucket_indices, self.entries, strict=True)
+        ]
+        numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
+        return tuple(numbers[shape] for shape in shapes)
 
     def sample(self, index: int, *, dropped: bool = False) -> Sample:
         """One sample; with `dropped`, conditioned on the empty caption instead of its own.
 
         Raises:
-            AutotuneError: the cache lost the entry since it was made.
+            AutotuneError: the cache has lost the entry since it was made.
             ValueError: `dropped`, but the data was encoded without caption dropout.
         """
-        recipe = self.recipes[index]
-        prompt = recipe.dropped if dropped else recipe.prompt
+        entries = self.entries[index]
+        prompt = entries.empty_prompt if dropped else entries.prompt
         if prompt is None:
             raise ValueError("the data was encoded without caption dropout")
-        pixels = {name: self._entry(latents.key)["latents"] for name, latents in recipe.latents.items()}
-        return {**self._entry(prompt.key), **pixels}
+        pixels = {name: self._read(latents.key)["latents"] for name, latents in entries.latents.items()}
+        return {**self._read(prompt.key), **pixels}
 
-    def _entry(self, key: str) -> Tensors:
+    def _read(self, key: str) -> Tensors:
         tensors = self.in_memory.get(key) or self.cache.read(key)
         if tensors is None:
             raise AutotuneError(
@@ -73,7 +76,7 @@ class EncodedDataset:
 
 
 def encode_dataset(
-    encoders: "Encoders",
+    encoders: Encoders,
     dataset: Dataset,
     buckets: Sequence[Bucket],
     cache: Cache,
@@ -86,12 +89,12 @@ def encode_dataset(
     An item with an unreadable file is left out and named in the result's `problems`.
 
     Args:
-        encoders: loaded only when something is missing; text encoders go as soon as captions are done. Entries that
-            others made are never used.
-        dataset: what to encode.
-        buckets: the shapes images are brought into, as `make_buckets` gives them or as a plan fixes them. Control
+        encoders: loaded only if something is missing; text encoders are released as soon as captions are done.
+            Entries that other encoders made are never used.
+        dataset: the items to encode.
+        buckets: shapes that images are resized to, as `make_buckets` returns them or as a plan fixes them. Control
             images take the shape of the image they belong to.
-        cache: where entries are kept.
+        cache: where entries are stored.
         caption_dropout: above 0, the empty caption is encoded too.
         on_progress: called with (done, total) entries; those found in the cache count as done.
 
@@ -100,119 +103,147 @@ def encode_dataset(
         InvalidInput: no image could be read, or pickled caches of another program lie in the cache's folder.
     """
     cache.refuse_pickles()
-    assigned = assign_buckets(dataset, buckets)
-    in_buckets = [buckets[index] for index in assigned]
-    recipes, problems = _recipes(dataset, in_buckets, encoders.identity, with_empty=caption_dropout > 0)
-    entries = {entry.key: entry for recipe in recipes.values() for entry in recipe.entries}
     cache.remove_stale()
-    store = _CacheWriter(cache, len(entries), on_progress)
-    failed = _complete(encoders, store, entries.values())
-    for index, recipe in recipes.items():
-        if bad := recipe.keys & failed.keys():
-            problems[index] = _broken(dataset.items[index], failed[min(bad)])
-    usable = [index for index in recipes if index not in problems]
+    bucket_indices, identity = assign_buckets(dataset, buckets), encoders.identity
+    planned: dict[int, ItemEntries] = {}
+    failures: dict[int, str] = {}
+    for index, (item, bucket) in enumerate(zip(dataset.items, bucket_indices, strict=True)):
+        try:
+            planned[index] = make_item_entries(item, buckets[bucket], identity, with_empty=caption_dropout > 0)
+        except OSError as error:
+            failures[index] = f"cannot be read: {error.strerror}"
+    entries = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
+    store = _EntryStore(cache, len(entries), on_progress)
+    unreadable = _encode_missing(encoders, store, entries.values())
+    for index, of_item in planned.items():
+        if keys := of_item.keys & unreadable.keys():
+            failures[index] = unreadable[min(keys)]
+    usable = [index for index in planned if index not in failures]
     if not usable:
         raise InvalidInput(
-            f"none of {len(dataset.items)} images could be read: {next(iter(problems.values())).message}",
+            f"none of {len(dataset.items)} images could be read: {next(iter(failures.values()))}",
             hint="`autotune data check DIR` names what is wrong",
         )
-    cache.evict(keep={key for index in usable for key in recipes[index].keys})
+    cache.evict(keep={key for index in usable for key in planned[index].keys})
     return EncodedDataset(
         items=tuple(dataset.items[index] for index in usable),
-        bucket_indices=tuple(assigned[index] for index in usable),
-        problems=tuple(problems[index] for index in sorted(problems)),
-        recipes=tuple(recipes[index] for index in usable),
+        bucket_indices=tuple(bucket_indices[index] for index in usable),
+        problems=tuple(
+            Problem(file=dataset.items[index].path.name, kind="broken", message=message)
+            for index, message in sorted(failures.items())
+        ),
+        entries=tuple(planned[index] for index in usable),
         cache=cache,
         in_memory=store.in_memory,
     )
 
 
-def _recipes(
-    dataset: Dataset, buckets: Sequence[Bucket], identity: Identity, *, with_empty: bool
-) -> tuple[dict[int, Recipe], dict[int, Problem]]:
-    """By index of the item, each in its bucket; and what is wrong with those whose files cannot be read."""
-    recipes: dict[int, Recipe] = {}
-    problems: dict[int, Problem] = {}
-    for index, (item, bucket) in enumerate(zip(dataset.items, buckets, strict=True)):
-        try:
-            recipes[index] = recipe_of(item, bucket, identity, with_empty=with_empty)
-        except OSError as error:
-            problems[index] = _broken(item, f"cannot be read: {error.strerror}")
-    return recipes, problems
+@dataclass
+class _EntryStore:
+    """Finds and adds entries, counts them as progress, and keeps the first `MEMORY_BYTES` of them in memory."""
+
+    cache: Cache
+    num_entries: int
+    on_progress: OnProgress | None
+    in_memory: dict[str, Tensors] = field(default_factory=dict)
+    memory_bytes: int = 0
+    num_done: int = 0
+
+    def find(self, key: str) -> bool:
+        """Whether the cache holds an undamaged entry."""
+        tensors = self.cache.read(key)
+        if tensors is not None:
+            self._keep(key, tensors)
+        return tensors is not None
+
+    def add(self, key: str, tensors: Mapping[str, Tensor], *, num_left: int) -> None:
+        """Store a new entry; `num_left` more of its kind follow."""
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        self.cache.require_space(self.cache.write(key, plain) * num_left)
+        self._keep(key, plain)
+
+    def _keep(self, key: str, tensors: Tensors) -> None:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self.memory_bytes + size <= MEMORY_BYTES:
+            self.in_memory[key] = tensors
+            self.memory_bytes += size
+        self.count()
+
+    def count(self) -> None:
+        """Report one more entry as done."""
+        self.num_done += 1
+        if self.on_progress:
+            self.on_progress(self.num_done, self.num_entries)
 
 
-def _broken(item: Item, message: str) -> Problem:
-    return Problem(file=item.path.name, kind="broken", message=message)
-
-
-def _complete(encoders: "Encoders", store: "_CacheWriter", entries: Iterable[Entry]) -> dict[str, str]:
-    """Find or make every entry; why those failed whose files are damaged, by key."""
-    missing = [entry for entry in entries if not store.load(entry.key)]
-    encode = partial(_encode, encoders)
-    failed = _encode_each([entry for entry in missing if entry.caption is not None], encode, store)
+def _encode_missing(encoders: Encoders, store: _EntryStore, entries: Iterable[CacheEntry]) -> dict[str, str]:
+    """Find or make every entry; returns by key why an entry could not be made from its files."""
+    missing = [entry for entry in entries if not store.find(entry.key)]
+    unreadable = _encode_each(encoders, store, [entry for entry in missing if entry.caption is not None])
     encoders.release_text()
-    return failed | _encode_each([entry for entry in missing if entry.caption is None], encode, store)
+    return unreadable | _encode_each(encoders, store, [entry for entry in missing if entry.caption is None])
 
 
 class _Unreadable(Exception):
     """A file that an entry is made from cannot be decoded."""
 
 
-def _encode_each(wanted: Sequence[Entry], encode: Callable[[Entry], Sample], store: "_CacheWriter") -> dict[str, str]:
-    import torch
-
-    failed: dict[str, str] = {}
-    for number, entry in enumerate(wanted, start=1):
+def _encode_each(encoders: Encoders, store: _EntryStore, entries: Sequence[CacheEntry]) -> dict[str, str]:
+    unreadable: dict[str, str] = {}
+    for number, entry in enumerate(entries, start=1):
         try:
-            with torch.no_grad():
-                encoded = encode(entry)
+            encoded = _encode(encoders, entry)
         except _Unreadable as error:
-            failed[entry.key] = str(error)
-            store.advance()
+            unreadable[entry.key] = str(error)
+            store.count()
         else:
-            _require_finite(entry, encoded)
-            store.add(entry.key, encoded, num_left=len(wanted) - number)
-    return failed
+            store.add(entry.key, encoded, num_left=len(entries) - number)
+    return unreadable
 
 
-def _require_finite(entry: Entry, encoded: Sample) -> None:
-    """Raise AutotuneError rather than cache what would make every loss a NaN, long after."""
-    import torch
+@torch.no_grad()
+def _encode(encoders: Encoders, entry: CacheEntry) -> Sample:
+    """Encode one entry. Files are opened first: broken ones, met again in every run, must not load the encoders.
 
-    if not all(torch.isfinite(tensor).all() for tensor in encoded.values()):
-        raise AutotuneError(
-            f"the model encodes the {entry.what} into numbers that are not finite",
-            hint="download its VAE and text encoders again, or plan with --pin precision=fp32",
-        )
-
-
-def _encode(encoders: "Encoders", entry: Entry) -> Sample:
-    """Files are opened first: nothing is loaded for those that are broken, which are tried in every start."""
-    family, pixels = encoders.model.family, _open(entry)
-    pipeline = encoders.pipeline(with_text=entry.caption is not None)
+    Raises:
+        _Unreadable: a file cannot be decoded.
+        InvalidInput: the model's configuration does not suit its code.
+        AutotuneError: the result is not finite; cached, it would make every loss a NaN much later.
+    """
+    family, pixels = encoders.model.family, _open_files(entry)
+    pipeline = encoders.load_pipeline(with_text=entry.caption is not None)
     try:
         if entry.caption is None:
-            return {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
-        return family.encode_caption(pipeline, entry.caption, pixels)
+            encoded: Sample = {"latents": family.encode_pixels(pipeline, pixels[0].to(pipeline.vae.device))}
+        else:
+            encoded = family.encode_caption(pipeline, entry.caption, pixels)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        what = f"the model cannot encode the {entry.what}: {first_line(error)}"
-        raise InvalidInput(what, hint="are its configurations those that were published? Download it again") from error
+        raise InvalidInput(
+            f"the model cannot encode the {entry}: {first_line(error)}",
+            hint="are its configurations those that were published? Download it again",
+        ) from error
+    if not all(tensor.isfinite().all() for tensor in encoded.values()):
+        raise AutotuneError(
+            f"the model encodes the {entry} into numbers that are not finite",
+            hint="download its VAE and text encoders again, or plan with --pin precision=fp32",
+        )
+    return encoded
 
 
-def _open(entry: Entry) -> "list[Tensor]":
+def _open_files(entry: CacheEntry) -> list[Tensor]:
     """The pixels of an image or a clip, or of each control image.
 
     Raises:
         _Unreadable: a file cannot be decoded.
-        AutotuneError: a file is another by now: under the entry's key its pixels would be wrong for good.
+        AutotuneError: a file has changed: its pixels would be stored under the key of the old ones.
     """
-    files = [entry.paths] if entry.caption is None else [(path,) for path in entry.paths]
+    groups = [entry.paths] if entry.caption is None else [(path,) for path in entry.paths]
     try:
-        pixels = [open_pixels(paths, entry.bucket.width_px, entry.bucket.height_px) for paths in files]
-        unchanged = file_digests(entry.paths) == entry.digests
+        pixels = [open_pixels(paths, entry.bucket.width_px, entry.bucket.height_px) for paths in groups]
+        has_changed = tuple(map(file_digest, entry.paths)) != entry.digests
     except Exception as error:  # decoders raise anything for damaged files
         raise _Unreadable(f"cannot be decoded: {error}") from error
-    if not unchanged:
+    if has_changed:
         raise AutotuneError(
             f"{entry.paths[0]} changed while the data was encoded",
             hint="run again when nothing writes there any more: what is cached so far is kept",
@@ -220,38 +251,14 @@ def _open(entry: Entry) -> "list[Tensor]":
     return pixels
 
 
-class _CacheWriter:
-    """Finds and adds entries, counts them as progress, and keeps the first `MEMORY_BYTES` of them in memory."""
+def open_pixels(paths: Sequence[Path], width_px: int, height_px: int) -> Tensor:
+    """One image, or the frames of one clip, resized and center-cropped: float32 (3, frames, height, width) in [-1, 1].
 
-    def __init__(self, cache: Cache, num_entries: int, on_progress: OnProgress | None) -> None:
-        self.in_memory: dict[str, Tensors] = {}
-        self._cache = cache
-        self._free_bytes = MEMORY_BYTES
-        self._num_entries = num_entries
-        self._done = 0
-        self._on_progress = on_progress
-
-    def load(self, key: str) -> bool:
-        """Whether the cache holds an undamaged entry."""
-        tensors = self._cache.read(key)
-        if tensors is not None:
-            self._keep(key, tensors)
-        return tensors is not None
-
-    def add(self, key: str, tensors: Mapping[str, "Tensor"], *, num_left: int) -> None:
-        """Store a new entry; `num_left` more of its kind are to come."""
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        self._cache.require_space(self._cache.write(key, plain) * num_left)
-        self._keep(key, plain)
-
-    def _keep(self, key: str, tensors: Tensors) -> None:
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if size <= self._free_bytes:
-            self.in_memory[key] = tensors
-            self._free_bytes -= size
-        self.advance()
-
-    def advance(self) -> None:
-        self._done += 1
-        if self._on_progress:
-            self._on_progress(self._done, self._num_entries)
+    Raises:
+        OSError: a file cannot be read or decoded.
+    """
+    frames = []
+    for path in paths:
+        with open_image(path) as image:
+            frames.append(np.asarray(ImageOps.fit(to_rgb(image), (width_px, height_px), Image.Resampling.LANCZOS)))
+    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).to(torch.float32) / 127.5 - 1

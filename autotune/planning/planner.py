@@ -42,6 +42,7 @@ from autotune.schema import (
     TrialResult,
     TrialStarted,
     ignore_event,
+    parse_plan,
     seal,
 )
 from autotune.search import (
@@ -119,7 +120,7 @@ def make_plan(
             own = _plan(problem, backend.autotune_version, (), trials, warm_start).model_dump_json()
             first = publish_plan(study, own)
             published = first if request.study else own
-    plan = TrainingPlan.model_validate_json(published)
+    plan = parse_plan(published)
     residuals = tuple(problem.cost.residual(trial) for trial in plan.frozen.trials)
     return PlanningResult(plan, problem.hardware, matches, residuals)
 

@@ -98,7 +98,7 @@ def build_problem(request: PlanRequest, hardware: HardwareProfile, backend: Plan
         hardware = backend.prove(context, request.space(context, also=WHERE_NOTHING_FITS).choices, model)
     cost, space = _strategy(request, model, workload, _of_one_process(request, hardware))
     job = build_job(request, model, dataset, whole.effective_batch_size)
-    left_out = dataset.left_out if dataset else ()
+    left_out = dataset.problem_summary if dataset else ()
     pinned = replace(request, model=job.pinned_model)
     return PlanningProblem(pinned, hardware, whole, workload, space, cost, job, notes, left_out)
 

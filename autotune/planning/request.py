@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from autotune.data import Dataset, Reading, read_dataset
+from autotune.data import Dataset, DatasetOptions, read_dataset
 from autotune.families import ResolvedModel
 from autotune.knobs import PIN, TuningContext
 from autotune.schema import Job, TrainingPlan, job_from
@@ -94,7 +94,7 @@ def read_data(request: PlanRequest, model: ResolvedModel) -> Dataset | None:
         return None
     frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
     caption, trigger = request.text("caption"), request.text("trigger")
-    return read_dataset(folder, Reading(caption, trigger, request.path("control"), num_frames=frames))
+    return read_dataset(folder, DatasetOptions(caption, trigger, request.path("control"), num_frames=frames))
 
 
 def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:

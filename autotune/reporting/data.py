@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from autotune.data import MAX_CROP, MAX_ENLARGEMENT, DataReport
+from autotune.data import MAX_CROP, MAX_UPSCALING, DataReport
 from autotune.reporting.text import wrapped
 
 TITLES = {
@@ -45,7 +45,7 @@ def _texts(report: DataReport) -> Iterator[str]:
 
 def _remarks(report: DataReport) -> Iterator[str]:
     if report.num_enlarged:
-        yield f"  {report.num_enlarged} scaled up more than {MAX_ENLARGEMENT}x: use larger originals or less resolution"
+        yield f"  {report.num_enlarged} scaled up more than {MAX_UPSCALING}x: use larger originals or less resolution"
     if report.cropped:
         named = ", ".join(report.cropped[:3]) + (", ..." if len(report.cropped) > 3 else "")
         yield f"  {len(report.cropped)} cropped by more than {MAX_CROP:.0%} of the area: {named}"

@@ -124,25 +124,37 @@ def read_plan(path: Path) -> TrainingPlan:
     Raises:
         InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited where it is frozen.
     """
-    written = _parse(path, _read_text(path))
-    plan = _validated(path, _migrated(path, written))
+    return _load(str(path), _parse(path, _read_text(path)))
+
+
+def parse_plan(text: str) -> TrainingPlan:
+    """A plan from the JSON that a study keeps, as `read_plan` reads one from a file.
+
+    Raises:
+        InvalidPlan: as `read_plan`.
+    """
+    try:
+        return _load("the study's plan", dict(json.loads(text)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidPlan(f"the study's plan is damaged: {error}", hint="name another --study") from error
+
+
+def _load(source: str, written: dict[str, Any]) -> TrainingPlan:
+    frozen = written.get("frozen")
+    try:
+        data = migrate(written, frozen.get("schema_version") if isinstance(frozen, dict) else None)
+    except InvalidInput as error:
+        raise InvalidPlan(f"{source} {error.message}", hint=error.hint) from error
+    plan = _validated(source, data)
     actual = digest_of(written["frozen"])  # as written: an older plan has other names, and lacks newer fields
     if actual != plan.digest:
         raise InvalidPlan(
-            f"the frozen part of {path} was edited: it has digest {actual[:15]}..., not {plan.digest[:15]}...",
+            f"the frozen part of {source} was edited: it has digest {actual[:15]}..., not {plan.digest[:15]}...",
             hint=f"undo the edit (only `job` may be changed), or {PLAN_AGAIN}",
         )
     if digest_of(plan.frozen) == plan.digest:
         return plan
     return seal(plan.job, plan.frozen.changed(original_digest=plan.identity))
-
-
-def _migrated(path: Path, written: dict[str, Any]) -> Any:
-    frozen = written.get("frozen")
-    try:
-        return migrate(written, frozen.get("schema_version") if isinstance(frozen, dict) else None)
-    except InvalidInput as error:
-        raise InvalidPlan(f"{path} {error.message}", hint=error.hint) from error
 
 
 def _read_text(path: Path) -> str:
@@ -175,7 +187,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     return data
 
 
-def _validated(path: Path, data: Any) -> TrainingPlan:
+def _validated(source: str, data: Any) -> TrainingPlan:
     try:
         return TrainingPlan.model_validate_json(json.dumps(data))  # NaN passes here, so that the field is named
     except ValidationError as error:
@@ -183,10 +195,10 @@ def _validated(path: Path, data: Any) -> TrainingPlan:
         where = ".".join(map(str, first["loc"])) or "the file"
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise InvalidPlan(
-            f"{path} is not a valid plan: {where}: {first['msg'].lower()}{more}", hint=_mend(where)
+            f"{source} is not a valid plan: {where}: {first['msg'].lower()}{more}", hint=_mend(where)
         ) from error
     except (TypeError, ValueError) as error:
-        raise InvalidPlan(f"{path} is not a valid plan: {error}", hint=PLAN_AGAIN) from error
+        raise InvalidPlan(f"{source} is not a valid plan: {error}", hint=PLAN_AGAIN) from error
 
 
 def _mend(where: str) -> str:

@@ -6,17 +6,18 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.search.residual import ResidualSearch, best_seconds, memory_upper_bound
-    from autotune.search.sampler import fail_dead_trials, take_snapshot
     from autotune.search.space import SearchSpace, build_search_space, drop_values
     from autotune.search.storage import StudyLocation, open_study, translate_storage_errors
     from autotune.search.study import (
         SearchLimits,
         TrialFunction,
+        fail_dead_trials,
         memoize,
         publish_plan,
         published_plan,
         run_search,
         search_cost_seconds,
+        take_snapshot,
     )
     from autotune.search.winner import (
         Score,

@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.runtime import data_path
-from autotune.search.sampler import take_snapshot
+from autotune.search.study import take_snapshot
 
 IDENTITY = "question"
 """Study attribute: what is searched for, and on what. Its name is that of studies which exist."""

@@ -1,4 +1,4 @@
-"""The profile store: measurements that teams exchange."""
+"""Records of measurements: what leaves a machine, stores that teams exchange, and what a search learns from them."""
 
 from typing import TYPE_CHECKING
 

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 from fsspec.asyn import AsyncFileSystem
@@ -31,36 +31,14 @@ class StoreUnreachable(AutotuneError):
     """A store does not answer, or refuses."""
 
 
-class Files(Protocol):
-    """The files of one store."""
-
-    address: str
-    """Where the store is, without passwords, for messages."""
-
-    def sizes(self) -> Mapping[str, int]:
-        """Key and bytes of every file that has a place in the layout."""
-
-    def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
-        """The first `size` bytes of each file, or why it cannot be read.
-
-        Raises:
-            StoreUnreachable: the store stops answering.
-        """
-
-    def write(self, contents: Mapping[str, bytes]) -> None:
-        """Write each file whole or not at all."""
-
-    def delete(self, key: str) -> None:
-        """Remove a file."""
-
-
 class LocalFiles:
-    """A folder of this machine, e.g. a git checkout. It is empty if it does not exist."""
+    """Files in a folder of this machine, e.g. a git checkout. It is empty if it does not exist."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.address = root, str(root)
 
     def sizes(self) -> dict[str, int]:
+        """Key and bytes of every file that has a place in the layout."""
         with translate_file_errors(self.address):
             return dict(self._scan(self.root, "", NUM_FOLDERS)) if self.root.is_dir() else {}
 
@@ -75,6 +53,7 @@ class LocalFiles:
                         yield key, entry.stat(follow_symlinks=False).st_size
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
+        """The first `size` bytes of each file, or why it cannot be read."""
         for key, size in sizes.items():
             try:
                 yield key, self._read_file(key, size)
@@ -90,6 +69,7 @@ class LocalFiles:
             return file.read(size)
 
     def write(self, contents: Mapping[str, bytes]) -> None:
+        """Write each file whole or not at all."""
         with translate_file_errors(self.address):
             for key, content in contents.items():
                 with atomic_write(Path(self._path(key))) as part:
@@ -110,10 +90,11 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """Files behind an fsspec file system."""
+    """Files behind an fsspec file system; every method may raise StoreUnreachable."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.address = redact_url(url)
+        """For messages, without passwords."""
         self.secrets = _secrets_in(url)
         with translate_file_errors(self.address, self.secrets):
             try:
@@ -159,6 +140,9 @@ class RemoteFiles:
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{_require_key(key)}"
+
+
+Files = LocalFiles | RemoteFiles
 
 
 def redact_url(url: str) -> str:

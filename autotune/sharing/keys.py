@@ -47,11 +47,7 @@ class Difference(NamedTuple):
 
 def _rate(prefix: str) -> Callable[[Machine], Value]:
     """The fastest measured rate of a kind: shapes differ between versions of the probe."""
-
-    def fastest(machine: Machine) -> Value:
-        return max((rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None)
-
-    return fastest
+    return lambda machine: max((rate.value for rate in machine.rates if rate.name.startswith(prefix)), default=None)
 
 
 def _training_cores(machine: Machine) -> Value:

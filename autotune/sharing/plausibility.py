@@ -84,7 +84,7 @@ def _check_trial(record: Record, trial: TrialResult, peaks: _Peaks | None) -> It
         return
     peak, total = trial.peak_memory_bytes, record.machine.total_memory_bytes
     if not trial.step_seconds or not peak:
-        yield "it is said to have run, without times or memory"
+        yield "it has run, and has no times or no memory"
         return
     weights = record.workload.model.num_parameters * _min_bits(trial.candidate) // 8
     if peak < weights:

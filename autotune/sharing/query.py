@@ -53,12 +53,10 @@ class StoreMatches:
 
 
 def find_matches(hardware: HardwareProfile, workload: Workload, stores: Sequence[Store] | None = None) -> StoreMatches:
-    """Find the records that count for `workload` on this machine.
+    """Find the records that count for `workload` on this machine, in `stores`.
 
-    Args:
-        hardware: this machine; with measured rates the distance is better.
-        workload: what is to be trained.
-        stores: where to look; by default in the user's own store, then among the shipped records.
+    By default those are the user's own store and the shipped records. With measured rates in `hardware`, distances are
+    more accurate.
     """
     found: dict[str, MatchedRecord] = {}
     stale: dict[str, str] = {}

@@ -117,11 +117,9 @@ class Store:
         return ((file.name, file.record) for file in self.read(entries) if file.record)
 
     def add_files(self, files: Iterable[RecordFile], sizes: Mapping[str, int]) -> MergeResult:
-        """Write, byte for byte, those files that are sound and absent; in batches, which stay if a later one fails.
+        """Write, byte for byte, those files that are sound and absent from `sizes`, which is what the store has.
 
-        Args:
-            files: what to add.
-            sizes: what the store has, see `sizes`.
+        Batches that were written stay if a later one fails.
         """
         new, present, refused = 0, 0, []
         batch: dict[str, bytes] = {}

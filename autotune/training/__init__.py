@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.training.adapter_file import ADAPTER_FILE, save_trained
     from autotune.training.describe import (
         WorkloadOverrides,
         check_job,
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from autotune.training.processes import card_misfits, device_misfits, make_current
     from autotune.training.quality import QualityMissed
     from autotune.training.run import train
-    from autotune.training.sample import Wanted, sample_run
-    from autotune.training.save import ADAPTER_FILE, save_trained
+    from autotune.training.sample import SampleRequest, sample_run
     from autotune.training.several import train_in_processes
     from autotune.training.step import AdapterOptimizer, StepOutcome, live_tensors, optimizer_step, to_device
 else:

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: one safetensors file each, tensors and a JSON state, written whole by a thread of its own.
+"""Checkpoints of a run: one safetensors file each, tensors and a JSON state, written atomically by a thread.
 
-A file carries the key of its run and a digest of all that is in it, so that a resumed run trusts nothing that is
-damaged or another's. Training waits only for the copy to the host (and for the last file, while it is being written).
+A file carries the key of its run and a digest of its content, so that a resumed run trusts nothing that is damaged or
+another's. Training waits only for the copy to the host (and for the last file, while it is still being written).
 """
 
 import hashlib
@@ -11,50 +11,49 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from autotune.data import tensors_digest
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.weights import BadWeights, load_file, save_file
 
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's output folder that holds them."""
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-NAME = "checkpoint-{:06}.safetensors"
-STEP = re.compile(r"checkpoint-(\d{6,})\.safetensors")
+FILE_NAME = "checkpoint-{:06}.safetensors"
+FILE_PATTERN = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that a run needs to go on after `step` steps."""
+    """Everything that a run needs to continue after `step` steps."""
 
     step: int
-    tensors: "Mapping[str, Tensor]"
+    tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
 
 
-def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints that lie in `folder`, of whatever run, by their steps, oldest first."""
-    found = ((STEP.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints in `folder`, of whatever run, by their steps, oldest first."""
+    matches = ((FILE_PATTERN.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def checkpoints_of(output: Path) -> set[Path]:
     """The checkpoints of the run whose output folder this is."""
-    return set(checkpoints_in(output / CHECKPOINTS).values())
+    return set(list_checkpoints(output / CHECKPOINTS).values())
 
 
 class Checkpoints:
-    """The checkpoints of one run in `folder`; use as a context manager, so that none is left half-written.
+    """The checkpoints of one run in `folder`; a context manager, so that no write is left unfinished.
 
     Args:
-        folder: of this run alone.
-        run_key: what a checkpoint must carry to be taken.
-        keep_last: newest files kept.
-        keep_every: files at multiples of this many steps are kept for good; 0 for none.
+        folder: folder of this run alone.
+        run_key: key that a checkpoint must carry to be resumed from.
+        keep_last: number of newest files to keep.
+        keep_every: files at multiples of this many steps are never deleted; 0 for none.
     """
 
     def __init__(self, folder: Path, run_key: str, *, keep_last: int, keep_every: int = 0) -> None:
@@ -69,7 +68,7 @@ class Checkpoints:
     def __exit__(self, *failure: object) -> None:
         self._thread.shutdown(wait=True)
 
-    def save(self, step: int, tensors: "Mapping[str, Tensor]", state: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Copy the tensors and write them in the background.
 
         Raises:
@@ -89,41 +88,38 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
-    def _write(self, step: int, tensors: "Mapping[str, Tensor]", state: Mapping[str, Any]) -> None:
+    def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         metadata = {"run": self.run_key, "state": json.dumps(state)}
         metadata["digest"] = _digest(metadata, tensors)
         try:
-            save_file(self.folder / NAME.format(step), tensors, metadata)
+            save_file(self.folder / FILE_NAME.format(step), tensors, metadata)
         except Exception as error:  # safetensors has errors of its own
             raise AutotuneError(
                 f"cannot write a checkpoint in {self.folder}: {error}",
                 hint="free some space, then go on from the last one with --resume",
             ) from error
-        self._rotate()
-
-    def _rotate(self) -> None:
-        for step, path in list(checkpoints_in(self.folder).items())[: -self.keep_last]:
-            if not (self.keep_every and step % self.keep_every == 0):
+        for old, path in list(list_checkpoints(self.folder).items())[: -self.keep_last]:
+            if not (self.keep_every and old % self.keep_every == 0):
                 path.unlink(missing_ok=True)
 
     def newest(self, on_damaged: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None where there is no checkpoint at all.
+        """The newest undamaged checkpoint, or None if there are no checkpoints at all.
 
         Raises:
-            InvalidInput: it belongs to another plan, job or data; or none of them is whole.
+            InvalidInput: it belongs to another plan, job or data; or all are damaged.
         """
         for part in self.folder.glob(".checkpoint-*.part"):
             part.unlink(missing_ok=True)  # a writer died here
-        found = checkpoints_in(self.folder)
-        for step, path in reversed(found.items()):
+        checkpoints = list_checkpoints(self.folder)
+        for step, path in reversed(checkpoints.items()):
             try:
                 return self._read(path, step)
             except (BadWeights, OSError, ValueError, KeyError) as error:
-                on_damaged(f"{path} is damaged and left out: {str(error).splitlines()[0]}")
-        if found:  # beginning anew would in time replace what may yet be saved
+                on_damaged(f"{path} is damaged and left out: {first_line(error)}")
+        if checkpoints:  # starting over would in time replace what may still be recovered
             raise InvalidInput(
-                f"none of the checkpoints in {self.folder} is whole",
-                hint=f"to begin anew, delete {self.folder} or choose another --output",
+                f"all checkpoints in {self.folder} are damaged",
+                hint=f"to start over, delete {self.folder} or choose another --output",
             )
         return None
 
@@ -134,12 +130,12 @@ class Checkpoints:
         if metadata["run"] != self.run_key:
             raise InvalidInput(
                 f"{path} belongs to another plan, job or data",
-                hint="resume with the plan, options and images it was begun with, or choose another --output",
+                hint="resume with the plan, options and images it was started with, or choose another --output",
             )
         return Checkpoint(step, tensors, json.loads(metadata["state"]))
 
 
-def _digest(metadata: Mapping[str, str], tensors: "Mapping[str, Tensor]") -> str:
-    """Of the run's key, the state and the tensors: a flipped bit in any of them shows."""
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Digest of the run's key, the state and the tensors: a flipped bit in any of them shows."""
     parts = (metadata["run"], metadata["state"], tensors_digest(tensors))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

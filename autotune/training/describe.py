@@ -1,4 +1,4 @@
-"""From a data folder to the workload: the shapes and lengths that decide memory and speed. Loads no weights."""
+"""From a dataset to the workload: the shapes and lengths that decide memory and speed. Loads no weights."""
 
 import math
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from autotune.families import Family, ResolvedModel
 from autotune.schema import Bucket, Job, Objective, Quality, Workload, quantiles_of
 
 NUM_QUANTILES = 16
-"""Lengths of captions that a workload names."""
+"""Number of caption lengths that a workload holds."""
 
 
 @dataclass(frozen=True)
 class WorkloadOverrides:
-    """What a user may fix about a workload; None takes the family's default."""
+    """Properties of a workload that a user may set; None means the family's default."""
 
     size_px: tuple[int, int] | None = None
-    """(width, height). With data, the area that its buckets stay within."""
+    """(width, height). With data, its area is the maximum area of a bucket."""
     num_frames: int | None = None
     text_tokens: int | None = None
-    """Length of captions where no data says it."""
+    """Length of captions when there is no data to count it from."""
     rank: int | None = None
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
@@ -31,21 +31,21 @@ class WorkloadOverrides:
     objective: Objective = "throughput"
 
 
-KEPT = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size", "quality", "objective")
-"""Wishes that a workload holds as they were."""
+COPIED_FIELDS = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size", "quality", "objective")
+"""Fields that a workload has under the same names."""
 
 
 def overrides_from(workload: Workload, *, has_data: bool = True) -> WorkloadOverrides:
-    """The wishes that lead to `workload` again, on data of its class; without data its shape and length count."""
+    """The overrides that give `workload` again, on data of its class; without data they name its shape and length."""
     largest, side = workload.largest_bucket, workload.resolution_px
     size_px = (side, side) if has_data else (largest.width_px, largest.height_px)
     text_tokens = None if has_data else workload.max_text_tokens
-    kept = {name: getattr(workload, name) for name in KEPT}
-    return WorkloadOverrides(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **kept)
+    copied = {name: getattr(workload, name) for name in COPIED_FIELDS}
+    return WorkloadOverrides(size_px=size_px, num_frames=largest.num_frames, text_tokens=text_tokens, **copied)
 
 
 def require_even_shares(workload: Workload, num_processes: int) -> None:
-    """Raise InvalidInput where processes would get unequal parts of the effective batch."""
+    """Raise InvalidInput if processes would get unequal parts of the effective batch."""
     batch = workload.effective_batch_size
     if batch % num_processes:
         more = batch + num_processes - batch % num_processes
@@ -56,7 +56,7 @@ def require_even_shares(workload: Workload, num_processes: int) -> None:
 
 
 def check_job(job: Job, family: Family) -> None:
-    """Raise InvalidInput where the job asks of the model what its family does not have."""
+    """Raise InvalidInput if the job uses an option that the model's family does not have."""
     if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
         raise InvalidInput(
             f"{family.name} has no timestep shift by resolution",
@@ -68,32 +68,32 @@ def check_job(job: Job, family: Family) -> None:
 
 
 def describe_workload(
-    model: ResolvedModel, dataset: Dataset | None, wishes: WorkloadOverrides, *, drops_captions: bool = False
+    model: ResolvedModel, dataset: Dataset | None, overrides: WorkloadOverrides, *, drops_captions: bool = False
 ) -> Workload:
-    """The workload of training `model` on `dataset`; with `drops_captions` the empty caption is among the others.
+    """The workload of training `model` on `dataset`; with `drops_captions` the empty caption is one of its captions.
 
-    Without a dataset it is one bucket, captions of the family's usual length, and one control image for edit models.
+    Without a dataset it has one bucket, captions of the family's usual length, and one control image for edit models.
 
     Raises:
-        InvalidInput: a size is not positive or does not suit the model, a caption is too long for it, there is no such
-            target set, or an item has more or fewer control images than the family takes.
+        InvalidInput: a size is not positive or does not suit the model, a caption is too long for it, the family has no
+            such target set, or an item has too many or too few control images.
     """
     family, defaults = model.family, model.family.defaults
-    width, height = wishes.size_px or (defaults.resolution_px, defaults.resolution_px)
-    frames = given(wishes.num_frames, defaults.num_frames)
-    asked = checked_bucket(family, width, height, frames)
-    family.target_set(wishes.targets)  # before data is read
+    width, height = overrides.size_px or (defaults.resolution_px, defaults.resolution_px)
+    frames = given(overrides.num_frames, defaults.num_frames)
+    bucket = checked_bucket(family, width, height, frames)
+    family.target_set(overrides.targets)  # fails before captions are read
     num_controls = _num_controls(family, dataset)
     resolution = math.isqrt(width * height)
     sides = family.size_multiple_px, family.max_side_px
-    buckets = (asked,) if dataset is None else make_buckets(dataset, resolution, *sides)
-    lengths = sorted(_text_lengths(model, dataset, buckets, wishes.text_tokens, drops_captions))
+    buckets = (bucket,) if dataset is None else make_buckets(dataset, resolution, *sides)
+    lengths = sorted(_text_lengths(model, dataset, buckets, overrides.text_tokens, drops_captions))
     if lengths[-1] > family.max_text_tokens:
         raise InvalidInput(
-            f"{family.name} takes no caption of {lengths[-1]} tokens",
+            f"{family.name} accepts no caption of {lengths[-1]} tokens",
             hint=f"the nearest valid length is {family.max_text_tokens} tokens",
         )
-    rank = positive("rank", given(wishes.rank, defaults.rank))
+    rank = positive("rank", given(overrides.rank, defaults.rank))
     return Workload(
         model=model.spec,
         resolution_px=resolution,
@@ -103,17 +103,17 @@ def describe_workload(
         text_padding="exact" if len(set(lengths)) == 1 else "masked",
         num_control_images=num_controls,
         rank=rank,
-        lora_alpha=wishes.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
-        lora_dropout=wishes.lora_dropout,
-        targets=wishes.targets,
-        effective_batch_size=positive("batch", given(wishes.effective_batch_size, defaults.effective_batch_size)),
-        quality=wishes.quality,
-        objective=wishes.objective,
+        lora_alpha=overrides.lora_alpha or defaults.lora_alpha * rank / defaults.rank,
+        lora_dropout=overrides.lora_dropout,
+        targets=overrides.targets,
+        effective_batch_size=positive("batch", given(overrides.effective_batch_size, defaults.effective_batch_size)),
+        quality=overrides.quality,
+        objective=overrides.objective,
     )
 
 
 def given(value: int | None, default: int) -> int:
-    """`value`, unless there is none: 0 is a value, and a wrong one."""
+    """`value`, or `default` if it is None; 0 stays 0, to be refused later."""
     return default if value is None else value
 
 
@@ -134,7 +134,7 @@ def _text_lengths(
 ) -> list[int]:
     usual = positive("text tokens", given(text_tokens, model.family.defaults.text_tokens))
     if model.config_folder is None or dataset is None:
-        return [usual, max(1, usual - 1)]  # captions differ in length unless data shows otherwise
+        return [usual, max(1, usual - 1)]  # without data, captions are assumed to differ in length
     sizes = [(bucket.width_px, bucket.height_px) for bucket in buckets]
     controls = [
         [sizes[index]] * len(item.control_paths)
@@ -152,5 +152,5 @@ def _text_lengths(
         reason = first_line(error)
         raise InvalidInput(f"the tokenizer in {model.config_folder} cannot be read: {reason}", hint=hint) from error
     if min(lengths) < 0 or not any(lengths):  # without its vocabulary it loads all the same
-        raise InvalidInput(f"the tokenizer in {model.config_folder} makes nothing of the captions", hint=hint)
+        raise InvalidInput(f"the tokenizer in {model.config_folder} returns no tokens for the captions", hint=hint)
     return lengths

@@ -1,4 +1,4 @@
-"""Whether a valid plan fits: this machine, this model, this data. Pure; each misfit is one sentence."""
+"""Whether a valid plan fits this machine, this model and this data. Pure; each misfit is one sentence."""
 
 from collections.abc import Mapping
 
@@ -19,14 +19,12 @@ KEY_NAMES: Mapping[str, str] = {
     "trial_protocol": "autotune's trial protocol",
 }
 
-
 PREDICTED_KEYS = ("device_kind", "compute_capability", "memory_kind")
-"""What a predicted plan knows of its machine; the rest is assumed until trials run there."""
+"""Keys that a predicted plan must match; it assumes the others until trials run on the machine."""
 
-
-CAPTION_ROOM = 0.01
-"""Of the largest picture's tokens: by so much a caption may be longer than planned. Activations grow by less than that
-share, and a plan leaves 2% of a card free (`autotune.hardware.memory`)."""
+CAPTION_TOLERANCE = 0.01
+"""By how much a caption may be longer than planned, as a share of the largest image's tokens. Activations grow by less
+than that share, and a plan leaves 2% of a GPU's memory free (`autotune.hardware.memory`)."""
 
 
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
@@ -35,7 +33,7 @@ def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str
 
 
 def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why the machine is of another kind than the plan's, however much memory it has."""
+    """Why the machine is of another kind than the plan's, whatever its memory."""
     planned = plan.frozen.hardware
     here = hardware.match_keys
     measured = plan.frozen.expected.evidence == "measured"
@@ -55,21 +53,21 @@ def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...
 
 
 def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Which of the settings' names mean nothing to this autotune, or something that does not work here."""
-    settings, storage = plan.frozen.settings, plan.frozen.caching.text_encoder_quantization
+    """Which settings this version of autotune does not know, or do not work on this machine."""
+    settings, encoder_format = plan.frozen.settings, plan.frozen.caching.text_encoder_quantization
     used = [(knob.name, knob, getattr(settings, knob.name)) for knob in KNOBS if knob.names]
-    used += [("storage of text encoders", knob, storage) for _, knob, _ in used if knob.name == "quantization"]
+    used += [("text encoder quantization", knob, encoder_format) for _, knob, _ in used if knob.name == "quantization"]
     misfits = []
     for title, knob, value in used:
         if reason := knob.unusable_reason(value, hardware):
-            misfits.append(f"{title}: {value} does not work here: {reason}")
+            misfits.append(f"{title}: {value} does not work on this machine: {reason}")
         elif value not in knob.names:
-            misfits.append(f"{title}: this autotune knows no {value!r}")
+            misfits.append(f"{title}: this version of autotune does not know {value!r}")
     return tuple(misfits)
 
 
 def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why one of the plan's processes has too little memory on this device; empty when it has enough."""
+    """Why this device has too little memory for one of the plan's processes; empty when it has enough."""
     planned = plan.frozen.hardware
     needed = plan.frozen.expected.required_memory_bytes
     if planned.device_kind == "cpu":
@@ -82,7 +80,7 @@ def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, 
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
-    """Why the plan is not for this model; empty when it is. Names and places don't matter, the architecture does."""
+    """Why the plan is not for this model; empty when it is. Only the architecture matters, not name or path."""
     planned = plan.frozen.workload.model
     if planned.architecture == model.architecture:
         return ()
@@ -96,8 +94,8 @@ def data_misfits(plan: TrainingPlan, context: TuningContext) -> tuple[str, ...]:
     largest, allowed = actual.largest_bucket, planned.largest_bucket
     if largest.num_pixels > allowed.num_pixels:
         misfits.append(f"data: a bucket of {_size(largest)} is larger than the planned {_size(allowed)}")
-    room = int(CAPTION_ROOM * context.family.tokens_per_frame(allowed))
-    if actual.max_text_tokens > planned.max_text_tokens + room:
+    tolerance = int(CAPTION_TOLERANCE * context.family.tokens_per_frame(allowed))
+    if actual.max_text_tokens > planned.max_text_tokens + tolerance:
         misfits.append(
             f"data: a caption of {actual.max_text_tokens} tokens is longer than the planned {planned.max_text_tokens}"
         )

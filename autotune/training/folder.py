@@ -1,7 +1,7 @@
-"""The output folder of a run: whose it is, whether it may be written, and what identifies the run.
+"""The output folder of a run: which run owns it, whether it may be written to, and what identifies the run.
 
 run-plan.yaml   the plan with the job as it was run     metrics.jsonl, tensorboard/    one line and point per step
-checkpoints/    to go on from with --resume             previews/                      samples on the way
+checkpoints/    to continue from with --resume          previews/                      samples during training
 pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
 """
 
@@ -13,43 +13,43 @@ from autotune.data import EncodedDataset
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.runtime import require_free_disk
 from autotune.schema import TrainingPlan, digest_of, read_plan, write_plan
-from autotune.training.checkpoint import CHECKPOINTS, checkpoints_in
-from autotune.training.save import ADAPTER_FILE
+from autotune.training.adapter_file import ADAPTER_FILE
+from autotune.training.checkpoint import CHECKPOINTS, list_checkpoints
 
 PLAN_FILE = "run-plan.yaml"
 REPORT_FILE = "report.json"
 LOCK_FILE = ".lock"
 
-NOT_LEARNED = frozenset(
+CHANGEABLE_FIELDS = frozenset(
     {"model", "revision", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
     | {"preview_steps", "preview_every", "checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
-"""Fields of a job that may differ when a run goes on: places, which the data's digest covers, and comforts."""
+"""Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
 
-FREE_OF_LENGTH = frozenset({"constant", "constant_with_warmup", "plateau"})
-"""Learning rates that do not depend on the number of steps, so that a run may be made longer."""
+OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
+"""Learning rates that do not depend on the number of steps, so that a resumed run may be made longer."""
 
 
-def learned(plan: TrainingPlan) -> dict[str, object]:
-    """Everything in a plan that decides what a run learns from given data."""
+def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
+    """Everything in a plan that decides the result of training on given data, and so must not change on resuming."""
     job = plan.job.model_dump(mode="json")
-    if plan.job.lr_scheduler in FREE_OF_LENGTH:
+    if plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS:
         job |= {"num_steps": None, "num_train_epochs": None}
-    return {"plan": plan.identity, **{name: value for name, value in job.items() if name not in NOT_LEARNED}}
+    return {"plan": plan.identity, **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS}}
 
 
-def run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:
-    """Digest of everything that decides what a run learns: a checkpoint with another one is not this run's."""
-    pairs = zip(encoded.recipes, encoded.items, strict=True)
-    items: list[object] = [[sorted(recipe.keys), item.repeats] for recipe, item in pairs]
-    return digest_of({**learned(plan), "items": items})
+def compute_run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:
+    """Digest of everything that decides the result of a run: its checkpoints carry it."""
+    pairs = zip(encoded.entries, encoded.items, strict=True)
+    items: list[object] = [[sorted(entries.keys), item.repeats] for entries, item in pairs]
+    return digest_of({**list_fixed_fields(plan), "items": items})
 
 
 def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: bool = True) -> FileLock:
-    """Make the output folder, or take the one that is there; it is this run's while the lock is held.
+    """Create the output folder, or take over the existing one; it is this run's while the returned lock is held.
 
-    The system frees the lock when its process ends in whatever way, so a dead run never blocks. With `lock` False the
-    folder is looked at but not held: for a process that belongs to the one that holds it.
+    The operating system frees the lock however its process ends, so a dead run never blocks. With `lock` False the
+    folder is checked but not locked: for a process that belongs to the one that holds the lock.
 
     Raises:
         InvalidInput: it holds another run, or this one and `resume` was not asked for; another run is writing to it
@@ -57,19 +57,20 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
         AutotuneError: its disk has less free than is still to be written of `needed_bytes`.
     """
     folder = Path(plan.job.output)
-    for what in ("data", "control", "model"):
-        place = getattr(plan.job, what)
-        if place and folder.resolve().is_relative_to(Path(place).resolve()):
+    for source in ("data", "control", "model"):
+        path = getattr(plan.job, source)
+        if path and folder.resolve().is_relative_to(Path(path).resolve()):
             raise InvalidInput(
-                f"the output folder {folder} lies in the {what} folder, so what a run writes would be taken for {what}",
+                f"the output folder {folder} lies in the {source} folder, so what a run writes would be taken for "
+                f"{source}",
                 hint="choose another with --output",
             )
-    claim = FileLock(folder / LOCK_FILE)
+    folder_lock = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if lock:
-            claim.acquire(timeout=0)
-        (_require_same if resume and checkpoints_in(folder / CHECKPOINTS) else _require_unused)(folder, plan)
+            folder_lock.acquire(timeout=0)
+        (_require_same if resume and list_checkpoints(folder / CHECKPOINTS) else _require_unused)(folder, plan)
         write_plan(folder / PLAN_FILE, plan)
     except Timeout as error:
         raise InvalidInput(
@@ -80,16 +81,16 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
             f"cannot write to the output folder {folder}: {error.strerror}", hint="choose another with --output"
         ) from error
     hint = "free some space, choose another folder with --output, or keep fewer checkpoints"
-    written_bytes = sum(path.stat().st_size for path in checkpoints_in(folder / CHECKPOINTS).values())
+    written_bytes = sum(path.stat().st_size for path in list_checkpoints(folder / CHECKPOINTS).values())
     require_free_disk(folder, needed_bytes - written_bytes, "what a run writes, checkpoints and adapter,", hint=hint)
-    return claim
+    return folder_lock
 
 
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:
-    begun = checkpoints_in(folder / CHECKPOINTS)
-    if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not begun):
+    checkpoints = list_checkpoints(folder / CHECKPOINTS)
+    if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not checkpoints):
         raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")
-    if begun:
+    if checkpoints:
         raise InvalidInput(
             f"{folder} holds the checkpoints of a run that did not end",
             hint="go on with it: add --resume; or choose another folder with --output",
@@ -97,14 +98,14 @@ def _require_unused(folder: Path, plan: TrainingPlan) -> None:
 
 
 def _require_same(folder: Path, plan: TrainingPlan) -> None:
-    """Compare with the plan that the folder was begun with: sooner than its checkpoints can be."""
+    """Compare with the plan in the folder: earlier than its checkpoints can be compared."""
     try:
-        before, now = learned(read_plan(folder / PLAN_FILE)), learned(plan)
-    except InvalidPlan:  # absent or damaged: its checkpoints tell whose they are, too
+        before, now = list_fixed_fields(read_plan(folder / PLAN_FILE)), list_fixed_fields(plan)
+    except InvalidPlan:  # absent or damaged: its checkpoints carry the run's key, too
         return
     changed = [name for name in now if before.get(name) != now[name]]
     if changed:
         raise InvalidInput(
-            f"{folder} was begun with another {', '.join(changed)}",
-            hint="resume with the plan and options it was begun with, or choose another folder with --output",
+            f"{folder} was started with another {', '.join(changed)}",
+            hint="resume with the plan and options it was started with, or choose another folder with --output",
         )

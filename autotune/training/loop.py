@@ -1,4 +1,4 @@
-"""The loop of a run: data, steps, learning rate, checkpoints, previews, what is told of each step."""
+"""The loop of a run: batches, steps, learning rate, fallbacks, checkpoints, previews and progress events."""
 
 import contextlib
 import math
@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from autotune.data import BatchLoader, EncodedDataset, LoadedBatch, Order
+from autotune.data import BatchLoader, BatchOrder, EncodedDataset
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.families import Batch
 from autotune.knobs import reload_key
@@ -27,7 +27,7 @@ from autotune.schema import Notice, OnEvent, StepFinished, TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
-from autotune.training.monitor import MemoryWatch, Utilization
+from autotune.training.monitor import GpuUtilization, MemoryWatch
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
 from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_tensors, optimizer_step, to_device
@@ -35,16 +35,16 @@ from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
 
-LOWER_THE_RATE = "lower the rate: autotune train PLAN --learning-rate X"
-NO_RATE_YET = "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are not finite"
+LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
+CHECK_WEIGHTS = "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are not finite"
 
-TRACED = range(3, 6)
-"""Steps of this start that a trace shows: the first ones allocate and warm up."""
+TRACED_STEPS = range(3, 6)
+"""Steps of this start that a trace covers: the ones before them allocate and warm up."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the loop works with besides the model."""
+    """What the loop works with besides the model and the data."""
 
     processes: Processes
     checkpoints: Checkpoints
@@ -55,9 +55,10 @@ class RunContext:
     """Called on processes that sample, with the number of steps taken."""
     budget_bytes: int
     trace: Path | None = None
+    """File to write a torch.profiler trace to; None for no trace."""
 
 
-class Loop:
+class TrainingLoop:
     """The steps of one run: the same order and noise whatever the micro-batch size, processes and interruptions."""
 
     def __init__(
@@ -70,9 +71,11 @@ class Loop:
     ) -> None:
         self.plan, self.model, self.encoded, self.context = plan, model, encoded, context
         self.settings = plan.frozen.settings
-        """The plan's, or the fallback that memory has made necessary."""
+        """The plan's, or the fallback that replaced them when memory ran out."""
+        self.network = model.transformer
+        """The transformer as steps call it: wrapped, with several processes."""
         job = self.job = plan.job
-        order = self.order = Order(
+        order = self.order = BatchOrder(
             groups=encoded.groups,
             repeats=tuple(item.repeats for item in encoded.items),
             effective_batch_size=plan.frozen.workload.effective_batch_size,
@@ -87,35 +90,36 @@ class Loop:
             max_grad_norm=job.max_grad_norm,
         )
         self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.epoch_steps)
-        self.first_step = 0
-        if checkpoint and checkpoint.step > self.num_steps:
+        shift = model.family.defaults.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
+        self.noising = Noising(job.seed, shift, job.timestep_sampling, job.weighting_scheme)
+        self.first_step = self._resume(checkpoint) if checkpoint else 0
+        self.done = self.first_step
+        """Steps that this run has taken, in all its starts."""
+        expected = plan.frozen.expected  # on a CPU, memory is that of the whole process
+        planned_bytes = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
+        self.watch = MemoryWatch(context.budget_bytes, planned_bytes)
+        self.utilization = GpuUtilization(model.device)
+        self.measured_step = self.first_step + 1
+        """Index of the step that measures memory: the second with the settings in use."""
+        self.peak_bytes = 0
+        self.seconds: list[float] = []
+        self.data_seconds: list[float] = []
+        self.warnings: list[str] = []
+        self._first_finish: tuple[float, int] | None = None
+        """When the first step of this start was finished, and its number."""
+
+    def _resume(self, checkpoint: Checkpoint) -> int:
+        if checkpoint.step > self.num_steps:
             raise InvalidInput(
                 f"{checkpoint.step} steps were taken already, and the run is to take {self.num_steps}",
                 hint=f"resume with --steps {checkpoint.step} or more, or choose another folder with --output",
             )
-        if checkpoint:
-            self.first_step = checkpoint.step
-            self.optimizer.load_state(checkpoint.tensors)
-            self.rate.load_state(checkpoint.state["rate"])
-        self.done = self.first_step
-        """Steps that this run has taken."""
-        self.network = model.transformer
-        shift = job.timestep_shift
-        by_tokens = model.family.defaults.shift_at if shift == "by_resolution" else shift
-        self.noising = Noising(job.seed, by_tokens, job.timestep_sampling, job.weighting_scheme)
-        expected = plan.frozen.expected  # on a CPU the whole process is looked at
-        promised = expected.required_memory_bytes if model.device.type == "cpu" else expected.peak_memory_bytes
-        self.watch = MemoryWatch(context.budget_bytes, promised)
-        self.measured_step = self.first_step + 1
-        self.peak_bytes = 0
-        self.seconds: list[float] = []
-        self.data_seconds: list[float] = []
-        self.utilization = Utilization(model.device)
-        self.warnings: list[str] = []
-        self.paced_from: tuple[float, int] | None = None
+        self.optimizer.load_state(checkpoint.tensors)
+        self.rate.load_state(checkpoint.state["rate"])
+        return checkpoint.step
 
     def run(self) -> None:
-        """Take every step that is left; where memory runs out, go on with the plan's next safer settings.
+        """Take every remaining step; if memory runs out, continue with the plan's next safer settings.
 
         Raises:
             Preempted: a signal came; a checkpoint is written.
@@ -124,30 +128,30 @@ class Loop:
         """
         processes = self.context.processes
         self.network = processes.replicate(self.model.transformer)
-        single = processes.world_size == 1
-        with catch_stop_signals(second_ends=single) as signal_name, _tracing(self.context.trace) as trace:
+        is_single = processes.world_size == 1
+        with catch_stop_signals(second_ends=is_single) as signal_name, _profiler(self.context.trace) as trace:
             while self.done < self.num_steps:
                 try:
                     self._take_steps(signal_name, trace)
                     return
                 except Exception as error:
-                    if not single or not is_out_of_memory(error):
+                    if not is_single or not is_out_of_memory(error):
                         raise
-                self._step_down()  # outside of the handler: the error holds what the step had saved
+                self._fall_back()  # outside of the handler: the error references what the step had saved
 
     def _take_steps(self, signal_name: Callable[[], str | None], trace: torch.profiler.profile | None) -> None:
-        """Every step that is left, with the settings in use."""
-        loader = self._loader()
-        batches = cast("Generator[LoadedBatch]", iter(loader))
+        """Every remaining step, with the settings in use."""
+        loader = self._make_loader()
+        batches = cast("Generator[Batch]", iter(loader))
         with contextlib.closing(batches):
             for step in range(self.done, self.num_steps):
                 event = self._timed_step(step, batches, loader)
                 self.done = event.step
-                self._tell(event)
+                self._report(event)
                 if trace:
                     trace.step()
-                stopping = self.context.processes.any(signal_name() is not None)
-                self._after(stopping=stopping)
+                stopping = self.context.processes.is_any(signal_name() is not None)
+                self._save_and_preview(stopping=stopping)
                 if stopping:
                     raise Preempted(
                         f"stopped by {signal_name() or 'a signal'} after step {self.done} of {self.num_steps}; "
@@ -155,76 +159,74 @@ class Loop:
                         hint="go on from there: run the same command with --resume",
                     )
 
-    def _loader(self) -> BatchLoader:
+    def _make_loader(self) -> BatchLoader:
+        settings, processes, steps = self.settings, self.context.processes, range(self.done, self.num_steps)
+        batches = self.order.batches(
+            steps, settings.micro_batch_size, rank=processes.rank, world_size=processes.world_size
+        )
         return BatchLoader(
-            self.model.family,
             self.encoded,
-            self.order,
-            self.settings.micro_batch_size,
-            self.num_steps,
-            first_step=self.done,
-            rank=self.context.processes.rank,
-            world_size=self.context.processes.world_size,
-            num_workers=self.settings.data_workers,
-            pin_memory=self.settings.batch_memory == "pinned",
+            batches,
+            self.model.family.collate,
+            num_workers=settings.data_workers,
+            pin_memory=settings.batch_memory == "pinned",
         )
 
-    def _tell(self, event: StepFinished) -> None:
+    def _report(self, event: StepFinished) -> None:
         if self.context.metrics:
             self.context.metrics.add(event)
         self.context.on_event(event)
         peak = max(event.memory_bytes, device_peak_bytes(self.model.device) or 0)
-        if warning := self.watch.look(event.memory_bytes, peak):
+        if warning := self.watch.check(event.memory_bytes, peak):
             self._warn(warning)
 
     def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
         self.context.on_event(Notice(text=warning, level="warning"))
 
-    def _step_down(self) -> None:
-        """Turn to the next fallback; the step that ran out is taken again, with the same images and noise."""
-        rungs = self.plan.frozen.fallbacks
-        later = rungs[rungs.index(self.settings) + 1 :] if self.settings in rungs else rungs
-        safer = next((rung for rung in later if reload_key(rung) == reload_key(self.settings)), None)
+    def _fall_back(self) -> None:
+        """Switch to the next fallback; the step that ran out is taken again, with the same images and noise."""
+        fallbacks = self.plan.frozen.fallbacks
+        start = fallbacks.index(self.settings) + 1 if self.settings in fallbacks else 0
+        loaded = reload_key(self.settings)
+        safer = next((fallback for fallback in fallbacks[start:] if reload_key(fallback) == loaded), None)
         if safer is None:
             raise AutotuneError(
                 f"memory ran out at step {self.done + 1}, and the plan names no safer settings that need no reload",
                 hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
             )
-        self.optimizer.forget()
+        self.optimizer.discard_step()
         release_memory()
         self.settings, self.measured_step, self.peak_bytes = safer, self.done + 1, 0
         apply_settings(self.model, safer)
         self._warn(f"memory ran out at step {self.done + 1}; from there on with {safer.label()}")
 
-    def _after(self, *, stopping: bool) -> None:
-        job, context, done, last = self.job, self.context, self.done, self.done == self.num_steps
-        due = last or stopping or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
-        if due and context.processes.is_first:
-            state = {"rate": self.rate.state()}
-            context.checkpoints.save(done, self.optimizer.state(), state)
-        if stopping or last:
+    def _save_and_preview(self, *, stopping: bool) -> None:
+        job, context, done = self.job, self.context, self.done
+        ending = stopping or done == self.num_steps
+        is_due = ending or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
+        if is_due and context.processes.is_first:
+            context.checkpoints.save(done, self.optimizer.state(), {"rate": self.rate.state()})
+        if ending:
             context.checkpoints.finish()
             context.processes.wait()
-        elif job.preview_every and done % job.preview_every == 0 and context.processes.samples:
+        elif job.preview_every and done % job.preview_every == 0 and context.processes.is_sampler:
             context.preview(done)
 
-    def _timed_step(self, step: int, batches: Iterator[LoadedBatch], loader: BatchLoader) -> StepFinished:
-        """One step; the second of the settings in use also measures memory."""
+    def _timed_step(self, step: int, batches: Iterator[Batch], loader: BatchLoader) -> StepFinished:
+        """One step; the second with the settings in use also measures memory."""
         waited, rate, started = loader.waited_seconds, self.rate.value, time.perf_counter()
+        take = partial(self._step, step, batches)
         if step == self.measured_step:
             live = partial(live_tensors, self.model.transformer, self.optimizer)
-            take = partial(self._step, step, batches)
             outcome, self.peak_bytes = measure_peak_memory(self.model.device, live, take)
         else:
-            outcome = self._step(step, batches)
+            outcome = take()
         seconds, waited = time.perf_counter() - started, loader.waited_seconds - waited
-        for what, value in (("loss", outcome.loss), ("norm of the gradient", outcome.gradient_norm)):
+        for name, value in (("loss", outcome.loss), ("norm of the gradient", outcome.gradient_norm)):
             if not math.isfinite(value):  # before anything is written: the newest checkpoint is a good one
-                raise AutotuneError(
-                    f"the {what} is {value} at step {step + 1}",
-                    hint=LOWER_THE_RATE if step else NO_RATE_YET,
-                )
+                hint = LOWER_LEARNING_RATE if step else CHECK_WEIGHTS
+                raise AutotuneError(f"the {name} is {value} at step {step + 1}", hint=hint)
         self.rate.step(outcome.loss)
         self.seconds.append(seconds)
         self.data_seconds.append(waited)
@@ -243,22 +245,22 @@ class Loop:
         )
 
     def _remaining_seconds(self, done: int) -> float | None:
-        """As this start has gone since its first step, which warms up."""
+        """At the pace of this start without its first step, which warms up."""
         now = time.perf_counter()
-        if self.paced_from is None:
-            self.paced_from = now, done
+        if self._first_finish is None:
+            self._first_finish = now, done
             return None
-        started, first = self.paced_from
+        started, first = self._first_finish
         return (now - started) / (done - first) * (self.num_steps - done)
 
-    def _step(self, step: int, batches: Iterator[LoadedBatch]) -> StepOutcome:
+    def _step(self, step: int, batches: Iterator[Batch]) -> StepOutcome:
         processes = self.context.processes
         share = self.order.effective_batch_size // processes.world_size
         return optimizer_step(
             self.model.family,
             self.network,
             self.optimizer,
-            self._one_step(batches),
+            self._take_images(share, batches),
             noising=self.noising,
             step=step,
             effective_batch_size=share,
@@ -266,37 +268,38 @@ class Loop:
             average=processes.average,
         )
 
-    def _one_step(self, batches: Iterator[LoadedBatch]) -> Iterator[Batch]:
-        for loaded in batches:
-            yield self._on_device(loaded.batch)
-            if loaded.is_last:
-                return
+    def _take_images(self, number: int, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The next micro-batches, of so many images together."""
+        while number:
+            batch = next(batches)
+            number -= len(batch["latents"])
+            yield self._to_device(batch)
 
-    def _on_device(self, batch: Batch) -> Batch:
-        moved = to_device(batch, self.model.device, self.model.dtype)
+    def _to_device(self, batch: Batch) -> Batch:
+        on_device = to_device(batch, self.model.device, self.model.dtype)
         if (guidance := self.job.guidance_scale) is not None:
-            moved["guidance"] = torch.full((len(batch["latents"]),), guidance, device=self.model.device)
-        return moved
+            on_device["guidance"] = torch.full((len(batch["latents"]),), guidance, device=self.model.device)
+        return on_device
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the images and noise of the next steps, which training has not seen; the same every time."""
+        """Mean loss over the images and noise of the steps after the last: unseen in training, equal in every call."""
         family, transformer, total = self.model.family, self.model.transformer, 0.0
         for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
             position = 0
             for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
-                batch = self._on_device(family.collate([self.encoded.sample(index) for index in planned.indices]))
+                batch = self._to_device(family.collate([self.encoded.sample(index) for index in planned.indices]))
                 total += float(self.noising.loss(family, transformer, batch, step, position)) * planned.weight
                 position += len(planned.indices)
         return total / EVALUATION_STEPS
 
 
-def _tracing(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
-    """A profile whose `step` is called after each step of this start; those in `TRACED` are written to `path`."""
+def _profiler(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
+    """A profiler whose `step` is called after each step of this start; it writes `TRACED_STEPS` to `path`."""
     if path is None:
         return contextlib.nullcontext()
     return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=TRACED.start - 1, warmup=1, active=len(TRACED), repeat=1),
+        schedule=torch.profiler.schedule(wait=TRACED_STEPS.start - 1, warmup=1, active=len(TRACED_STEPS), repeat=1),
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
         record_shapes=True,
     )

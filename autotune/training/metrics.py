@@ -1,7 +1,7 @@
-"""The record of a run: a line of `metrics.jsonl` per step, flushed, and the same numbers as a tracker's curves.
+"""Metrics of a run: a line of `metrics.jsonl` per step, flushed, and the same numbers as a tracker's curves.
 
-wandb comes through accelerate's tracker. Its TensorBoard tracker flushes after every call, which a short step feels,
-so TensorBoard's own writer is used.
+wandb is used through accelerate's tracker. Its TensorBoard tracker flushes after every call, which slows a short step
+down, so TensorBoard's own writer is used.
 """
 
 import json
@@ -22,7 +22,7 @@ Log = Callable[[dict[str, float], int], None]
 
 
 class Metrics:
-    """Appends to the record in `folder`, keeping the first `resumed_at` steps of an earlier start and no more."""
+    """Appends to the metrics in `folder`, of which only the first `resumed_at` steps of an earlier start are kept."""
 
     def __init__(self, folder: Path, *, resumed_at: int, report_to: str) -> None:
         path = folder / METRICS_FILE
@@ -46,7 +46,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[StepFinished]:
-    """The steps on record; a line that a kill cut short, or that is damaged, ends them."""
+    """The recorded steps, up to the first line that is damaged, or cut short by a kill."""
     events: list[StepFinished] = []
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         try:
@@ -61,7 +61,7 @@ def _line(event: StepFinished) -> str:
 
 
 def require_tracker(report_to: str) -> None:
-    """Raise InvalidInput where a job wants curves from a package that is not installed."""
+    """Raise InvalidInput if a job reports to a package that is not installed."""
     if report_to != "none" and find_spec(report_to) is None:
         raise InvalidInput(
             f"the job reports to {report_to}, which is not installed",
@@ -70,25 +70,25 @@ def require_tracker(report_to: str) -> None:
 
 
 def _tracker(report_to: str, folder: Path, resumed_at: int) -> tuple[Log, Callable[[], None]]:
-    """What takes a step's numbers, and what ends it."""
+    """A function that logs a step's numbers, and one that closes the tracker."""
     if report_to == "none":
         return lambda values, step: None, lambda: None
     if report_to == "wandb":
         from accelerate import PartialState
         from accelerate.tracking import WandBTracker
 
-        PartialState()  # the tracker asks it which process is the first
+        PartialState()  # tells the tracker which process is the first
         tracker: Any = WandBTracker("autotune", dir=str(folder))
         tracker.start()
         return lambda values, step: tracker.log(values, step=step), tracker.finish
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
     from torch.utils.tensorboard import SummaryWriter
 
-    # Steps after the checkpoint were perhaps logged by the start that died: TensorBoard then drops them.
+    # TensorBoard drops steps after the checkpoint, which the start that died may have logged.
     writer: Any = SummaryWriter(str(folder / TRACKER_FOLDER), purge_step=resumed_at + 1, flush_secs=30)
 
     def log(values: dict[str, float], step: int) -> None:
-        # As one event: `add_scalar` would make one for each, and a short step would feel it.
+        # As one event: with `add_scalar` each value would be one, which slows a short step down.
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         writer.file_writer.add_summary(Summary(value=points), step)
 

@@ -1,4 +1,4 @@
-"""Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter on it."""
+"""Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from autotune.weights import (
     open_weights,
 )
 
-MOST_GRAPHS = 32
+MAX_COMPILED_GRAPHS = 32
 """Code is compiled for one shape, then for any, and again for micro-batches of one and for those with a mask."""
 
 
@@ -37,7 +37,7 @@ class TrainingModel:
     device: torch.device
     dtype: torch.dtype
     quantization_error: QuantizationError | None = None
-    """Of real weights that were quantized."""
+    """Error of quantizing the weights; None for random weights or without quantization."""
 
 
 def load_model(
@@ -51,11 +51,11 @@ def load_model(
 ) -> TrainingModel:
     """Load the transformer, quantize it, add the adapter, and apply all other settings.
 
-    With `shards`, frozen weights are shared out over that many processes.
+    Frozen weights are sharded over `shards` processes.
 
     Raises:
         BadWeights: files are missing, damaged or of another model.
-        QualityMissed: quantized, the weights are further off than the workload's quality floor allows.
+        QualityMissed: quantization changes the weights by more than the workload's quality floor allows.
     """
     dtype = torch_dtype(settings.precision)
     transformer, error = load_transformer(model, settings, device, shards=shards)
@@ -66,8 +66,8 @@ def load_model(
     if settings.compile != "off":
         import torch._dynamo.config as dynamo
 
-        # Beyond its limit of eight graphs torch runs code as written, and says so in a log alone.
-        dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
+        # Beyond its limit of eight graphs torch runs code uncompiled, and only logs it.
+        dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_COMPILED_GRAPHS)
     apply_settings(loaded, settings)
     return loaded
 
@@ -85,9 +85,9 @@ def apply_knobs(family: Family, transformer: nn.Module, settings: Candidate, *, 
 
 
 @contextlib.contextmanager
-def as_written(transformer: nn.Module) -> Iterator[None]:
-    """As samples and evaluations need it: without dropout, and with compiled code left aside. That is made for training
-    steps, and any other call would compile anew for a minute."""
+def eager_eval(transformer: nn.Module) -> Iterator[None]:
+    """Run without dropout and without compiled code, for samples and evaluations. Code is compiled for training steps,
+    and any other call would take a minute to compile anew."""
     compiled = [(module, module._compiled_call_impl) for module in transformer.modules()]
     try:
         for module, _ in compiled:
@@ -102,14 +102,15 @@ def as_written(transformer: nn.Module) -> Iterator[None]:
 def load_transformer(
     model: ResolvedModel, settings: Candidate, device: torch.device, *, shards: int = 1
 ) -> tuple[nn.Module, QuantizationError | None]:
-    """Stream the weights in and quantize each layer as it arrives, so that loading never needs much more than the end.
+    """Stream the weights in and quantize each layer as it loads, so that loading hardly needs more memory than the
+    result.
 
-    Without files the architecture gets random weights: enough for a trial, which measures memory and time. With them,
-    the error that quantizing leaves is measured and returned.
+    Without files the architecture gets random weights, enough for a trial, which measures memory and time. With files,
+    the error of quantization is measured and returned.
     """
     family, dtype = model.family, torch_dtype(settings.precision)
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32: trials and training alike
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32, in trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
     policy = from_pretrained_dtypes(transformer, dtype)
     if shards > 1:
@@ -118,8 +119,8 @@ def load_transformer(
         transform = quantize_inside(family.blocks(transformer), settings.quantization)
     meter = ErrorMeter(family.blocks(transformer))
     if transform and settings.quantization != "none" and model.folder is not None:
-        transform = meter.around(transform)
-    if settings.swapped_blocks:  # once they are measured, on the device
+        transform = meter.wrap(transform)
+    if settings.swapped_blocks:  # after the error is measured on the device
         transform = offload_on_arrival(family, transformer, settings.swapped_blocks, transform)
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)

@@ -1,4 +1,4 @@
-"""Watches a run: memory of each phase, how near it is to the budget, whether it grows, how busy the GPU is."""
+"""Watches a run: memory of each phase, how near it is to the budget, whether it grows, and utilization of the GPU."""
 
 import contextlib
 import math
@@ -13,76 +13,75 @@ from autotune.runtime import device_peak_bytes, host_peak_bytes, reset_host_peak
 from autotune.schema import PhasePeak
 
 ALARM_SHARE = 0.85
-"""Of the budget: beyond it a run is one fragmented allocation away from its end."""
+"""Share of the budget above which one fragmented allocation may end a run."""
 
-SURPRISE = 1.05
-"""Times the promised peak: a run planned to fill its budget alarms only where it takes more than that."""
+PEAK_TOLERANCE = 1.05
+"""Factor of the planned peak: a run that was planned to fill its budget causes a warning only above this."""
 
 WINDOW_STEPS = 50
 NUM_WINDOWS = 6
 LEAK_SHARE = 0.02
-"""Usual growth over `NUM_WINDOWS` windows, each higher than the last, that is called a leak: caches fill unevenly."""
+"""Growth over `NUM_WINDOWS` windows, each higher than the last, that counts as a leak: caches fill unevenly."""
 
 
 class PhaseWatch:
-    """Measures each phase of a run; a phase entered again adds to its time and raises its peak.
+    """Measures each phase of a run; a phase that is entered again adds to its time and keeps its higher peak.
 
-    Inside a phase another may be entered: its memory counts for itself alone, its time for both.
+    Phases may nest: memory counts for the innermost phase alone, time for all of them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peaks: dict[str, PhasePeak] = {}
-        self._entered: list[str] = []
+        self._nested: list[str] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if self._entered:
-            self._count(self._entered[-1], 0.0)
-        self._entered.append(name)
-        self._reset()
+        if self._nested:
+            self._record(self._nested[-1], 0.0)
+        self._nested.append(name)
+        self._reset_peaks()
         started = time.monotonic()
         try:
             yield
         finally:
-            self._count(self._entered.pop(), time.monotonic() - started)
-            self._reset()
+            self._record(self._nested.pop(), time.monotonic() - started)
+            self._reset_peaks()
 
-    def _reset(self) -> None:
+    def _reset_peaks(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         reset_host_peak()
 
-    def _count(self, name: str, seconds: float) -> None:
-        before = self.peaks.get(name)
+    def _record(self, name: str, seconds: float) -> None:
+        before = self.peaks.get(name) or PhasePeak(name=name, seconds=0.0, device_bytes=None, host_bytes=None)
         self.peaks[name] = PhasePeak(
             name=name,
-            seconds=seconds + (before.seconds if before else 0.0),
-            device_bytes=_larger(device_peak_bytes(self.device), before.device_bytes if before else None),
-            host_bytes=_larger(host_peak_bytes(), before.host_bytes if before else None),
+            seconds=seconds + before.seconds,
+            device_bytes=_known_max(device_peak_bytes(self.device), before.device_bytes),
+            host_bytes=_known_max(host_peak_bytes(), before.host_bytes),
         )
 
 
-def _larger(one: int | None, other: int | None) -> int | None:
-    known = [value for value in (one, other) if value is not None]
-    return max(known, default=None)
+def _known_max(*values: int | None) -> int | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 class MemoryWatch:
-    """Looks at the memory after each step; each warning is given once. The promise is the peak that was planned."""
+    """Checks memory after each step; each warning is given once. `planned_bytes` is the peak that the plan expects."""
 
-    def __init__(self, budget_bytes: int, promised_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, planned_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self.alarm_bytes = max(ALARM_SHARE * budget_bytes, SURPRISE * promised_bytes)
+        self.alarm_bytes = max(ALARM_SHARE * budget_bytes, PEAK_TOLERANCE * planned_bytes)
         self.window: list[int] = []
         self.floors: list[int] = []
-        self.given: set[str] = set()
+        self.warned: set[str] = set()
 
-    def look(self, memory_bytes: int, peak_bytes: int) -> str | None:
-        """A warning, or None; the memory between steps shows a leak, the peak how near the budget is."""
+    def check(self, memory_bytes: int, peak_bytes: int) -> str | None:
+        """A warning, or None; memory between steps shows a leak, the peak how near the budget is."""
         self.window.append(memory_bytes)
-        if "budget" not in self.given and peak_bytes > self.alarm_bytes:
-            self.given.add("budget")
+        if "budget" not in self.warned and peak_bytes > self.alarm_bytes:
+            self.warned.add("budget")
             share = peak_bytes / self.budget_bytes
             return f"memory is at {peak_bytes / 2**30:.2f} GiB, {share:.0%} of what a run may take"
         if len(self.window) < WINDOW_STEPS:
@@ -90,36 +89,36 @@ class MemoryWatch:
         self.floors = [*self.floors, min(self.window)][-NUM_WINDOWS:]
         self.window = []
         slope = leak_bytes_per_step(self.floors)
-        if "leak" in self.given or not slope:
+        if "leak" in self.warned or not slope:
             return None
-        self.given.add("leak")
+        self.warned.add("leak")
         return f"memory grows by {slope / 2**20:.2f} MiB per step"
 
 
 def leak_bytes_per_step(floors: list[int]) -> float:
-    """Usual growth from the least memory of one window to the next's, or 0 where that is no leak.
+    """Median growth between the minima of successive windows, or 0 if it is too small or uneven for a leak.
 
-    The median, as a preview raises memory once, to stay.
+    The median, since a preview raises memory once and for good.
     """
     growth = [later - earlier for earlier, later in pairwise(floors)]
     if len(floors) < NUM_WINDOWS or min(growth) <= 0:
         return 0.0
-    usual = statistics.median(growth)
-    return usual / WINDOW_STEPS if usual * len(growth) >= floors[0] * LEAK_SHARE else 0.0
+    median = statistics.median(growth)
+    return median / WINDOW_STEPS if median * len(growth) >= floors[0] * LEAK_SHARE else 0.0
 
 
-class Utilization:
-    """How busy the GPU is, asked once a second: NVML averages over about as long, and asking takes milliseconds."""
+class GpuUtilization:
+    """Reads the GPU's utilization once a second: NVML averages over about as long, and a query takes milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.readings: list[float] = []
-        self._asked = -math.inf
+        self._read_at = -math.inf
 
     def read(self) -> float | None:
-        """The last reading in [0, 1], or None where NVML does not tell."""
-        if self.device.type == "cuda" and time.monotonic() - self._asked >= 1:
-            self._asked = time.monotonic()
-            with contextlib.suppress(Exception):  # no NVML, or a card that does not support it
+        """The last reading in [0, 1], or None without NVML."""
+        if self.device.type == "cuda" and time.monotonic() - self._read_at >= 1:
+            self._read_at = time.monotonic()
+            with contextlib.suppress(Exception):  # no NVML, or a GPU that does not support it
                 self.readings.append(torch.cuda.utilization(self.device) / 100)
         return self.readings[-1] if self.readings else None

@@ -1,4 +1,4 @@
-"""All that is checked before a run's long work: plan, machine, model, data, output folder, disk."""
+"""Everything that is checked before a run's long work: plan, machine, model, data, output folder and disk."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from autotune.data import Dataset, Reading, read_dataset
+from autotune.data import Dataset, DatasetOptions, read_dataset
 from autotune.errors import InvalidInput
 from autotune.families import (
     ResolvedModel,
@@ -29,22 +29,22 @@ from autotune.training.processes import card_misfits
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What a run stands on, all of it checked."""
+class PreparedRun:
+    """The checked inputs and the output folder of a run."""
 
     model: ResolvedModel
     dataset: Dataset
     workload: Workload
     output: Path
-    claim: FileLock
-    """Held on the output folder."""
+    lock: FileLock
+    """Held on the output folder until the run ends."""
 
 
-def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> Prepared:
-    """Check plan, machine, model, data, output folder and disk: all that can fail before any long work.
+def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> PreparedRun:
+    """Check plan, machine, model, data, output folder and disk: everything that can fail before any long work.
 
     Raises:
-        DoesNotFit, InvalidInput, AutotuneError: as `train`.
+        DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
     processes = plan.frozen.hardware.num_processes
     _require_machine(plan, hardware, hardware_misfits)
@@ -58,47 +58,47 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     check_job(job, model.family)
     check_weights(model)
     control = Path(job.control) if job.control else None
-    dataset = read_dataset(Path(job.data), Reading(job.caption, job.trigger, control, num_frames=job.num_frames))
+    dataset = read_dataset(Path(job.data), DatasetOptions(job.caption, job.trigger, control, num_frames=job.num_frames))
     workload = describe_workload(model, dataset, overrides_from(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     needed_bytes = _output_bytes(plan, model, dataset)
-    claim = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first_process())  # for all
-    return Prepared(model, dataset, workload, Path(job.output), claim)
+    lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first_process())  # for all processes
+    return PreparedRun(model, dataset, workload, Path(job.output), lock)
 
 
 def _require_machine(plan: TrainingPlan, hardware: HardwareProfile, misfits: Callable[..., tuple[str, ...]]) -> None:
-    """Raise DoesNotFit unless all processes have their device. Those that were launched take the launcher's word.
-
-    It looked when no process had taken any memory yet: by now the first may be loading.
-    """
+    """Raise DoesNotFit unless all processes have their device. Launched processes skip this: their launcher checked
+    before any of them took memory, and by now the first may be loading."""
     if started_by_launcher():
         return
     require_fit((*misfits(plan, hardware), *card_misfits(plan, hardware)))
 
 
 def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
-    """Bring a hub's model to this machine, with progress bars; the plan returned names the commit.
+    """Download a hub's model, with progress bars; the plan returned names the commit.
 
-    Nothing is fetched for a folder, or while the data folder is missing: `prepare` will say so.
+    Nothing is downloaded for a local folder, or while the data folder is missing, which `prepare` reports.
 
     Raises:
         DoesNotFit: the plan was made for another machine.
-        BadWeights: there is no such repository, its license is not accepted, or offline files are missing.
+        BadWeights: the repository does not exist, its license is not accepted, or offline files are missing.
     """
     job = plan.job
     if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():
         return plan
-    measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may turn to settings that fit
+    measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may still switch to settings that fit
     misfits = hardware_misfits if measured else key_misfits
     _require_machine(plan, hardware, misfits)
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) -> int:
-    """Of the adapter and all checkpoints: fp32 weights, and with two moments for each in a checkpoint."""
+    """Size of the adapter and all checkpoints: fp32 weights, in a checkpoint with two moments for each."""
     workload, job = plan.frozen.workload, plan.job
     adapter = add_adapter(model.family, build_on_meta(model.family, model.config), workload, torch.float32)
-    one = sum(parameter.numel() for parameter in adapter) * 4
+    adapter_bytes = sum(parameter.numel() for parameter in adapter) * 4
     num_steps = job.steps_on(dataset.epoch_size, workload.effective_batch_size)
-    kept = job.checkpoints_keep_every and num_steps // max(1, job.checkpointing_steps * job.checkpoints_keep_every)
-    return one * (1 + 3 * (job.checkpoints_total_limit + 1 + kept))
+    num_permanent = job.checkpoints_keep_every and num_steps // max(
+        1, job.checkpointing_steps * job.checkpoints_keep_every
+    )
+    return adapter_bytes * (1 + 3 * (job.checkpoints_total_limit + 1 + num_permanent))

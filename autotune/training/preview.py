@@ -1,9 +1,9 @@
-"""Samples through the stock pipeline around the transformer in training: nothing is held in memory twice.
+"""Samples through the stock pipeline around the transformer in training: no weight is in memory twice.
 
 Prompts are encoded once, before the transformer is loaded: the pipeline runs with its text encoder up to the first
-call of a transformer that has a shape but no weights, and what its `encode_prompt` returned is kept, in the cache of
-encoded data too. Later the same pipeline runs without any text encoder and gets that back. No family needs
-code of its own for this.
+call of a transformer that has a shape but no weights, and the results of its `encode_prompt` are recorded, in the cache
+of encoded data too. Later the same pipeline runs without any text encoder and gets these results instead. No family
+needs code of its own for this.
 """
 
 import json
@@ -17,12 +17,24 @@ from PIL import Image
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotune.data import Cache, Encoders, Identity, entry_key, moved, open_image, prompt_of, to_rgb
+from autotune.data import (
+    Cache,
+    EncoderIdentity,
+    Encoders,
+    entry_key,
+    make_prompt_entry,
+    move_tensors,
+    open_image,
+    to_rgb,
+)
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import ADAPTER_NAME, build_on_meta
 from autotune.runtime import atomic_write, is_out_of_memory, release_memory
 from autotune.schema import Bucket
 from autotune.weights import read_adapter
+
+MIN_HALVED_SIDE_PX = 256
+"""Images with a shorter side than this are not halved when memory is short."""
 
 
 class PreviewTooLarge(AutotuneError):
@@ -31,7 +43,7 @@ class PreviewTooLarge(AutotuneError):
 
 @dataclass(frozen=True)
 class Preview:
-    """One picture to sample, always from the same noise."""
+    """One image to sample, always from the same noise."""
 
     prompt: str
     bucket: Bucket
@@ -45,41 +57,47 @@ class _TransformerReached(Exception):
 
 
 class PreviewSampler:
-    """Samples previews: `encode_prompts` first, then `attach` a transformer."""
+    """Samples previews: `encode_prompts` first, then `attach` a transformer.
 
-    def __init__(self, encoders: Encoders, on_smaller: Callable[[str], None] = lambda message: None) -> None:
-        """`on_smaller` is told where memory is too short for pictures of the asked size."""
-        self.encoders, self.on_smaller = encoders, on_smaller
+    Args:
+        encoders: encode the prompts, and hold the VAE.
+        on_warning: called with a message if memory is too short for images of the requested size.
+    """
+
+    def __init__(self, encoders: Encoders, on_warning: Callable[[str], None] = lambda message: None) -> None:
+        self.encoders, self.on_warning = encoders, on_warning
         self.model, self.dtype, self.device = encoders.model, encoders.dtype, encoders.device
         self.encoded: dict[tuple[str, tuple[Path, ...]], list[Any]] = {}
+        """Results of the calls of `encode_prompt`, in their order, by prompt and control images."""
         self.pipeline: Any = None
-        self.scale = 1
+        self.divisor = 1
+        """Factor by which both sides of previews are reduced."""
 
     def encode_prompts(self, previews: Sequence[Preview], cache: Cache) -> None:
-        """Encode the prompts of all previews, or find them in `cache` where such encoders put them."""
+        """Encode the prompts of all previews, or read them from `cache` if equal encoders have encoded them before."""
         identity, missing = self.encoders.identity, []
         for preview in previews:
-            if found := cache.read(_key_of(preview, identity)):
-                self.encoded[preview.prompt, preview.control_paths] = _unpacked(found)
+            if stored := cache.read(_cache_key(preview, identity)):
+                self.encoded[preview.prompt, preview.control_paths] = _unpack(stored)
             else:
                 missing.append(preview)
         if missing:
             self._encode(missing)
         for preview in missing:
-            cache.write(_key_of(preview, identity), _packed(self.encoded[preview.prompt, preview.control_paths]))
+            cache.write(_cache_key(preview, identity), _pack(self.encoded[preview.prompt, preview.control_paths]))
 
     def _encode(self, previews: Sequence[Preview]) -> None:
-        pipeline = self.encoders.pipeline()
-        pipeline.transformer = self._shape_of_transformer()
+        pipeline = self.encoders.load_pipeline()
+        pipeline.transformer = self._build_stopping_transformer()
         encode = pipeline.encode_prompt
         for preview in previews:
             encoded: list[Any] = []
 
-            def recording(*values: Any, _encoded: list[Any] = encoded, **named: Any) -> Any:
-                _encoded.append(moved(encode(*values, **named), torch.device("cpu")))
-                return moved(_encoded[-1], self.device)
+            def record(*args: Any, _encoded: list[Any] = encoded, **kwargs: Any) -> Any:
+                _encoded.append(move_tensors(encode(*args, **kwargs), torch.device("cpu")))
+                return move_tensors(_encoded[-1], self.device)
 
-            pipeline.encode_prompt = recording
+            pipeline.encode_prompt = record
             try:
                 self._run(pipeline, preview)
             except _TransformerReached:
@@ -88,28 +106,29 @@ class PreviewSampler:
                 pipeline.encode_prompt = encode
         pipeline.transformer = None
 
-    def _shape_of_transformer(self) -> nn.Module:
+    def _build_stopping_transformer(self) -> nn.Module:
+        """A transformer on meta that raises `_TransformerReached` when it is called."""
         shape = build_on_meta(self.model.family, self.model.config).to(self.dtype)
-        # A pipeline may take its device from the transformer; a shape has none of its own.
+        # A pipeline may take its device from the transformer; one on meta has none of its own.
         shape.__class__ = type(type(shape).__name__, (type(shape),), {"device": property(lambda _: self.device)})
         shape.register_forward_pre_hook(_stop)
         return shape  # type: ignore[no-any-return]
 
     def attach(self, transformer: nn.Module) -> None:
-        """Build the pipeline around `transformer`, as it is; a VAE that is not kept waits on the host meanwhile."""
+        """Build the pipeline around `transformer`, as it is; a VAE that the plan releases waits on the host."""
         self.pipeline = self.model.family.load_pipeline(
             self.model.weights,
             torch_dtype=self.dtype,
             transformer=transformer,
-            vae=self.encoders.vae(torch.device("cpu")),
+            vae=self.encoders.load_vae(torch.device("cpu")),
             **dict.fromkeys(self.model.family.text_encoders),
         )
 
     def sample(self, preview: Preview) -> list[Image.Image]:
-        """The frames of one preview. Where memory is short the VAE works in tiles, then the picture is halved.
+        """The frames of one preview. If memory is short the VAE works in tiles, then the image is halved.
 
         Raises:
-            PreviewTooLarge: it is too short for the smallest.
+            PreviewTooLarge: memory is too short for the smallest size.
         """
         while True:
             try:
@@ -117,18 +136,18 @@ class PreviewSampler:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-            release_memory()  # outside: the error held what the pass had made
+            release_memory()  # outside of the handler: the error references what the pass had made
             self._shrink(preview)
 
     def _shrink(self, preview: Preview) -> None:
-        vae = self.pipeline.vae
+        vae, bucket = self.pipeline.vae, preview.bucket
         if hasattr(vae, "enable_tiling") and not getattr(vae, "use_tiling", True):
             vae.enable_tiling()
-        elif min(preview.bucket.width_px, preview.bucket.height_px) // self.scale >= 256:
-            self.scale *= 2
-            smaller = _scaled(preview.bucket, self.scale, self.model.family.size_multiple_px)
-            self.on_smaller(
-                f"memory is too short for a preview of {preview.bucket.width_px}x{preview.bucket.height_px} px: "
+        elif min(bucket.width_px, bucket.height_px) // self.divisor >= MIN_HALVED_SIDE_PX:
+            self.divisor *= 2
+            smaller = self._reduced(bucket)
+            self.on_warning(
+                f"memory is too short for a preview of {bucket.width_px}x{bucket.height_px} px: "
                 f"it is {smaller.width_px}x{smaller.height_px}"
             )
         else:
@@ -136,13 +155,20 @@ class PreviewSampler:
                 "memory is too short for a preview", hint="train without: set preview_prompts to [] in the plan's job"
             )
 
+    def _reduced(self, bucket: Bucket) -> Bucket:
+        """The bucket with both sides divided by `divisor`, as multiples that the model accepts."""
+        multiple = self.model.family.size_multiple_px
+        width, height = (
+            max(multiple, side // self.divisor // multiple * multiple) for side in (bucket.width_px, bucket.height_px)
+        )
+        return bucket.model_copy(update={"width_px": width, "height_px": height})
+
     def _sample(self, preview: Preview) -> list[Image.Image]:
         encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
-        self.pipeline.encode_prompt = lambda *values, **named: moved(next(encoded), self.device)
+        self.pipeline.encode_prompt = lambda *args, **kwargs: move_tensors(next(encoded), self.device)
         self.pipeline.vae.to(self.device)
         try:
-            bucket = _scaled(preview.bucket, self.scale, self.model.family.size_multiple_px)
-            return self._run(self.pipeline, replace(preview, bucket=bucket))
+            return self._run(self.pipeline, replace(preview, bucket=self._reduced(preview.bucket)))
         finally:
             if self.encoders.caching.residency == "release":
                 self.pipeline.vae.to("cpu")
@@ -156,11 +182,11 @@ class PreviewSampler:
             pipeline, preview.prompt, preview.bucket, num_steps=preview.num_steps, seed=preview.seed, controls=controls
         )
 
-    def with_and_without(self, adapter: Path, previews: Sequence[Preview]) -> list[tuple[Image.Image, Image.Image]]:
-        """First frames (without, with) of each; takes the trained adapter off and loads the file in its place.
+    def compare_adapter(self, adapter: Path, previews: Sequence[Preview]) -> list[tuple[Image.Image, Image.Image]]:
+        """First frames (without, with) of each preview; replaces the adapter in training by the one in the file.
 
         Raises:
-            AutotuneError: the pipeline did not take the file.
+            AutotuneError: the pipeline did not load the file.
         """
         self.pipeline.transformer.delete_adapters(ADAPTER_NAME)
         without = [self.sample(preview)[0] for preview in previews]
@@ -168,12 +194,12 @@ class PreviewSampler:
         return list(zip(without, (self.sample(preview)[0] for preview in previews), strict=True))
 
     def load_adapter(self, adapter: Path) -> None:
-        """Put an adapter file on the transformer by the pipeline's own loader.
+        """Load an adapter file by the pipeline's own loader.
 
         Raises:
             BadWeights: the file is damaged.
-            InvalidInput: it is no adapter of this model, or has numbers that are not finite.
-            AutotuneError: the pipeline did not take it.
+            InvalidInput: it is not an adapter of this model, or has numbers that are not finite.
+            AutotuneError: the pipeline did not load it.
         """
         hint = "name the output folder of `autotune train`, or train again"
         for name, layer in read_adapter(adapter).layers.items():
@@ -184,24 +210,27 @@ class PreviewSampler:
         except Exception as error:  # diffusers and peft raise anything for an adapter of another model
             if is_out_of_memory(error):
                 raise
-            reason = first_line(error)
-            raise InvalidInput(f"{adapter} is no adapter of this model: {reason}", hint=hint) from error
+            raise InvalidInput(f"{adapter} is not an adapter of this model: {first_line(error)}", hint=hint) from error
         if not self.pipeline.get_active_adapters():
             raise AutotuneError(
                 f"{adapter} could not be loaded back", hint="this is a bug in autotune: please report it"
             )
 
 
-def _key_of(preview: Preview, identity: Identity) -> str:
-    prompt = prompt_of(preview.prompt, preview.control_paths, preview.bucket, identity)
-    return entry_key("answers", prompt=prompt.key, size=(preview.bucket.width_px, preview.bucket.height_px))
+def _stop(module: nn.Module, inputs: object) -> None:
+    raise _TransformerReached
+
+
+def _cache_key(preview: Preview, identity: EncoderIdentity) -> str:
+    prompt = make_prompt_entry(preview.prompt, preview.control_paths, preview.bucket, identity)
+    return entry_key("preview", prompt=prompt.key, size=(preview.bucket.width_px, preview.bucket.height_px))
 
 
 STRUCTURE = "structure"
-"""Name of the entry's tensor that tells, as JSON bytes, how the others make up what was encoded."""
+"""Name of the tensor that holds, as JSON in bytes, how an entry's other tensors nest."""
 
 
-def _packed(encoded: list[Any]) -> dict[str, torch.Tensor]:
+def _pack(encoded: list[Any]) -> dict[str, torch.Tensor]:
     """Nested tuples and lists of tensors and None, as tensors by name."""
     leaves, structure = pytree.tree_flatten(encoded)
     tensors = {str(number): leaf for number, leaf in enumerate(leaves) if leaf is not None}
@@ -209,25 +238,14 @@ def _packed(encoded: list[Any]) -> dict[str, torch.Tensor]:
     return {**tensors, STRUCTURE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
-def _unpacked(tensors: dict[str, torch.Tensor]) -> list[Any]:
+def _unpack(tensors: dict[str, torch.Tensor]) -> list[Any]:
     count, structure = json.loads(bytes(tensors[STRUCTURE].tolist()))
     leaves = [tensors.get(str(number)) for number in range(count)]
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))  # type: ignore[no-any-return]
 
 
-def _stop(module: nn.Module, inputs: object) -> None:
-    raise _TransformerReached
-
-
-def _scaled(bucket: Bucket, divisor: int, multiple: int) -> Bucket:
-    sides = {"width_px": bucket.width_px, "height_px": bucket.height_px}
-    return bucket.model_copy(
-        update={name: max(multiple, px // divisor // multiple * multiple) for name, px in sides.items()}
-    )
-
-
-def grid(pairs: Sequence[tuple[Image.Image, Image.Image]]) -> Image.Image:
-    """One picture: a row per prompt, without the adapter on the left and with it on the right."""
+def make_grid(pairs: Sequence[tuple[Image.Image, Image.Image]]) -> Image.Image:
+    """One image with a row per prompt: without the adapter on the left, with it on the right."""
     width, height = (max(side) for side in zip(*(image.size for pair in pairs for image in pair), strict=True))
     sheet = Image.new("RGB", (2 * width, height * len(pairs)))
     for row, pair in enumerate(pairs):
@@ -237,6 +255,6 @@ def grid(pairs: Sequence[tuple[Image.Image, Image.Image]]) -> Image.Image:
 
 
 def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG, whole or not at all."""
+    """Write a PNG atomically."""
     with atomic_write(path) as part:
         image.save(part, format="PNG")

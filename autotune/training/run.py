@@ -1,4 +1,4 @@
-"""`autotune train`: runs exactly what a plan says, and reports what happened against what was promised."""
+"""`autotune train`: runs exactly what a plan says, and reports measured against predicted figures."""
 
 import contextlib
 import statistics
@@ -25,17 +25,16 @@ from autotune.schema import (
     TrainingPlan,
     ignore_event,
 )
+from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter, save_trained
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
-from autotune.training.folder import REPORT_FILE, run_key
-from autotune.training.loop import Loop, RunContext
+from autotune.training.folder import REPORT_FILE, compute_run_key
+from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
-from autotune.training.model import as_written, load_model
+from autotune.training.model import eager_eval, load_model
 from autotune.training.monitor import PhaseWatch
-from autotune.training.preparation import Prepared, prepare
-from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge, grid, save_image
-from autotune.training.processes import join
-from autotune.training.save import ADAPTER_FILE, save_trained
-from autotune.training.verdict import judge
+from autotune.training.preparation import PreparedRun, prepare
+from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge, make_grid, save_image
+from autotune.training.processes import join_processes
 
 TRACE_FILE = "trace.json"
 
@@ -49,48 +48,48 @@ def train(
     resume: bool = False,
     trace: bool = False,
 ) -> RunReport:
-    """Train what the plan says on this machine; with `resume`, go on from the newest checkpoint where there is one.
+    """Train what the plan says on this machine; with `resume`, continue from the newest checkpoint if there is one.
 
-    Writes the adapter, a report, curves and, where the job has prompts, samples with and without the adapter.
+    Writes the adapter, a report, curves and, if the job has prompts, samples with and without the adapter. With
+    `trace`, a torch.profiler trace of a few steps as well.
 
     Raises:
         DoesNotFit: the plan was made for another machine, model or class of data.
         InvalidInput: the model or the data cannot be used, or the output folder belongs to another run.
         Preempted: a signal came; a checkpoint is written.
-        AutotuneError: the loss is no longer finite, disk or memory ran out, or the wrong number of processes
-            runs.
+        AutotuneError: the loss is no longer finite, disk or memory ran out, or the number of processes is wrong.
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
     configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
-    go_on = "free some space, then go on from the last checkpoint: --resume"
+    hint = "free some space, then go on from the last checkpoint: --resume"
     try:
-        with reraise_disk_full(prepared.output, hint=go_on), reraise_oom():
+        with reraise_disk_full(prepared.output, hint=hint), reraise_oom():
             run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event)
             return run.train(started, resume=resume, trace=trace)
     finally:
-        prepared.claim.release()
+        prepared.lock.release()
 
 
 class _Run:
     """The phases of one run around its loop."""
 
     def __init__(
-        self, plan: TrainingPlan, prepared: Prepared, hardware: HardwareProfile, cache: Cache, on_event: OnEvent
+        self, plan: TrainingPlan, prepared: PreparedRun, hardware: HardwareProfile, cache: Cache, on_event: OnEvent
     ) -> None:
         self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
         self.budget_bytes = hardware.device.budget_bytes
-        self.processes = join(plan.frozen.hardware, torch.device(hardware.device.torch_name))
+        self.processes = join_processes(plan.frozen.hardware, torch.device(hardware.device.torch_name))
         self.on_event = on_event if self.processes.is_first else ignore_event
         self.watch = PhaseWatch(self.processes.device)
         self.warnings: list[str] = []
         frozen = plan.frozen
         self.encoders = Encoders(prepared.model, frozen.caching, frozen.settings, self.processes.device)
         self.sampler = PreviewSampler(self.encoders, self._warn)
-        self.previews = self._previews() if self.processes.samples else []
+        self.previews = self._list_previews() if self.processes.is_sampler else []
 
     def train(self, started: float, *, resume: bool, trace: bool) -> RunReport:
-        """All of it; `started` is when, in monotonic seconds."""
+        """All phases; `started` is the run's start in monotonic seconds."""
         plan, job, processes = self.plan, self.plan.job, self.processes
         with self.watch.phase("caching"):
             encoded = self._encode()
@@ -103,11 +102,11 @@ class _Run:
                 self.sampler.attach(trained.transformer)
         with Checkpoints(
             self.output / CHECKPOINTS,
-            run_key(plan, encoded),
+            compute_run_key(plan, encoded),
             keep_last=job.checkpoints_total_limit,
             keep_every=job.checkpoints_keep_every * job.checkpointing_steps,
         ) as checkpoints:
-            checkpoint = checkpoints.newest(self._tell_warning) if resume else None
+            checkpoint = checkpoints.newest(self._notify) if resume else None
             first_step = checkpoint.step if checkpoint else 0
             self._start_phase(f"training from step {first_step}" if checkpoint else "training")
             metrics = None
@@ -123,15 +122,15 @@ class _Run:
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
             with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):
-                loop = Loop(plan, trained, encoded, checkpoint, context)
+                loop = TrainingLoop(plan, trained, encoded, checkpoint, context)
                 loop.run()
-        with as_written(trained.transformer), preempt_on_signal(second_ends=processes.world_size == 1):
+        with eager_eval(trained.transformer), preempt_on_signal(second_ends=processes.world_size == 1):
             report = self._finish(loop, started)
             processes.wait()
         return report
 
-    def _previews(self) -> list[Preview]:
-        """What previews show; the controls are those of the image whose caption is the prompt, or of the first."""
+    def _list_previews(self) -> list[Preview]:
+        """One per prompt, with the control images of the item whose caption is the prompt, or of the first item."""
         job, items, bucket = self.plan.job, self.prepared.dataset.items, self.prepared.workload.largest_bucket
         controls = {item.caption: item.control_paths for item in reversed(items)}
         return [
@@ -140,14 +139,14 @@ class _Run:
         ]
 
     def _encode(self) -> EncodedDataset:
-        """Encode on the first process while the others wait; then they find all of it in the cache."""
+        """Encode on the first process while the others wait; then they find every entry in the cache."""
         if not self.processes.is_first:
             self.processes.wait()
         if self.previews:
             self._start_phase("encoding the prompts of previews")
             self.sampler.encode_prompts(self.previews, self.cache)
-        for line in self.prepared.dataset.left_out:
-            self._tell_warning(line)
+        for line in self.prepared.dataset.problem_summary:
+            self._notify(line)
         self._start_phase("encoding captions and images")
         encoded = encode_dataset(
             self.encoders,
@@ -158,23 +157,23 @@ class _Run:
             on_progress=lambda done, total: self.on_event(Progressed(name="encoding", done=done, total=total)),
         )
         for problem in encoded.problems:
-            self._tell_warning(f"left out: {problem.file}: {problem.message}")
+            self._notify(f"left out: {problem.file}: {problem.message}")
         if self.processes.is_first:
             self.processes.wait()
         self.encoders.release()
         return encoded
 
     def _sample_previews(self, step: int) -> None:
-        with self._going_on():
+        with self._drop_failing_previews():
             for number, preview in enumerate(self.previews):
-                with self.watch.phase("previews"), as_written(self.sampler.pipeline.transformer):
+                with self.watch.phase("previews"), eager_eval(self.sampler.pipeline.transformer):
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
                     save_image(frames[0], self.output / "previews" / f"step-{step:06}-{number}.png")
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """What ends where a preview cannot be made are the previews; shared-out weights need all processes."""
+    def _drop_failing_previews(self) -> Iterator[None]:
+        """If a preview cannot be made, the run continues without previews; sharded weights need all processes to."""
         try:
             yield
         except (PreviewTooLarge, InvalidInput, RuntimeError, TypeError, ValueError, LookupError) as error:
@@ -184,19 +183,19 @@ class _Run:
             self.previews = []
 
     def _warn(self, message: str) -> None:
-        """Tell it now and in the report."""
+        """Show a warning now and in the report."""
         self.warnings.append(message)
-        self._tell_warning(message)
+        self._notify(message)
 
-    def _tell_warning(self, message: str) -> None:
+    def _notify(self, message: str) -> None:
         self.on_event(Notice(text=message, level="warning"))
 
     def _start_phase(self, name: str) -> None:
         self.on_event(PhaseStarted(name=name))
 
-    def _finish(self, loop: Loop, started: float) -> RunReport:
+    def _finish(self, loop: TrainingLoop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
-        if self.processes.is_first:  # before what may still fail
+        if self.processes.is_first:  # before anything that may still fail
             with self.watch.phase("saving"):
                 workload = self.plan.frozen.workload
                 save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps)
@@ -206,37 +205,37 @@ class _Run:
         transformer.enable_adapters()  # type: ignore[operator]
         self.processes.wait()
         if self.previews:
-            self._sample(adapter)
+            self._sample_comparison(adapter)
         verdict = None
         if self.processes.is_first:
             last_block = loop.model.family.last_block(transformer)
-            verdict = judge(adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss)
+            verdict = judge_adapter(adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss)
         report = self._report(loop, verdict, time.monotonic() - started)
         if self.processes.is_first:
             write_text_atomic(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
         return report
 
-    def _sample(self, adapter: Path) -> None:
+    def _sample_comparison(self, adapter: Path) -> None:
         self._start_phase("sampling with and without the adapter")
         pairs: list[tuple[Image, Image]] = []
-        with self._going_on(), self.watch.phase("previews"):
-            pairs = self.sampler.with_and_without(adapter, self.previews)
+        with self._drop_failing_previews(), self.watch.phase("previews"):
+            pairs = self.sampler.compare_adapter(adapter, self.previews)
         if not self.processes.is_first or not pairs:
             return
         for name, image in zip(("without", "with"), pairs[0], strict=True):
             save_image(image, self.output / f"sample_{name}_adapter.png")
-        save_image(grid(pairs), self.output / "samples.png")
+        save_image(make_grid(pairs), self.output / "samples.png")
 
-    def _report(self, loop: Loop, verdict: AdapterVerdict | None, total_seconds: float) -> RunReport:
+    def _report(self, loop: TrainingLoop, verdict: AdapterVerdict | None, total_seconds: float) -> RunReport:
         metrics = loop.context.metrics
-        losses, recorded = (metrics.losses, metrics.seconds) if metrics else ([], [])
-        steady = sorted(loop.seconds[2:] or loop.seconds or recorded) or [0.0]
-        rare = len(steady) // 20  # a hiccup counts for nothing, steps of longer captions for what they are
+        losses, earlier = (metrics.losses, metrics.seconds) if metrics else ([], [])
+        steady = sorted(loop.seconds[2:] or loop.seconds or earlier) or [0.0]
+        rare = len(steady) // 20  # outliers are left out, while steps of longer captions count as they are
         step_seconds = statistics.fmean(steady[rare : len(steady) - rare])
         head = losses[: max(1, len(losses) // 10)]
         tail = losses[-len(head) :]
         waits = loop.data_seconds[2:] or loop.data_seconds or [0.0]
-        expected, busy = self.plan.frozen.expected, loop.utilization.readings
+        expected, utilization = self.plan.frozen.expected, loop.utilization.readings
         return RunReport(
             plan_digest=self.plan.digest,
             num_steps=loop.num_steps,
@@ -244,13 +243,13 @@ class _Run:
             total_seconds=total_seconds,
             expected_step_seconds=expected.step_seconds,
             measured_step_seconds=step_seconds,
-            data_seconds=sum(waits) / len(waits),
+            data_seconds=statistics.fmean(waits),
             expected_peak_memory_bytes=expected.peak_memory_bytes,
             measured_peak_memory_bytes=loop.peak_bytes or None,
             expected_phases=expected.phases,
             phases=tuple(self.watch.peaks.values()),
             images_per_second=loop.order.effective_batch_size / step_seconds if step_seconds else 0.0,
-            gpu_utilization=sum(busy) / len(busy) if busy else None,
+            gpu_utilization=statistics.fmean(utilization) if utilization else None,
             first_loss=sum(head) / max(1, len(head)),
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=(*loop.warnings, *self.warnings),

@@ -1,4 +1,4 @@
-"""`autotune sample`: pictures from a trained adapter, loaded as the plan says, so it fits where training fitted."""
+"""`autotune sample`: images from a trained adapter, loaded as the plan says, so that sampling fits if training did."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,61 +11,65 @@ from autotune.families import fetch_model
 from autotune.knobs import Swapping, configure_allocator
 from autotune.runtime import require_writable, reraise_oom
 from autotune.schema import HardwareProfile, Notice, OnEvent, StatusChanged, ignore_event, read_plan
+from autotune.training.adapter_file import ADAPTER_FILE
 from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
 from autotune.training.preview import Preview, PreviewSampler, save_image
-from autotune.training.save import ADAPTER_FILE
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Pictures of one prompt."""
+class SampleRequest:
+    """Images to sample from one prompt."""
 
     prompt: str
     count: int = 1
-    """Each from another seed."""
+    """Number of images, each from a seed one higher than the last."""
     seed: int = 0
-    """Of the first."""
+    """Seed of the first image."""
     num_steps: int | None = None
-    """Of denoising; None for the job's."""
+    """Number of denoising steps; None for the job's."""
     control_paths: tuple[Path, ...] = ()
     """Control images, for edit models."""
     output: Path | None = None
-    """File to write, with a number added where there are several; None for one in the run's folder."""
+    """File to write, with a number added if there are several; None for one in the run's folder."""
 
 
 @reraise_oom()
 def sample_run(
-    folder: Path, hardware: HardwareProfile, wanted: Wanted, cache_folder: Path, on_event: OnEvent = ignore_event
+    folder: Path,
+    hardware: HardwareProfile,
+    request: SampleRequest,
+    cache_folder: Path,
+    on_event: OnEvent = ignore_event,
 ) -> list[Path]:
-    """Sample pictures from the adapter in a run's folder and return the files written.
+    """Sample images from the adapter in a run's folder and return the files written.
 
     Raises:
-        OSError: the picture could not be written.
+        OSError: an image could not be written.
         InvalidInput: the folder holds no trained adapter, or a control image is missing or too many.
         AutotuneError: memory ran out.
     """
     if not (folder / ADAPTER_FILE).is_file() or not (folder / PLAN_FILE).is_file():
         raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
-    missing = [path for path in wanted.control_paths if not path.is_file()]
+    missing = [path for path in request.control_paths if not path.is_file()]
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
     plan = read_plan(folder / PLAN_FILE)
     model = fetch_model(plan.job.pinned_model)
-    model.family.check_num_controls(len(wanted.control_paths), "the prompt")
-    file = wanted.output or folder / f"sample-{wanted.seed}.png"
+    model.family.check_num_controls(len(request.control_paths), "the prompt")
+    file = request.output or folder / f"sample-{request.seed}.png"
     require_writable(file)
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     settings = frozen.settings
-    if frozen.hardware.strategy == "fsdp2":  # a device holds but a part of the weights, so they visit it
+    if frozen.hardware.strategy == "fsdp2":  # one device cannot hold all weights, so blocks are swapped
         settings = settings.changed(swapped_blocks=frozen.workload.model.num_blocks - 1)
     configure_allocator(settings.allocator)  # before anything is allocated
     encoders = Encoders(model, frozen.caching, settings, device)
     sampler = PreviewSampler(encoders, lambda text: on_event(Notice(text=text, level="warning")))
-    steps, bucket = wanted.num_steps or plan.job.preview_steps, frozen.workload.largest_bucket
+    steps, bucket = request.num_steps or plan.job.preview_steps, frozen.workload.largest_bucket
     previews = [
-        Preview(wanted.prompt, bucket, steps, wanted.seed + number, wanted.control_paths)
-        for number in range(wanted.count)
+        Preview(request.prompt, bucket, steps, request.seed + number, request.control_paths)
+        for number in range(request.count)
     ]
     sampler.encode_prompts(previews[:1], Cache(cache_folder))
     encoders.release()
@@ -75,8 +79,8 @@ def sample_run(
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     written = []
     for number, preview in enumerate(previews, start=1):
-        on_event(StatusChanged(text=f"sampling {number} of {wanted.count}"))
-        path = file if wanted.count == 1 else file.with_stem(f"{file.stem}-{number}")
+        on_event(StatusChanged(text=f"sampling {number} of {request.count}"))
+        path = file if request.count == 1 else file.with_stem(f"{file.stem}-{number}")
         save_image(sampler.sample(preview)[0], path)
         written.append(path)
     return written

@@ -1,4 +1,4 @@
-"""The learning rate over a run: diffusers' schedules, and torch's plateau on the mean loss of each epoch."""
+"""The learning rate over a run: diffusers' schedules, and torch's ReduceLROnPlateau on the mean loss of each epoch."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from autotune.schema import Job
 
 PLATEAU_FACTOR = 0.5
 PLATEAU_PATIENCE = 5
-"""Epochs without a lower mean loss before the rate is halved: a diffusion loss is noisy, torch's 10 rarely fire."""
+"""Epochs without a lower mean loss before the rate is halved: a diffusion loss is noisy, and torch's 10 rarely pass."""
 
 
 class LearningRate:
-    """Moves the rate of an optimizer, one call of `step` per optimizer step."""
+    """Sets the rate of an optimizer, one call of `step` per optimizer step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, job: Job, num_steps: int, epoch_steps: int) -> None:
         self.optimizer = optimizer
@@ -45,8 +45,8 @@ class LearningRate:
     def state(self) -> dict[str, Any]:
         """All that `load_state` needs, as JSON."""
         plain = (int, float, str, bool, list, type(None))
-        kept = {key: value for key, value in self.schedule.state_dict().items() if isinstance(value, plain)}
-        return {"rate": self.value, "losses": self.losses, "schedule": kept}
+        schedule = {key: value for key, value in self.schedule.state_dict().items() if isinstance(value, plain)}
+        return {"rate": self.value, "losses": self.losses, "schedule": schedule}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.schedule.load_state_dict(state["schedule"])

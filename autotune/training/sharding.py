@@ -1,7 +1,7 @@
-"""Frozen weights shared out over processes (FSDP2), block by block while they arrive, so that no device holds them all.
+"""Frozen weights sharded over processes (FSDP2), block by block while they load, so that no device holds them all.
 
-Each process keeps its part of every frozen weight; a block is gathered just before it runs and let go after it. The
-adapter is added later and stays whole on every process: it is small, and its gradients are DDP's to average.
+Each process holds its part of every frozen weight; a block is gathered just before it runs and freed after it. The
+adapter is added later and is replicated: it is small, and DDP averages its gradients.
 """
 
 from torch import nn
@@ -11,9 +11,10 @@ from autotune.weights import Transform
 
 
 def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, world_size: int) -> Transform:
-    """What shards each block of an empty `transformer` as soon as all of it has arrived, and the rest at the end.
+    """A transform for loading that shards each block of an empty `transformer` as soon as it is complete.
 
-    Needs torch's process group, and frozen weights of one dtype in each block.
+    What belongs to no block is sharded at the end. Needs torch's process group, and frozen weights of one dtype in each
+    block.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -40,14 +41,12 @@ def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, w
 
 
 def _has_tensors(module: nn.Module) -> bool:
-    """Whether anything of its own comes from the files."""
+    """Whether any tensor of the module itself, not of its children, comes from the files."""
     buffers = (value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set)
     return any(value is not None for value in (*module._parameters.values(), *buffers))
 
 
 def is_sharded(transformer: nn.Module, world_size: int) -> bool:
-    """Whether every frozen weight is really shared out over that many processes."""
-    from torch.distributed.tensor import DTensor
-
-    frozen = [parameter for parameter in transformer.parameters() if not parameter.requires_grad]
-    return all(isinstance(weight, DTensor) and weight.device_mesh.size() == world_size for weight in frozen)
+    """Whether every frozen weight is sharded over that many processes: a DTensor, which has a device mesh."""
+    meshes = [getattr(weight, "device_mesh", None) for weight in transformer.parameters() if not weight.requires_grad]
+    return all(mesh is not None and mesh.size() == world_size for mesh in meshes)

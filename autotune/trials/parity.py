@@ -34,9 +34,7 @@ ParityRequest = GradientRequest | UpdateRequest
 
 
 def check_parity(
-    context: TuningContext,
-    choices: Mapping[str, Sequence[Choice]],
-    model: ResolvedModel,
+    context: TuningContext, choices: Mapping[str, Sequence[Choice]], model: ResolvedModel
 ) -> HardwareProfile:
     """The hardware profile with a capability for each of `choices` that changes what is computed.
 

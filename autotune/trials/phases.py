@@ -106,8 +106,8 @@ def _rehearse_caching(
 
 @torch.no_grad()
 def _encode_item(model: ResolvedModel, encoders: Encoders, preview: Preview) -> None:
-    """Encode the caption, then pixels, in training's order. A separate function: its locals hold the pipeline."""
-    pipeline, bucket = encoders.pipeline(), preview.bucket
+    """Captions, then pixels, in training's order. A function of its own: what holds the pipeline keeps it in memory."""
+    pipeline, bucket = encoders.load_pipeline(), preview.bucket
     controls = [open_pixels((path,), bucket.width_px, bucket.height_px) for path in preview.control_paths]
     model.family.encode_caption(pipeline, preview.prompt, controls)
     encoders.release_text()

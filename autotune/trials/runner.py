@@ -105,17 +105,13 @@ class ProcessTrialRunner:
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        started = self._acquire_device()
+        self.lock.acquire()
+        started = time.monotonic()  # waiting for the device is no part of a trial's cost
         best, _ = min(self._ran, key=lambda ran: ran[1].seconds, default=(None, None))
         limit = pruning_threshold(best)
         request = TrialRequest(self.model, self.workload, candidate, self.device, self.num_steps, limit)
         result = self.classify(candidate, self.ask(request, reload_key(candidate)))
         return result.changed(wall_seconds=round(time.monotonic() - started, 3))
-
-    def _acquire_device(self) -> float:
-        """Wait for the device; the monotonic seconds when that ended, as waiting is no part of a trial's cost."""
-        self.lock.acquire()
-        return time.monotonic()
 
     def confirm(self, candidate: Candidate, caching: CachingSettings, max_seconds: float) -> TrialResult:
         """Run a candidate that has won through every phase of a run, and until its steps are steady.
@@ -125,18 +121,12 @@ class ProcessTrialRunner:
         Raises:
             AutotuneError: another search has the device and does not end.
         """
-        started = self._acquire_device()
+        self.lock.acquire()
+        started = time.monotonic()
         self.close_child()  # phases are measured from an empty device on
-        request = RehearsalRequest(
-            self.model,
-            self.workload,
-            candidate,
-            self.device,
-            self.num_steps,
-            caching=caching,
-            max_seconds=max_seconds,
-            scratch_folder=self._scratch.name,
-        )
+        common = (self.model, self.workload, candidate, self.device, self.num_steps)
+        scratch = self._scratch.name
+        request = RehearsalRequest(*common, caching=caching, max_seconds=max_seconds, scratch_folder=scratch)
         result = self.ask(request)
         if isinstance(result, Failure) and result.partial is not None:
             phases = ", ".join(phase.name for phase in result.partial.phases)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autotune.data.batches import Order
+from autotune.data.batches import BatchOrder
 
 
 @st.composite
-def orders(draw: st.DrawFn, max_items: int = 25) -> Order:
+def orders(draw: st.DrawFn, max_items: int = 25) -> BatchOrder:
     items = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=max_items))
-    return Order(
+    return BatchOrder(
         groups=tuple(group for group, _ in items),
         repeats=tuple(repeats for _, repeats in items),
         effective_batch_size=draw(st.integers(1, 12)),
@@ -24,7 +24,7 @@ def orders(draw: st.DrawFn, max_items: int = 25) -> Order:
 
 
 @given(orders())
-def test_every_image_is_seen_its_repeats_in_every_epoch(order: Order) -> None:
+def test_every_image_is_seen_its_repeats_in_every_epoch(order: BatchOrder) -> None:
     num_steps = math.lcm(order.epoch_size, order.effective_batch_size) // order.effective_batch_size
     row = [index for step in range(num_steps) for index, _ in order.images(step)]
     for start in range(0, len(row), order.epoch_size):
@@ -32,7 +32,9 @@ def test_every_image_is_seen_its_repeats_in_every_epoch(order: Order) -> None:
 
 
 @given(orders(), st.integers(0, 200), st.integers(1, 5))
-def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(order: Order, step: int, size: int) -> None:
+def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(
+    order: BatchOrder, step: int, size: int
+) -> None:
     planned = order.micro_batches(step, size)
     seen = [pair for micro in planned for pair in zip(micro.indices, micro.dropped, strict=True)]
     assert Counter(seen) == Counter(order.images(step))
@@ -44,7 +46,7 @@ def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(order: 
 
 
 @given(orders(), st.integers(0, 200), st.integers(1, 4), st.integers(1, 4))
-def test_processes_share_a_step_without_rest(order: Order, step: int, size: int, world_size: int) -> None:
+def test_processes_share_a_step_without_rest(order: BatchOrder, step: int, size: int, world_size: int) -> None:
     assume(order.effective_batch_size % world_size == 0)
     parts = [order.micro_batches(step, size, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert len({len(part) for part in parts}) == 1
@@ -58,7 +60,7 @@ def test_processes_share_a_step_without_rest(order: Order, step: int, size: int,
 
 
 @given(orders(), st.integers(0, 60), st.integers(1, 4))
-def test_weighted_means_give_the_mean_over_the_effective_batch(order: Order, step: int, size: int) -> None:
+def test_weighted_means_give_the_mean_over_the_effective_batch(order: BatchOrder, step: int, size: int) -> None:
     losses = [math.sin(index) for index in range(len(order.groups))]
     weighted = sum(
         micro.weight * sum(losses[index] for index in micro.indices) / len(micro.indices)
@@ -69,7 +71,7 @@ def test_weighted_means_give_the_mean_over_the_effective_batch(order: Order, ste
 
 
 @given(orders(), st.lists(st.integers(0, 50), max_size=8))
-def test_a_step_is_the_same_whatever_was_asked_before(order: Order, steps: list[int]) -> None:
+def test_a_step_is_the_same_whatever_was_asked_before(order: BatchOrder, steps: list[int]) -> None:
     in_row = [order.images(step) for step in range(51)]
     for step in steps:
         assert dataclasses.replace(order).images(step) == in_row[step]
@@ -77,28 +79,28 @@ def test_a_step_is_the_same_whatever_was_asked_before(order: Order, steps: list[
 
 @given(orders(max_items=40))
 @settings(max_examples=50)
-def test_steps_mix_groups_only_where_one_runs_out_or_epochs_meet(order: Order) -> None:
+def test_steps_mix_groups_only_where_one_runs_out_or_epochs_meet(order: BatchOrder) -> None:
     num_steps = max(1, order.epoch_size // order.effective_batch_size)
     extra = sum(len({order.groups[index] for index, _ in order.images(step)}) - 1 for step in range(num_steps))
     assert extra <= 2 * len(set(order.groups))
 
 
 def test_dropout_happens_as_often_as_asked_and_does_not_disturb_the_order() -> None:
-    plain, dropping = (Order((0,) * 500, (1,) * 500, 10, seed=3, caption_dropout=rate) for rate in (0.0, 0.2))
+    plain, dropping = (BatchOrder((0,) * 500, (1,) * 500, 10, seed=3, caption_dropout=rate) for rate in (0.0, 0.2))
     images = [pair for step in range(200) for pair in dropping.images(step)]
     assert [index for index, _ in images] == [index for step in range(200) for index, _ in plain.images(step)]
     assert sum(dropped for _, dropped in images) / len(images) == pytest.approx(0.2, abs=0.04)
 
 
 def test_epochs_and_seeds_differ() -> None:
-    order = Order((0,) * 64, (1,) * 64, 64, seed=1)
-    other = Order((0,) * 64, (1,) * 64, 64, seed=2)
+    order = BatchOrder((0,) * 64, (1,) * 64, 64, seed=1)
+    other = BatchOrder((0,) * 64, (1,) * 64, 64, seed=2)
     assert len({order.images(0), order.images(1), other.images(0)}) == 3
 
 
 def test_the_order_never_changes_between_versions() -> None:
     """A run that was begun must be resumed with the same data by any later autotune."""
-    order = Order((0, 0, 0, 1, 1), (1, 1, 1, 1, 2), 4, seed=7, caption_dropout=0.5)
+    order = BatchOrder((0, 0, 0, 1, 1), (1, 1, 1, 1, 2), 4, seed=7, caption_dropout=0.5)
     assert [order.images(step) for step in range(3)] == [
         ((4, True), (4, False), (3, True), (2, True)),
         ((1, True), (0, True), (4, True), (4, True)),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.data.buckets import MAX_ASPECT_RATIO, assign_buckets, bucket_size, bucket_sizes, make_buckets
+from autotune.data.buckets import MAX_ASPECT_RATIO, assign_buckets, choose_bucket_size, list_bucket_sizes, make_buckets
 from autotune.data.dataset import Dataset, Item
 from autotune.errors import InvalidInput
 from autotune.schema.workload import Bucket
@@ -22,7 +22,7 @@ most = st.sampled_from([2048, 8192])
 def test_a_bucket_fits_area_multiple_ratio_and_side(
     width: int, height: int, resolution: int, multiple: int, max_side: int
 ) -> None:
-    to_width, to_height = bucket_size(width, height, resolution, multiple, max_side)
+    to_width, to_height = choose_bucket_size(width, height, resolution, multiple, max_side)
     assert max(to_width, to_height) <= max_side
     assert to_width % multiple == to_height % multiple == 0
     assert 0 < to_width * to_height <= resolution**2
@@ -33,7 +33,7 @@ def test_a_bucket_fits_area_multiple_ratio_and_side(
 def test_at_usual_resolutions_little_is_cropped_and_little_area_given_up(
     width: int, height: int, resolution: int
 ) -> None:
-    to_width, to_height = bucket_size(width, height, resolution, 16, 8192)
+    to_width, to_height = choose_bucket_size(width, height, resolution, 16, 8192)
     ratio = min(max(width / height, 1 / MAX_ASPECT_RATIO), MAX_ASPECT_RATIO)
     assert abs(math.log(ratio * to_height / to_width)) < math.log(1.21)
     assert to_width * to_height > 0.8 * resolution**2
@@ -41,12 +41,12 @@ def test_at_usual_resolutions_little_is_cropped_and_little_area_given_up(
 
 @given(sides, sides, resolutions, multiples)
 def test_no_size_on_offer_is_closer_in_ratio(width: int, height: int, resolution: int, multiple: int) -> None:
-    chosen = bucket_size(width, height, resolution, multiple, 8192)
+    chosen = choose_bucket_size(width, height, resolution, multiple, 8192)
 
     def distance(size: tuple[int, int]) -> float:
         return abs(math.log(width / height) - math.log(size[0] / size[1]))
 
-    assert all(distance(chosen) <= distance(size) + 1e-8 for size in bucket_sizes(resolution, multiple, 8192))
+    assert all(distance(chosen) <= distance(size) + 1e-8 for size in list_bucket_sizes(resolution, multiple, 8192))
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,22 @@ def test_no_size_on_offer_is_closer_in_ratio(width: int, height: int, resolution
     [(4000, 4000, 1024, (1024, 1024)), (64, 64, 64, (64, 64)), (10, 9000, 1024, (512, 2048)), (3, 3, 1000, (960, 960))],
 )
 def test_known_sizes(width: int, height: int, resolution: int, expected: tuple[int, int]) -> None:
-    assert bucket_size(width, height, resolution, 16, 8192) == expected
+    assert choose_bucket_size(width, height, resolution, 16, 8192) == expected
 
 
 @given(sides, sides, resolutions, multiples)
 def test_a_picture_on_its_side_gets_the_bucket_on_its_side(
     width: int, height: int, resolution: int, multiple: int
 ) -> None:
-    upright, sideways = (bucket_size(*size, resolution, multiple, 8192) for size in ((width, height), (height, width)))
+    upright, sideways = (
+        choose_bucket_size(*size, resolution, multiple, 8192) for size in ((width, height), (height, width))
+    )
     assert upright == sideways[::-1] or width == height
 
 
 def test_a_resolution_below_one_multiple_is_refused() -> None:
     with pytest.raises(InvalidInput, match="too small"):
-        bucket_size(64, 64, 8, 16, 8192)
+        choose_bucket_size(64, 64, 8, 16, 8192)
 
 
 def dataset_of(*sizes: tuple[int, int], frames: int = 1) -> Dataset:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autotune.data.check import DataReport, check_dataset
-from autotune.data.dataset import Reading
+from autotune.data.dataset import DatasetOptions
 from autotune.errors import InvalidInput
 from tests.conftest import autotune_here
 from tests.data.pictures import write_pictures
@@ -33,7 +33,7 @@ def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: 
     assert (report.can_train, report.num_usable) == (False, 1)
     assert [(problem.file, problem.kind) for problem in report.problems] == [("000.png", "captionless")]
     assert check_dataset(
-        tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192, reading=Reading(trigger="sks")
+        tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192, options=DatasetOptions(trigger="sks")
     ).can_train
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autotune.data.captions import complete_caption, read_metadata
 from autotune.data.check import check_dataset
-from autotune.data.dataset import Dataset, Reading, read_dataset, scan_dataset
+from autotune.data.dataset import Dataset, DatasetOptions, read_dataset, scan_dataset
 from autotune.errors import InvalidInput
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
@@ -32,7 +32,7 @@ def test_images_and_captions_are_read_in_the_order_of_their_names(tmp_path: Path
 @pytest.mark.parametrize("suffix", ["png", "jpg", "JPEG", "webp"])
 def test_every_format_is_read(tmp_path: Path, suffix: str) -> None:
     picture(0).save(tmp_path / f"a.{suffix}")
-    assert len(read_dataset(tmp_path, Reading(caption="x")).items) == 1
+    assert len(read_dataset(tmp_path, DatasetOptions(caption="x")).items) == 1
 
 
 def test_subfolders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_repeats_weigh_single_images_with_or_without_a_caption_of_their_own(tmp_
         (CAPTIONS[0], 1),
     ]
     assert [problem.message for problem in dataset.problems] == [
-        f"line {number}: `repeats` is no whole number from 1 to 1000" for number in (3, 4)
+        f"line {number}: `repeats` is not a whole number from 1 to 1000" for number in (3, 4)
     ]
 
 
@@ -105,7 +105,7 @@ def test_missing_captions_are_an_error_that_names_files_and_options(tmp_path: Pa
     with pytest.raises(InvalidInput, match=r"1 image.*001\.png") as caught:
         read_dataset(tmp_path)
     assert "--caption" in caught.value.hint
-    assert [item.caption for item in read_dataset(tmp_path, Reading(caption="a photo")).items] == [
+    assert [item.caption for item in read_dataset(tmp_path, DatasetOptions(caption="a photo")).items] == [
         CAPTIONS[0],
         "a photo",
     ]
@@ -143,7 +143,7 @@ def test_truncated_images_are_broken_though_their_header_may_be_whole(tmp_path: 
     path = tmp_path / f"a.{suffix}"
     picture(0, 200, 100).save(path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
-    assert kinds(scan_dataset(tmp_path, Reading(caption="x"))) == {f"a.{suffix}": "broken"}
+    assert kinds(scan_dataset(tmp_path, DatasetOptions(caption="x"))) == {f"a.{suffix}": "broken"}
 
 
 def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
@@ -164,21 +164,21 @@ def test_every_kind_of_problem_is_named(tmp_path: Path) -> None:
         "text.jpg": "broken",
         "photo.heic": "unsupported",
     }
-    assert dataset.left_out[0].count("1 ") == 4
-    assert "2 broken" in dataset.left_out[0]
-    assert len(dataset.left_out) == 1 + 5 + (len(dataset.problems) > 5)
+    assert dataset.problem_summary[0].count("1 ") == 4
+    assert "2 broken" in dataset.problem_summary[0]
+    assert len(dataset.problem_summary) == 1 + 5 + (len(dataset.problems) > 5)
 
 
 def test_links_to_nowhere_are_named_and_pipes_are_not_waited_for(tmp_path: Path) -> None:
     write_pictures(tmp_path, (64, 64))
     (tmp_path / "lost.png").symlink_to(tmp_path / "elsewhere.png")
     os.mkfifo(tmp_path / "pipe.png")
-    dataset = scan_dataset(tmp_path, Reading(caption="x"))
+    dataset = scan_dataset(tmp_path, DatasetOptions(caption="x"))
     assert len(dataset.items) == 1
     assert kinds(dataset) == {"lost.png": "broken"}
     assert "elsewhere" not in dataset.problems[0].message
     (tmp_path / "to pipe.png").symlink_to(tmp_path / "pipe.png")
-    assert kinds(scan_dataset(tmp_path, Reading(caption="x"))) == {"lost.png": "broken", "to pipe.png": "broken"}
+    assert kinds(scan_dataset(tmp_path, DatasetOptions(caption="x"))) == {"lost.png": "broken", "to pipe.png": "broken"}
 
 
 def test_names_that_are_no_utf8_are_reported_all_the_same(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_what_time_was_too_short_to_decode_is_counted(tmp_path: Path, monkeypatc
     monkeypatch.setattr("autotune.data.dataset.VERIFY_SECONDS", 0)
     write_pictures(tmp_path, (64, 64), (64, 64))
     progress: list[tuple[int, int]] = []
-    dataset = scan_dataset(tmp_path, Reading(caption="x"), lambda *done: progress.append(done))
+    dataset = scan_dataset(tmp_path, DatasetOptions(caption="x"), lambda *done: progress.append(done))
     assert (len(dataset.items), dataset.num_unverified) == (2, 2)
     assert progress == [(1, 2), (2, 2)]
 
@@ -218,7 +218,7 @@ def test_edit_pairs_are_matched_by_stem_and_number(tmp_path: Path) -> None:
     for seed, name in enumerate(("000.jpg", "001_1.png", "001_2.png", "002_1.png", "002_3.png", "004.png"), start=50):
         picture(seed).save(control / name)
     (control / "004.png").write_bytes(b"no image")
-    dataset = read_dataset(data, Reading(control=control))
+    dataset = read_dataset(data, DatasetOptions(control=control))
     assert [[path.name for path in item.control_paths] for item in dataset.items] == [
         ["000.jpg"],
         ["001_1.png", "001_2.png"],
@@ -235,7 +235,7 @@ def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
     (tmp_path / "link").symlink_to(data / "control")
     monkeypatch.chdir(tmp_path)
     control = {"/control": data / "control", "link": Path("link")}.get(spelled, Path("photos", spelled))
-    dataset = read_dataset(Path("photos"), Reading(control=control))
+    dataset = read_dataset(Path("photos"), DatasetOptions(control=control))
     assert [item.path for item in dataset.items] == [Path("photos/000.png")]
     assert dataset.problems == ()
     assert [path.resolve() for path in dataset.items[0].control_paths] == [data / "control" / "000.png"]
@@ -245,7 +245,7 @@ def test_a_control_folder_inside_the_data_is_not_data_however_it_is_spelled(
 def test_data_in_its_own_control_folder_is_refused(tmp_path: Path, control: str) -> None:
     data = write_pictures(tmp_path / "data", (64, 64))
     with pytest.raises(InvalidInput, match="holds the data folder"):
-        read_dataset(data, Reading(control=tmp_path / control))
+        read_dataset(data, DatasetOptions(control=tmp_path / control))
 
 
 def test_one_target_of_two_controls_is_no_duplicate(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_one_target_of_two_controls_is_no_duplicate(tmp_path: Path) -> None:
     data.mkdir()
     for name in ("000.png", "001.png"):
         picture(9).save(data / name)
-    assert len(read_dataset(data, Reading(control=control, caption="clean it")).items) == 2
+    assert len(read_dataset(data, DatasetOptions(control=control, caption="clean it")).items) == 2
 
 
 def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -
     (tmp_path / "clip.txt").write_text("a moving fox")
     write_pictures(tmp_path / "brief", (64, 64))
     picture(7).save(tmp_path / "still.png")
-    dataset = read_dataset(tmp_path, Reading(num_frames=3, caption="x"))
+    dataset = read_dataset(tmp_path, DatasetOptions(num_frames=3, caption="x"))
     clip, still = dataset.items
     assert [path.name for path in clip.frame_paths] == ["f1.png", "f2.png", "f10.png"]
     assert (clip.caption, clip.num_frames, clip.width_px, clip.height_px) == ("a moving fox", 3, 64, 48)

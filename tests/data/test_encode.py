@@ -15,11 +15,10 @@ from torch import Tensor
 
 from autotune.data.buckets import make_buckets
 from autotune.data.cache import Cache
-from autotune.data.dataset import Reading, read_dataset
-from autotune.data.encode import EncodedDataset, encode_dataset
+from autotune.data.dataset import DatasetOptions, read_dataset
+from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
 from autotune.data.encoders import Encoders
-from autotune.data.pixels import open_pixels
-from autotune.data.recipes import Identity, read_identity
+from autotune.data.entries import EncoderIdentity, identify_encoders
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.base import Sample
 from autotune.families.qwen_image import QwenImage
@@ -28,7 +27,7 @@ from autotune.schema.candidate import CachingSettings
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 from tests.training.small import SETTINGS
 
-IDENTITY = Identity(text_encoder="text 1", vae="vae 1")
+IDENTITY = EncoderIdentity(text_encoder="text 1", vae="vae 1")
 Load = Callable[..., Any]
 
 
@@ -88,7 +87,7 @@ def encode(
     family: CountingFamily | None = None,
     *,
     load: Load | None = None,
-    identity: Identity = IDENTITY,
+    identity: EncoderIdentity = IDENTITY,
     control: Path | None = None,
     verify_seconds: float = 60,
     memory_bytes: int = 10**9,
@@ -98,14 +97,14 @@ def encode(
     encoders: Any = SimpleNamespace(
         model=SimpleNamespace(family=family or CountingFamily()),
         identity=identity,
-        pipeline=load or (lambda with_text=True: pipeline),
+        load_pipeline=load or (lambda with_text=True: pipeline),
         release_text=lambda: None,
     )
     cache = cache or Cache(data.parent / "cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autotune.data.dataset.VERIFY_SECONDS", verify_seconds)
         patch.setattr("autotune.data.encode.MEMORY_BYTES", memory_bytes)
-        dataset = read_dataset(data, Reading(control=control))
+        dataset = read_dataset(data, DatasetOptions(control=control))
         return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), cache, **options)
 
 
@@ -193,10 +192,10 @@ def test_what_changed_is_encoded_again_alone(data: Path, pipeline: Any) -> None:
 
 @pytest.mark.parametrize(
     ("identity", "images", "captions"),
-    [(Identity("text 2", "vae 1"), 0, 3), (Identity("text 1", "vae 2"), 4, 0)],
+    [(EncoderIdentity("text 2", "vae 1"), 0, 3), (EncoderIdentity("text 1", "vae 2"), 4, 0)],
 )
 def test_another_encoder_encodes_only_what_is_its_own(
-    data: Path, pipeline: Any, identity: Identity, images: int, captions: int
+    data: Path, pipeline: Any, identity: EncoderIdentity, images: int, captions: int
 ) -> None:
     encode(data, pipeline)
     family = CountingFamily()
@@ -347,7 +346,7 @@ def test_a_pipe_that_takes_an_images_place_meanwhile_is_not_waited_for(data: Pat
     encoders: Any = SimpleNamespace(
         model=SimpleNamespace(family=CountingFamily()),
         identity=IDENTITY,
-        pipeline=lambda with_text=True: pipeline,
+        load_pipeline=lambda with_text=True: pipeline,
         release_text=lambda: None,
     )
     encoded = encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 8192), Cache(data.parent / "cache"))
@@ -381,16 +380,16 @@ def test_the_identity_follows_weights_and_settings(tmp_path: Path, pipeline_fold
         (folder / part / "weights").write_bytes(bytes(3 * 1024**2))
 
     def changed_by(part: str, content: bytes) -> tuple[bool, bool]:
-        before = read_identity(folder, family, settings="bf16")
+        before = identify_encoders(folder, family, settings="bf16")
         (folder / part / "weights").write_bytes(content)
-        after = read_identity(folder, family, settings="bf16")
+        after = identify_encoders(folder, family, settings="bf16")
         return before.text_encoder != after.text_encoder, before.vae != after.vae
 
     assert changed_by("transformer", b"new") == (False, False)
     assert changed_by("vae", bytes(3 * 1024**2 - 1) + b"x") == (False, True)
     assert changed_by("tokenizer", b"x" + bytes(3 * 1024**2 - 1)) == (True, False)
     assert changed_by("text_encoder", b"short") == (True, False)
-    assert read_identity(folder, family, settings="fp32") != read_identity(folder, family, settings="bf16")
-    assert read_identity(pipeline_folder, family, settings="bf16") == read_identity(
+    assert identify_encoders(folder, family, settings="fp32") != identify_encoders(folder, family, settings="bf16")
+    assert identify_encoders(pipeline_folder, family, settings="bf16") == identify_encoders(
         pipeline_folder, family, settings="bf16"
     )

@@ -42,7 +42,7 @@ def embeddings(small: Small, pipeline: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("way", EXACT)
 def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small, way: str) -> None:
     encoders = encoders_of(small, EXACT[way])
-    pipeline = encoders.pipeline()
+    pipeline = encoders.load_pipeline()
     expected = embeddings(small, small.pipeline)
     found = embeddings(small, pipeline)
     assert found.keys() == expected.keys()
@@ -51,12 +51,12 @@ def test_exact_ways_give_the_stock_pipelines_embeddings_to_the_bit(small: Small,
     pixels = small.pixels(small.bucket)
     with torch.no_grad():
         assert small.family.encode_pixels(pipeline, pixels).equal(small.family.encode_pixels(small.pipeline, pixels))
-    assert encoders.pipeline() is pipeline
+    assert encoders.load_pipeline() is pipeline
 
 
 def test_streamed_weights_are_on_no_device_between_calls(small: Small) -> None:
     encoders = encoders_of(small, EXACT["streamed"])
-    pipeline = encoders.pipeline()
+    pipeline = encoders.load_pipeline()
     embeddings(small, pipeline)
     for name in encoders.model.family.text_encoders:
         assert all(parameter.is_meta for parameter in getattr(pipeline, name).parameters())
@@ -67,7 +67,7 @@ def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small, weight_for
     if WEIGHT_FORMATS[weight_format].hides_dtype and small.family.casts_to_weight_dtype:
         pytest.skip("planning refuses it")
     encoders = encoders_of(small, CachingSettings(text_encoder_quantization=weight_format))
-    expected, found = embeddings(small, small.pipeline), embeddings(small, encoders.pipeline())
+    expected, found = embeddings(small, small.pipeline), embeddings(small, encoders.load_pipeline())
     for name, tensor in expected.items():
         similarity = torch.nn.functional.cosine_similarity(found[name].double(), tensor.double(), dim=-1)
         assert similarity.min() > least, name
@@ -77,7 +77,7 @@ def test_a_quantized_encoder_stays_close_and_is_smaller(small: Small, weight_for
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_loader_gives_the_same_encoders(small_pipelines: Any, loader: str) -> None:  # noqa: F811
     small = small_pipelines("qwen-image")
-    pipeline = encoders_of(small, CachingSettings(), loader).pipeline()
+    pipeline = encoders_of(small, CachingSettings(), loader).load_pipeline()
     for name in ("text_encoder", "vae"):
         expected = getattr(small.pipeline, name).state_dict()
         assert all(tensor.equal(expected[key]) for key, tensor in getattr(pipeline, name).state_dict().items())
@@ -85,17 +85,19 @@ def test_every_loader_gives_the_same_encoders(small_pipelines: Any, loader: str)
 
 def test_the_cache_key_follows_what_decides_the_values(small_pipelines: Any) -> None:  # noqa: F811
     small = small_pipelines("qwen-image")
-    assert encoders_of(small, EXACT["training"]).key == encoders_of(small, EXACT["streamed"]).key == ""
-    assert encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).key == "torchao-int8"
+    assert (
+        encoders_of(small, EXACT["training"]).text_settings == encoders_of(small, EXACT["streamed"]).text_settings == ""
+    )
+    assert encoders_of(small, CachingSettings(text_encoder_quantization="torchao-int8")).text_settings == "torchao-int8"
     elsewhere = encoders_of(small, CachingSettings(text_encoder_device="cuda:1"))
-    assert elsewhere.key == " on cuda"
+    assert elsewhere.text_settings == " on cuda"
 
 
 def test_they_leave_memory_unless_the_plan_keeps_them(small_pipelines: Any) -> None:  # noqa: F811
     small = small_pipelines("flux1-dev")
     released, kept = (encoders_of(small, CachingSettings(residency=how)) for how in ("release", "keep"))
     for encoders in (released, kept):
-        encoders.pipeline()
+        encoders.load_pipeline()
         encoders.release()
-    assert released._loaded is None
-    assert kept.vae(CPU) is kept.pipeline().vae
+    assert released._pipeline is None
+    assert kept.load_vae(CPU) is kept.load_pipeline().vae

@@ -3,12 +3,11 @@
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from autotune.data.batches import Order
+from autotune.data.batches import BatchOrder
 from autotune.data.loader import BatchLoader
 from autotune.errors import AutotuneError
 from autotune.families.base import Sample
@@ -30,11 +29,11 @@ class Data:
         return {"latents": torch.full((1, 1, 2, 2), float(index)), "prompt_embeds": torch.zeros(1 if dropped else 3, 4)}
 
 
-ORDER = Order(groups=(0, 0, 0, 1, 1, 1), repeats=(1,) * 6, effective_batch_size=4, seed=0, caption_dropout=0.3)
+ORDER = BatchOrder(groups=(0, 0, 0, 1, 1, 1), repeats=(1,) * 6, effective_batch_size=4, seed=0, caption_dropout=0.3)
 
 
-def loader(data: Data, **options: Any) -> BatchLoader:
-    return BatchLoader(QwenImage(), data, ORDER, **{"micro_batch_size": 2, "num_steps": 6, **options})  # type: ignore[arg-type]
+def loader(data: Data, *, steps: range = range(6), num_workers: int = 1, **process: int) -> BatchLoader:
+    return BatchLoader(data, ORDER.batches(steps, 2, **process), QwenImage().collate, num_workers)  # type: ignore[arg-type]
 
 
 def no_thread_left() -> bool:
@@ -44,11 +43,9 @@ def no_thread_left() -> bool:
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("first_step", [0, 3, 6])
 def test_batches_are_the_planned_ones_from_any_step_on(first_step: int, num_workers: int) -> None:
-    loaded = list(loader(Data(uneven=True), first_step=first_step, num_workers=num_workers))
-    steps = [ORDER.micro_batches(step, 2) for step in range(first_step, 6)]
-    planned = [(micro.indices, micro is step[-1]) for step in steps for micro in step]
-    found = [(tuple(int(x) for x in one.batch["latents"][:, 0, 0, 0, 0]), one.is_last) for one in loaded]
-    assert found == planned
+    batches = list(loader(Data(uneven=True), steps=range(first_step, 6), num_workers=num_workers))
+    planned = [micro.indices for step in range(first_step, 6) for micro in ORDER.micro_batches(step, 2)]
+    assert [tuple(int(x) for x in batch["latents"][:, 0, 0, 0, 0]) for batch in batches] == planned
     assert no_thread_left()
 
 
@@ -63,7 +60,7 @@ def test_threads_read_at_once() -> None:
 
 def test_leaving_early_ends_the_thread_and_reads_little_ahead() -> None:
     data = Data()
-    for _ in loader(data, num_steps=10_000):
+    for _ in loader(data, steps=range(10_000)):
         break
     assert no_thread_left()
     assert data.num_read <= 2 * 5
@@ -77,22 +74,22 @@ def test_an_error_while_reading_reaches_the_loop() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_waiting_is_measured(num_workers: int) -> None:
-    waiting = loader(Data(read_seconds=0.005), num_steps=3, num_workers=num_workers)
+    waiting = loader(Data(read_seconds=0.005), steps=range(3), num_workers=num_workers)
     assert sum(1 for _ in waiting) >= 6
     assert waiting.waited_seconds > 0.03
 
 
 def test_the_next_batches_are_read_while_a_step_runs() -> None:
     data = Data()
-    for loaded in loader(data):
+    for batch in loader(data):
         deadline = time.monotonic() + 10
-        while data.num_read < len(loaded.batch["latents"]) + 2 and time.monotonic() < deadline:
+        while data.num_read < len(batch["latents"]) + 2 and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert data.num_read >= len(loaded.batch["latents"]) + 2
+        assert data.num_read >= len(batch["latents"]) + 2
         break
 
 
 def test_processes_get_their_shares(tmp_path: Path) -> None:
     shares = [list(loader(Data(), rank=rank, world_size=2)) for rank in range(2)]
     assert len(shares[0]) == len(shares[1])
-    assert sum(len(one.batch["latents"]) for share in shares for one in share) == 6 * 4
+    assert sum(len(batch["latents"]) for share in shares for batch in share) == 6 * 4

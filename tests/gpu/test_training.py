@@ -13,7 +13,7 @@ from autotune.schema.candidate import Candidate
 from autotune.schema.events import Event
 from autotune.schema.plan_file import seal
 from autotune.training.run import train
-from autotune.training.sample import Wanted, sample_run
+from autotune.training.sample import SampleRequest, sample_run
 from autotune.weights.loaders import LOADERS
 from autotune.weights.sources import open_weights
 from tests.events import notices_to, steps_to
@@ -55,7 +55,9 @@ def test_a_run_with_swapped_blocks_samples_at_its_end_and_later(data, hardware, 
     plan = make_plan(*data, hardware, settings=swapped, output=str(tmp_path / "out"), preview_prompts=("a red square",))
     report = train(plan, hardware, tmp_path / "cache")
     assert report.verdict.num_unmoved == 0
-    (written,) = sample_run(tmp_path / "out", hardware, Wanted("a red square", seed=plan.job.seed), tmp_path / "cache")
+    (written,) = sample_run(
+        tmp_path / "out", hardware, SampleRequest("a red square", seed=plan.job.seed), tmp_path / "cache"
+    )
     assert Image.open(written).size == Image.open(tmp_path / "out" / "sample_with_adapter.png").size
 
 

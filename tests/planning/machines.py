@@ -24,7 +24,7 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import plan_text
 from autotune.schema.trial import TrialResult
-from autotune.search import sampler
+from autotune.search import study as study_module
 from autotune.search.storage import StudyLocation
 from autotune.search.study import TrialFunction
 from autotune.sharing.query import StoreMatches
@@ -125,7 +125,7 @@ def start_worker(
 
     def work() -> str:
         if far_away:
-            sampler._place = lambda: name
+            study_module._place = lambda: name
         return plan_text(make_plan(asked, hardware, backend=surroundings(run)))
 
     worker.process.start()

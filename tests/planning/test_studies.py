@@ -150,7 +150,7 @@ def test_a_trial_whose_process_died_before_it_had_an_owner_is_not_waited_for(
         make_plan(asked, HARDWARE, backend=interrupted_after(99, tried))
     monkeypatch.setattr(optuna.Study, "ask", ask)
     notes: list[str] = []
-    monkeypatch.setattr("autotune.search.sampler.time.sleep", lambda seconds: pytest.fail("waited"))
+    monkeypatch.setattr("autotune.search.study.time.sleep", lambda seconds: pytest.fail("waited"))
     make_plan(asked, HARDWARE, notices_to(notes.append), interrupted_after(99, tried))
     assert notes == ["an interrupted search of the same goes on: 2 trials known (--fresh forgets them)"]
     assert len(tried) == len(set(tried)) > 2

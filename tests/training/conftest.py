@@ -19,8 +19,8 @@ from autotune.schema.events import StepFinished
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
 from autotune.training.checkpoint import Checkpoints
-from autotune.training.folder import run_key
-from autotune.training.loop import Loop, RunContext
+from autotune.training.folder import compute_run_key
+from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, load_model
 from autotune.training.processes import Processes
@@ -58,7 +58,7 @@ class Bench:
         kill_after: int | None = None,
         on_step: Callable[[StepFinished], None] = lambda event: None,
         budget_bytes: int = 2**60,
-    ) -> Loop:
+    ) -> TrainingLoop:
         """Run until the end, or until the process would have been killed in the given step; resumes what is there."""
         for parameter, value in zip(self.trained.adapter, self.initial, strict=True):
             parameter.data.copy_(value)
@@ -68,7 +68,7 @@ class Bench:
             if event.step == kill_after:
                 raise Killed
 
-        key = run_key(plan, self.encoded)
+        key = compute_run_key(plan, self.encoded)
         keep_every = plan.job.checkpoints_keep_every * plan.job.checkpointing_steps
         with Checkpoints(
             folder / "checkpoints", key, keep_last=plan.job.checkpoints_total_limit, keep_every=keep_every
@@ -78,7 +78,7 @@ class Bench:
             context = RunContext(
                 Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), lambda step: None, budget_bytes
             )
-            loop = Loop(plan, self.trained, self.encoded, checkpoint, context)
+            loop = TrainingLoop(plan, self.trained, self.encoded, checkpoint, context)
             with contextlib.closing(metrics), contextlib.suppress(Killed):
                 loop.run()
         return loop

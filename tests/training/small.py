@@ -10,6 +10,7 @@ from autotune.families.resolve import resolve_model
 from autotune.hardware.probing import probe
 from autotune.runtime.version import __version__
 from autotune.schema.candidate import Candidate
+from autotune.schema.events import StepFinished
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.job import Job
 from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
@@ -82,3 +83,17 @@ def make_plan(
         "report_to": "none",
     }
     return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)
+
+
+def finished_step(step: int) -> StepFinished:
+    return StepFinished(
+        step=step,
+        num_steps=9,
+        loss=1.0 / step,
+        learning_rate=1e-4,
+        gradient_norm=0.5,
+        seconds=0.1,
+        data_seconds=0.0,
+        images_per_second=40.0,
+        memory_bytes=2**20,
+    )

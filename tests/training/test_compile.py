@@ -7,8 +7,8 @@ import torch
 
 from autotune.knobs.compile import Compile
 from autotune.schema.candidate import Candidate
-from autotune.training.loop import Loop
-from autotune.training.model import apply_settings, as_written
+from autotune.training.loop import TrainingLoop
+from autotune.training.model import apply_settings, eager_eval
 from tests.training.conftest import Bench
 
 
@@ -27,7 +27,7 @@ def test_compiled_blocks_learn_the_same(bench: Bench, tmp_path: Path, checkpoint
     apply_settings(bench.trained, settings)
     blocks = bench.resolved.family.blocks(bench.trained.transformer)
 
-    def run(name: str) -> tuple[list[torch.Tensor], Loop]:
+    def run(name: str) -> tuple[list[torch.Tensor], TrainingLoop]:
         loop = bench.loop(plan, tmp_path / name)
         return [master.detach().clone() for master in loop.optimizer.masters], loop
 
@@ -39,7 +39,7 @@ def test_compiled_blocks_learn_the_same(bench: Bench, tmp_path: Path, checkpoint
             for block in blocks:
                 block.compile(backend=backend)
         compiled, loop = run("compiled")
-        with as_written(bench.trained.transformer):
+        with eager_eval(bench.trained.transformer):
             assert all(block._compiled_call_impl is None for block in blocks)
             aside = loop.evaluate()
         assert all(block._compiled_call_impl is not None for block in blocks)

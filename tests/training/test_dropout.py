@@ -10,8 +10,8 @@ import torch
 from autotune.families.adapter import find_dropout_layers
 from autotune.schema.plan import TrainingPlan
 from autotune.schema.plan_file import seal
-from autotune.training.loop import Loop
-from autotune.training.model import as_written, load_model
+from autotune.training.loop import TrainingLoop
+from autotune.training.model import eager_eval, load_model
 from tests.training.conftest import CPU, Bench
 
 
@@ -33,7 +33,7 @@ def dropping(bench: Bench) -> DroppingBench:
     return DroppingBench(**{**fields, "trained": trained})
 
 
-def masters(loop: Loop) -> list[torch.Tensor]:
+def masters(loop: TrainingLoop) -> list[torch.Tensor]:
     return [master.detach().clone() for master in loop.optimizer.masters]
 
 
@@ -46,7 +46,7 @@ def test_it_changes_what_is_learned_and_never_what_is_evaluated(
     for one, other in zip(bench.trained.adapter, dropping.trained.adapter, strict=True):
         one.data.copy_(other)
     assert loop.evaluate() != pytest.approx(plain.evaluate(), rel=1e-6)
-    with as_written(dropping.trained.transformer):
+    with eager_eval(dropping.trained.transformer):
         assert loop.evaluate() == pytest.approx(plain.evaluate(), rel=1e-6)
     assert find_dropout_layers(dropping.trained.transformer)
 

@@ -13,7 +13,7 @@ from autotune.errors import AutotuneError
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan import TrainingPlan
 from autotune.training import loop as loop_module
-from autotune.training.checkpoint import checkpoints_in
+from autotune.training.checkpoint import list_checkpoints
 from autotune.training.model import apply_settings
 from autotune.training.step import StepOutcome, optimizer_step
 from tests.training.conftest import Bench
@@ -100,4 +100,4 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_a_checkpoint_has_it(
     plan = plan.model_copy(update={"job": plan.job.changed(checkpointing_steps=1)})
     with pytest.raises(AutotuneError, match=r"norm of the gradient is (inf|nan) at step 3"):
         bench.loop(plan, tmp_path)
-    assert max(checkpoints_in(tmp_path / "checkpoints")) == 2
+    assert max(list_checkpoints(tmp_path / "checkpoints")) == 2

@@ -20,18 +20,18 @@ from autotune.families.registry import get_family
 from autotune.runtime.memory import resident_bytes
 from autotune.runtime.resources import reraise_oom
 from autotune.schema.candidate import Candidate
-from autotune.schema.events import StepFinished
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import seal
+from autotune.training.adapter_file import update_norm
 from autotune.training.describe import check_job
-from autotune.training.loop import Loop
+from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
 from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
-from autotune.training.verdict import update_norm
 from autotune.weights.lora_layer import LoraLayer
 from tests.training.conftest import CPU, Bench
+from tests.training.small import finished_step
 
 
 def rates(bench: Bench, num_steps: int, losses: list[float] | None = None, **job: object) -> list[float]:
@@ -60,7 +60,7 @@ def test_batches_are_loaded_as_the_settings_say(bench: Bench, workers: int, memo
     settings = Candidate.model_validate({**dict(plan.frozen.settings), **changed})
     plan = seal(plan.job, FrozenPart.model_validate({**dict(plan.frozen), "settings": settings}))
     context = SimpleNamespace(processes=SimpleNamespace(rank=0, world_size=1), budget_bytes=1)
-    loader = Loop(plan, bench.trained, bench.encoded, None, context)._loader()  # type: ignore[arg-type]
+    loader = TrainingLoop(plan, bench.trained, bench.encoded, None, context)._make_loader()  # type: ignore[arg-type]
     assert (loader.num_workers, loader.pin_memory) == (workers, memory == "pinned")
 
 
@@ -119,14 +119,10 @@ def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: 
     assert len(averaged) == 1  # the loss
 
 
-def event(step: int) -> StepFinished:
-    return StepFinished(step, 9, 1.0 / step, 1e-4, 0.5, 0.1, 0.0, 40.0, 2**20)
-
-
 @pytest.mark.parametrize("damage", [b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"{}"])
 def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: bytes) -> None:
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
-    first.add(event(1))
+    first.add(finished_step(1))
     first.close()
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
@@ -138,37 +134,37 @@ def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: b
 def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path: Path) -> None:
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     for step in (1, 2, 3):
-        first.add(event(step))
+        first.add(finished_step(step))
     first.close()
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 4, "nu')
     second = Metrics(tmp_path, resumed_at=2, report_to="none")
-    second.add(event(3))
+    second.add(finished_step(3))
     second.close()
-    assert read_metrics(path) == [event(1), event(2), event(3)]
+    assert read_metrics(path) == [finished_step(1), finished_step(2), finished_step(3)]
     assert second.losses == [1.0, 0.5, 1 / 3]
 
 
 def test_a_leak_is_noticed_once_and_the_budget_once() -> None:
-    watch = MemoryWatch(budget_bytes=10**9, promised_bytes=10**8)
-    told = [watch.look(10**8 + step * 10**5, 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
+    watch = MemoryWatch(budget_bytes=10**9, planned_bytes=10**8)
+    told = [watch.check(10**8 + step * 10**5, 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
     assert [message for message in told if message] == ["memory grows by 0.10 MiB per step"]
-    told = [watch.look(10**8, 9 * 10**8) for _ in range(3)]
+    told = [watch.check(10**8, 9 * 10**8) for _ in range(3)]
     assert [message is not None for message in told] == [True, False, False]
     assert "90% of what a run may take" in str(told[0])
 
 
 def test_a_leak_is_noticed_in_a_run_that_is_near_its_budget() -> None:
-    watch = MemoryWatch(budget_bytes=10**9, promised_bytes=10**8)
-    told = [watch.look(8 * 10**8 + step * 10**5, 9 * 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
+    watch = MemoryWatch(budget_bytes=10**9, planned_bytes=10**8)
+    told = [watch.check(8 * 10**8 + step * 10**5, 9 * 10**8) for step in range(WINDOW_STEPS * (NUM_WINDOWS + 3))]
     assert [message.split()[1] for message in told if message] == ["is", "grows"]
     assert len(watch.window) < WINDOW_STEPS
 
 
 def test_a_run_that_was_planned_to_fill_the_budget_is_no_alarm_until_it_takes_more() -> None:
-    watch = MemoryWatch(budget_bytes=10**9, promised_bytes=9 * 10**8)
-    assert watch.look(10**8, 9 * 10**8) is None
-    assert "96% of what a run may take" in str(watch.look(10**8, int(9.6 * 10**8)))
+    watch = MemoryWatch(budget_bytes=10**9, planned_bytes=9 * 10**8)
+    assert watch.check(10**8, 9 * 10**8) is None
+    assert "96% of what a run may take" in str(watch.check(10**8, int(9.6 * 10**8)))
 
 
 @given(st.integers(10**6, 10**9), st.lists(st.integers(-5000, 5000), min_size=NUM_WINDOWS, max_size=NUM_WINDOWS))
@@ -230,7 +226,7 @@ def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
     optimizer.adamw.state[parameter]["step"] = torch.tensor(
         0.0
     )  # as torch leaves it when there is no room for the rest
-    optimizer.forget()
+    optimizer.discard_step()
     parameter.square().sum().backward()
     optimizer.step()
     assert (parameter != 1).all()

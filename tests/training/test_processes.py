@@ -19,13 +19,13 @@ from autotune.errors import AutotuneError, DoesNotFit, InvalidInput
 from autotune.runtime.launching import launch
 from autotune.schema.events import ignore_event
 from autotune.schema.plan_file import seal, write_plan
+from autotune.training.adapter_file import ADAPTER_FILE, save_trained
 from autotune.training.checkpoint import checkpoints_of
 from autotune.training.fit import hardware_misfits
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import _require_machine, prepare
-from autotune.training.processes import join
+from autotune.training.processes import join_processes
 from autotune.training.run import _Run
-from autotune.training.save import ADAPTER_FILE, save_trained
 from autotune.training.sharding import is_sharded
 from tests import builders
 from tests.conftest import autotune_here
@@ -107,8 +107,9 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         sampler=SimpleNamespace(encode_prompts=lambda *_: done.append("prompts")),
         processes=SimpleNamespace(is_first=False, wait=lambda: done.append("wait")),
         on_event=ignore_event,
+        _start_phase=lambda name: None,
         plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),
-        prepared=SimpleNamespace(dataset=SimpleNamespace(left_out=()), workload=SimpleNamespace(buckets=())),
+        prepared=SimpleNamespace(dataset=SimpleNamespace(problem_summary=()), workload=SimpleNamespace(buckets=())),
         encoders=SimpleNamespace(release=lambda: done.append("release")),
     )
     _Run._encode(run)  # type: ignore[arg-type]
@@ -117,7 +118,7 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
 
 def test_another_number_of_processes_than_planned_is_refused(bench: Bench) -> None:
     with pytest.raises(AutotuneError, match="the plan is for 2 processes, but 1 run"):
-        join(bench.plan(num_processes=2).frozen.hardware, CPU)
+        join_processes(bench.plan(num_processes=2).frozen.hardware, CPU)
 
 
 @pytest.mark.parametrize(("number", "strategy"), [(1, "ddp"), (2, "single")])

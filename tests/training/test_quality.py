@@ -10,7 +10,7 @@ from autotune.reporting.run import error_lines
 from autotune.schema.trial import QuantizationError
 from autotune.training import quality
 from autotune.training.model import load_model, load_transformer
-from autotune.training.quality import LIMITS, ErrorMeter, QualityMissed, require_quality
+from autotune.training.quality import MAX_BLOCK_ERROR, ErrorMeter, QualityMissed, require_quality
 from tests.builders import BITSANDBYTES
 from tests.training.conftest import CPU, Bench
 from tests.training.small import SETTINGS
@@ -25,10 +25,10 @@ def blocks() -> list[nn.Module]:
 def measured(made: list[nn.Module], choice: str) -> QuantizationError:
     meter, quantize = ErrorMeter(made), quantize_inside(made, choice)
     assert quantize is not None
-    watched = meter.around(quantize)
+    measured = meter.wrap(quantize)
     for block in made:
         for name, layer in block.named_modules():
-            watched(name, layer)
+            measured(name, layer)
     result = meter.result()
     assert result is not None
     return result
@@ -46,7 +46,7 @@ def measured(made: list[nn.Module], choice: str) -> QuantizationError:
 )
 def test_ordinary_weights_stay_within_what_their_storage_can_do(choice: str, least: float, most: float) -> None:
     error = measured(blocks(), choice)
-    assert least < error.overall <= error.worst < most < LIMITS[WEIGHT_FORMATS[choice].quality]
+    assert least < error.overall <= error.worst < most < MAX_BLOCK_ERROR[WEIGHT_FORMATS[choice].quality]
 
 
 def test_a_block_beyond_the_floor_is_refused_by_name() -> None:
@@ -65,7 +65,7 @@ def test_only_without_scales_are_small_weights_far_from_their_real_outputs(choic
         for layer in (block[0], block[2]):
             layer.weight.data *= 0.05
     error = measured(made, choice)
-    assert (error.worst < LIMITS["high"]) is fine
+    assert (error.worst < MAX_BLOCK_ERROR["high"]) is fine
     if not fine:
         with pytest.raises(QualityMissed, match=choice):
             require_quality(error, "high", choice)
@@ -76,7 +76,7 @@ def test_weights_beyond_the_largest_float8_are_told() -> None:
     made[0][0].weight.data[0, 0] = 1000.0
     error = measured(made, "layerwise-fp8")
     assert error.worst_block == 0
-    assert error.worst > LIMITS["compact"]
+    assert error.worst > MAX_BLOCK_ERROR["compact"]
 
 
 def test_the_meter_agrees_with_a_plain_comparison() -> None:
@@ -86,7 +86,7 @@ def test_the_meter_agrees_with_a_plain_comparison() -> None:
     before = layer(inputs)
     meter, quantize = ErrorMeter([layer]), quantize_inside([layer], "torchao-int8")
     assert quantize is not None
-    meter.around(quantize)("layer", layer)
+    meter.wrap(quantize)("layer", layer)
     result = meter.result()
     assert result is not None
     assert result.overall == pytest.approx(float((layer(inputs) - before).norm() / before.norm()), rel=1e-3)
@@ -98,7 +98,7 @@ def test_loading_real_weights_reports_it_and_plain_weights_have_none(bench: Benc
     settings = SETTINGS.model_copy(update={"quantization": storage})
     loaded = load_model(bench.resolved, plan.frozen.workload, settings, CPU, 0)
     assert loaded.quantization_error is not None
-    assert 0.001 < loaded.quantization_error.worst < LIMITS["high"]
+    assert 0.001 < loaded.quantization_error.worst < MAX_BLOCK_ERROR["high"]
     assert bench.trained.quantization_error is None
     (line,) = error_lines(loaded.quantization_error, storage)
     assert "off their real outputs" in line

@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.schema.plan_file import read_plan, write_plan
-from autotune.training.checkpoint import Checkpoints, checkpoints_in
-from autotune.training.loop import Loop
+from autotune.training.adapter_file import ADAPTER_FILE, save_trained
+from autotune.training.checkpoint import Checkpoints, list_checkpoints
+from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics
-from autotune.training.save import ADAPTER_FILE, save_trained
 from tests.training.conftest import Bench
 
 STEPS = 5
 
 
-def same(one: Loop, other: Loop) -> bool:
+def same(one: TrainingLoop, other: TrainingLoop) -> bool:
     left, right = one.optimizer.state(), other.optimizer.state()
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
@@ -85,9 +85,9 @@ def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_unasked(bench: Bench
     bench.loop(plan, tmp_path)
     for path in (tmp_path / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InvalidInput, match="none of the checkpoints") as caught:
+    with pytest.raises(InvalidInput, match="are damaged") as caught:
         bench.loop(plan, tmp_path)
-    assert "to begin anew, delete" in caught.value.hint
+    assert "to start over, delete" in caught.value.hint
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 2e-3}, {"seed": 4}, {"lr_scheduler": "linear"}])
@@ -113,7 +113,7 @@ def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: P
 def test_newest_and_every_mth_checkpoint_are_kept(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan(num_steps=7, checkpointing_steps=1, checkpoints_total_limit=2, checkpoints_keep_every=3)
     bench.loop(plan, tmp_path)
-    assert list(checkpoints_in(tmp_path / "checkpoints")) == [3, 6, 7]
+    assert list(list_checkpoints(tmp_path / "checkpoints")) == [3, 6, 7]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -140,7 +140,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(bench: Bench, tmp_path: Path)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert ended.seconds[1:]
-    assert list(checkpoints_in(tmp_path / "checkpoints")) == [2]
+    assert list(list_checkpoints(tmp_path / "checkpoints")) == [2]
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(

@@ -30,20 +30,19 @@ from autotune.schema.candidate import CachingSettings
 from autotune.schema.events import StepFinished
 from autotune.schema.plan_file import seal, write_plan
 from autotune.schema.run import RunReport
+from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.metrics import Metrics
 from autotune.training.preparation import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.run import train
-from autotune.training.sample import Wanted, sample_run
-from autotune.training.save import ADAPTER_FILE
-from autotune.training.verdict import judge
+from autotune.training.sample import SampleRequest, sample_run
 from autotune.weights.adapters import read_adapter
 from autotune.weights.saving import save_file
 from tests.events import notices_to, phases_to, steps_to
 from tests.planning.machines import make_plan
 from tests.training.conftest import CPU, Bench
-from tests.training.small import SETTINGS
+from tests.training.small import SETTINGS, finished_step
 from tests.training.small import make_plan as plan_of
 
 PROMPTS = ("a red circle on a white background", "something else")
@@ -83,8 +82,8 @@ def test_an_adapter_that_cannot_be_used_is_refused_before_anything_is_sampled(
         adapter.write_bytes(pickle.dumps(weights))
     else:
         save_file(adapter, {name.replace("blocks", "layers"): tensor for name, tensor in weights.items()})
-    with pytest.raises(InvalidInput, match=r"cut off|not finite|no adapter of this model|claims a header|no JSON"):
-        sample_run(folder, bench.hardware, Wanted(PROMPTS[0], seed=5), bench.cache)
+    with pytest.raises(InvalidInput, match=r"cut off|not finite|not an adapter of this model|claims a header|no JSON"):
+        sample_run(folder, bench.hardware, SampleRequest(PROMPTS[0], seed=5), bench.cache)
     assert not list(folder.glob("*.png"))
 
 
@@ -152,7 +151,7 @@ def test_only_layers_before_the_last_block_count_as_never_moved(bench: Bench, tm
     (line, _) = verdict_lines(verdict)
     assert f"all moved but {len(still)} of the last block" in line
     assert "from 0 " not in line
-    earlier = judge(tmp_path / "run" / ADAPTER_FILE, last_block="another", base_loss=None, adapter_loss=None)
+    earlier = judge_adapter(tmp_path / "run" / ADAPTER_FILE, last_block="another", base_loss=None, adapter_loss=None)
     assert f"{len(still)} NEVER MOVED, all finite" in verdict_lines(earlier)[0]
 
 
@@ -163,7 +162,7 @@ def test_previews_are_what_the_stock_pipeline_with_its_text_encoder_samples(
     stock = bench.resolved.family.load_pipeline(bench.model_folder)
     stock.load_lora_weights(run[0], weight_name=ADAPTER_FILE)
     expected = bench.resolved.family.sample(stock, preview.prompt, preview.bucket, num_steps=2, seed=5)[0]
-    (written,) = sample_run(run[0], bench.hardware, Wanted(PROMPTS[0], seed=5), bench.cache)
+    (written,) = sample_run(run[0], bench.hardware, SampleRequest(PROMPTS[0], seed=5), bench.cache)
     assert Image.open(written).tobytes() == expected.tobytes()
 
 
@@ -172,7 +171,7 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
 ) -> None:
     folder, _, _ = run
     (plain,) = sample_run(
-        folder, bench.hardware, Wanted(PROMPTS[0], seed=5, output=tmp_path / "plain.png"), bench.cache
+        folder, bench.hardware, SampleRequest(PROMPTS[0], seed=5, output=tmp_path / "plain.png"), bench.cache
     )
     settings = SETTINGS.model_copy(update={"swapped_blocks": 1, "checkpointed_blocks": 1})
     write_plan(tmp_path / "run-plan.yaml", bench.plan(settings=settings))
@@ -180,7 +179,7 @@ def test_sampling_swaps_the_blocks_that_the_plan_swaps(
     visits: list[int] = []
     fetch = BlockSwap._fetch
     monkeypatch.setattr(BlockSwap, "_fetch", lambda swap, number: (visits.append(number), fetch(swap, number)))
-    (written,) = sample_run(tmp_path, bench.hardware, Wanted(PROMPTS[0], seed=5), bench.cache)
+    (written,) = sample_run(tmp_path, bench.hardware, SampleRequest(PROMPTS[0], seed=5), bench.cache)
     assert set(visits) == {0}
     assert Image.open(written).tobytes() == Image.open(plain).tobytes()
 
@@ -244,7 +243,7 @@ def test_a_plan_that_shares_the_model_out_is_sampled_with_blocks_that_visit(
     shutil.copy(run[0] / ADAPTER_FILE, tmp_path)
     applied: list[int] = []
     monkeypatch.setattr("autotune.training.sample.Swapping.apply", lambda *given: applied.append(given[-1]))
-    sample_run(tmp_path, bench.hardware, Wanted(PROMPTS[0], seed=5), bench.cache)
+    sample_run(tmp_path, bench.hardware, SampleRequest(PROMPTS[0], seed=5), bench.cache)
     assert applied == [bench.resolved.spec.num_blocks - 1]
 
 
@@ -256,7 +255,7 @@ def test_memory_that_runs_out_while_sampling_is_no_bug_of_ours(
 
     monkeypatch.setattr("autotune.training.sample.load_transformer", short)
     with pytest.raises(AutotuneError, match="memory ran out"):
-        sample_run(run[0], bench.hardware, Wanted(PROMPTS[0]), bench.cache)
+        sample_run(run[0], bench.hardware, SampleRequest(PROMPTS[0]), bench.cache)
 
 
 def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
@@ -266,7 +265,7 @@ def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
     sampler, made, left = PreviewSampler(Encoders(bench.resolved, CachingSettings(), SETTINGS, CPU)), [], []
 
     def sample(preview: Preview) -> list[Any]:
-        if sampler.scale > 1:
+        if sampler.divisor > 1:
             return ["picture"]
         latents = torch.zeros(1)
         made.append(weakref.ref(latents))
@@ -274,7 +273,7 @@ def test_what_a_preview_that_ran_out_had_made_is_free_before_the_next_try(
 
     monkeypatch.setattr(sampler, "_sample", sample)
     monkeypatch.setattr(sampler, "pipeline", SimpleNamespace(vae=object()))
-    monkeypatch.setattr("autotune.training.preview.give_back_memory", lambda: left.append(made[-1]()))
+    monkeypatch.setattr("autotune.training.preview.release_memory", lambda: left.append(made[-1]()))
     assert sampler.sample(Preview(PROMPTS[0], bucket, 2, 0)) == ["picture"]
     assert left == [None]
 
@@ -285,7 +284,7 @@ def test_the_adapter_is_written_before_anything_that_may_still_fail(
     def lost(loop: Any) -> float:
         raise AutotuneError("the cache lost an entry", hint="run again")
 
-    monkeypatch.setattr("autotune.training.loop.Loop.evaluate", lost)
+    monkeypatch.setattr("autotune.training.loop.TrainingLoop.evaluate", lost)
     with pytest.raises(AutotuneError, match="lost an entry"):
         train(bench.plan(num_steps=1, output=str(tmp_path)), bench.hardware, bench.cache)
     assert load_file(tmp_path / ADAPTER_FILE)
@@ -335,7 +334,7 @@ def test_a_folder_in_use_is_refused(
     with pytest.raises(InvalidInput, match="did not end") as error:
         prepare(bench.plan(output=str(tmp_path)), bench.hardware, resume=False)
     assert "--resume" in error.value.hint
-    with pytest.raises(InvalidInput, match="begun with another learning_rate"):
+    with pytest.raises(InvalidInput, match="started with another learning_rate"):
         prepare(bench.plan(output=str(run[0]), learning_rate=0.5, caption_dropout=0.1), bench.hardware, resume=True)
     with pytest.raises(InvalidInput, match="lies in the data folder"):
         prepare(bench.plan(output=str(bench.images / "out")), bench.hardware, resume=False)
@@ -351,7 +350,7 @@ def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(bench:
     bench.loop(plan, tmp_path)
     (tmp_path / ADAPTER_FILE).write_bytes(b"of hours")
     (tmp_path / "run-plan.yaml").write_text("damaged")
-    prepare(plan, bench.hardware, resume=True).claim.release()  # its checkpoints say that it is the same run
+    prepare(plan, bench.hardware, resume=True).lock.release()  # its checkpoints say that it is the same run
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(InvalidInput, match="holds the adapter of another run"):
         prepare(plan, bench.hardware, resume=True)
@@ -379,9 +378,9 @@ def test_a_second_start_asks_only_for_the_room_that_is_not_yet_taken(
     bench: Bench, tmp_path: Path, asked: list[int]
 ) -> None:
     plan = bench.plan(num_steps=4, checkpointing_steps=2, output=str(tmp_path))
-    prepare(plan, bench.hardware, resume=False).claim.release()
+    prepare(plan, bench.hardware, resume=False).lock.release()
     bench.loop(plan, tmp_path)
-    prepare(plan, bench.hardware, resume=True).claim.release()
+    prepare(plan, bench.hardware, resume=True).lock.release()
     written = [path.stat().st_size for path in (tmp_path / "checkpoints").glob("*.safetensors")]
     assert len(written) == 2
     assert asked == [asked[0], asked[0] - sum(written)]
@@ -392,7 +391,7 @@ def test_checkpoints_kept_for_good_are_counted_in_epochs_where_these_decide(
 ) -> None:
     for length in ({"num_steps": 10}, {"num_train_epochs": 8}):  # 40 images in steps of 4
         plan = bench.plan(checkpointing_steps=1, checkpoints_keep_every=1, output=str(tmp_path), **length)
-        prepare(plan, bench.hardware, resume=False).claim.release()
+        prepare(plan, bench.hardware, resume=False).lock.release()
     assert asked[0] == asked[1]
 
 
@@ -468,7 +467,7 @@ def test_a_plan_without_masks_is_refused_where_captions_are_dropped_among_ones_o
         plan = plan_of(bench.model_folder, alike, bench.hardware, settings=settings, **job)
         assert plan.frozen.workload.text_padding == "exact"
         prepared = prepare(plan, bench.hardware, resume=False)
-        prepared.claim.release()
+        prepared.lock.release()
         return prepared.workload.text_padding
 
     assert padding("_native_flash", 0.0) == "exact"
@@ -513,7 +512,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(
 
 def test_sampling_from_a_folder_without_an_adapter_is_refused(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no trained adapter"):
-        sample_run(tmp_path, bench.hardware, Wanted("x"), bench.cache)
+        sample_run(tmp_path, bench.hardware, SampleRequest("x"), bench.cache)
 
 
 def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Bench, tmp_path: Path) -> None:
@@ -522,7 +521,7 @@ def test_two_runs_never_share_a_folder_and_a_dead_one_blocks_nothing(bench: Benc
     for resume in (False, True):
         with pytest.raises(InvalidInput, match="another run is writing to"):
             prepare(plan, bench.hardware, resume=resume)
-    running.claim.release()
+    running.lock.release()
     holder = "import sys, filelock\nlock = filelock.FileLock(sys.argv[1])\nlock.acquire()\n"
     holder += "print('held', flush=True)\nsys.stdin.read()"
     other = subprocess.Popen(
@@ -555,10 +554,10 @@ def test_wandb_gets_the_curves_through_accelerate(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **named: run))
     metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb")
-    metrics.add(StepFinished(1, 2, 0.5, 1e-4, 1.0, 0.1, 0.0, 40.0, 100))
+    metrics.add(finished_step(1))
     metrics.close()
     assert told[0][0] == 1
-    assert told[0][1]["loss"] == 0.5
+    assert told[0][1]["loss"] == 1.0
     assert told[-1] == "end"
 
 
@@ -567,7 +566,7 @@ def test_prompts_of_previews_are_encoded_once_for_all_starts(
 ) -> None:
     job = {"num_steps": 1, "preview_prompts": PROMPTS, "caption_dropout": 0.1}
     first = train(bench.plan(output=str(tmp_path / "one"), **job), bench.hardware, bench.cache)
-    monkeypatch.setattr(Encoders, "_text_encoder", lambda *_: pytest.fail("a text encoder was loaded"))
+    monkeypatch.setattr(Encoders, "_load_text_encoder", lambda *_: pytest.fail("a text encoder was loaded"))
     train(bench.plan(output=str(tmp_path / "two"), **job), bench.hardware, bench.cache)
     assert first.num_steps == 1
     left, right = (Image.open(tmp_path / name / "samples.png").tobytes() for name in ("one", "two"))

@@ -76,7 +76,7 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     request = RehearsalRequest(
         str(small_model), workload(small_model), FIRST, "cpu", 3, caching=caching, max_seconds=1.0
     )
-    loaded, seen = Encoders.pipeline, []
+    loaded, seen = Encoders.load_pipeline, []
     refs: list[weakref.ref[Any]] = []
 
     def watched(encoders: Encoders) -> Any:
@@ -88,7 +88,7 @@ def test_text_encoders_are_gone_before_pixels_are_encoded_and_all_of_it_before_t
     def encode_pixels(pipeline: Any, pixels: torch.Tensor) -> None:
         seen.append(refs[0]())
 
-    monkeypatch.setattr(Encoders, "pipeline", watched)
+    monkeypatch.setattr(Encoders, "load_pipeline", watched)
     monkeypatch.setattr(type(model.family), "encode_pixels", staticmethod(encode_pixels))
     gc.disable()
     try:

@@ -1,0 +1,123 @@
+"""Which cache entries each item needs: what an entry is made from, which encoder makes it, and so its key."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+from autotune.data.cache import entry_key
+from autotune.data.captions import EMPTY_CAPTION
+from autotune.data.dataset import Item, file_digest
+from autotune.families import Family
+from autotune.schema import Bucket
+
+WEIGHT_SAMPLE_BYTES = 1024**2
+"""Read from each end of a large file to recognize it: hashing a 16 GB text encoder would take half a minute."""
+
+
+@dataclass(frozen=True)
+class EncoderIdentity:
+    """Everything about the encoders that decides their results: code, weights, precision and library versions."""
+
+    text_encoder: str
+    vae: str
+
+
+def identify_encoders(model_folder: Path, family: Family, *, settings: str, text_settings: str = "") -> EncoderIdentity:
+    """Identify the encoders of a pipeline by its files, in the diffusers layout.
+
+    Args:
+        model_folder: holds `model_index.json` and a folder per component.
+        family: its way of encoding is part of the identity.
+        settings: dtype of the encoders, e.g. `bfloat16`.
+        text_settings: what else decides the text encoder's output, e.g. its quantization.
+    """
+    base = f"{family.name} {settings} diffusers {version('diffusers')}"
+    vae = _components_digest(model_folder, ("vae",))
+    text = _components_digest(model_folder, ("text_encoder", "tokenizer", "processor"))
+    encoder = f"{base} transformers {version('transformers')} {text} {text_settings}".rstrip()
+    return EncoderIdentity(text_encoder=encoder, vae=f"{base} {vae}")
+
+
+def _components_digest(model_folder: Path, prefixes: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(model_folder.glob("*/**/*")):
+        name = path.relative_to(model_folder).as_posix()
+        if name.startswith(prefixes) and path.is_file():
+            size = path.stat().st_size
+            digest.update(f"{name} {size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(WEIGHT_SAMPLE_BYTES))
+                file.seek(max(0, size - WEIGHT_SAMPLE_BYTES))
+                digest.update(file.read())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """An encoded caption, or the encoded pixels of one image or clip."""
+
+    key: str
+    paths: tuple[Path, ...]
+    """Files of the pixels; for a caption, the control images that the text encoder of an edit model reads with it."""
+    digests: tuple[str, ...]
+    """SHA-256 of each of these files, as the key contains them."""
+    bucket: Bucket
+    """Shape that the files are resized to."""
+    caption: str | None = None
+    """None for pixels."""
+
+    def __str__(self) -> str:
+        return f"pixels of {self.paths[0]}" if self.caption is None else f"caption {self.caption[:80]!r}"
+
+
+@dataclass(frozen=True)
+class ItemEntries:
+    """All cache entries of one item."""
+
+    prompt: CacheEntry
+    empty_prompt: CacheEntry | None
+    """The empty caption; None unless captions may be dropped."""
+    latents: Mapping[str, CacheEntry]
+    """By name in the sample: `latents`, and `control_latents_1`, `control_latents_2` ... for its control images."""
+
+    @property
+    def all(self) -> tuple[CacheEntry, ...]:
+        return (self.prompt, *([self.empty_prompt] if self.empty_prompt else []), *self.latents.values())
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        return frozenset(entry.key for entry in self.all)
+
+
+def make_item_entries(item: Item, bucket: Bucket, identity: EncoderIdentity, *, with_empty: bool) -> ItemEntries:
+    """The entries of one item whose images take the shape of `bucket`; `with_empty` adds the empty caption.
+
+    Raises:
+        OSError: one of its files cannot be read.
+    """
+    sources = {"latents": item.pixel_paths}
+    sources |= {f"control_latents_{number}": (path,) for number, path in enumerate(item.control_paths, start=1)}
+    return ItemEntries(
+        prompt=make_prompt_entry(item.caption, item.control_paths, bucket, identity),
+        empty_prompt=make_prompt_entry(EMPTY_CAPTION, item.control_paths, bucket, identity) if with_empty else None,
+        latents={name: _make_latents_entry(paths, bucket, identity) for name, paths in sources.items()},
+    )
+
+
+def make_prompt_entry(
+    caption: str, control_paths: tuple[Path, ...], bucket: Bucket, identity: EncoderIdentity
+) -> CacheEntry:
+    """The entry of a caption alone, or with control images in the shape of `bucket`."""
+    size = (bucket.width_px, bucket.height_px) if control_paths else None
+    digests = tuple(map(file_digest, control_paths))
+    key = entry_key("prompt", text=caption, controls=digests, size=size, encoder=identity.text_encoder)
+    return CacheEntry(key, control_paths, digests, bucket, caption)
+
+
+def _make_latents_entry(paths: tuple[Path, ...], bucket: Bucket, identity: EncoderIdentity) -> CacheEntry:
+    digests = tuple(map(file_digest, paths))
+    key = entry_key("latents", files=digests, size=(bucket.width_px, bucket.height_px), encoder=identity.vae)
+    return CacheEntry(key, paths, digests, bucket)

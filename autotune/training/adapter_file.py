@@ -1,0 +1,65 @@
+"""The trained adapter: saved in full precision under the keys that diffusers loads, then read back and judged."""
+
+import math
+from pathlib import Path
+
+from peft.utils import get_peft_model_state_dict
+
+from autotune.families import ADAPTER_NAME
+from autotune.schema import AdapterVerdict, Workload
+from autotune.training.model import TrainingModel
+from autotune.training.step import AdapterOptimizer
+from autotune.weights import AdapterInfo, LoraLayer, read_adapter, save_adapter
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+"""The name that diffusers looks for in a folder."""
+
+
+def save_trained(
+    path: Path,
+    model: TrainingModel,
+    optimizer: AdapterOptimizer,
+    workload: Workload,
+    plan_digest: str,
+    training_steps: int,
+) -> None:
+    """Write the adapter's fp32 master weights atomically, with where they come from in the file's metadata."""
+    masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
+    named = {name: masters[id(p)].detach() for name, p in model.transformer.named_parameters() if id(p) in masters}
+    info = AdapterInfo(
+        model=workload.model.name,
+        transformer=model.family.transformer_class,
+        plan_digest=plan_digest,
+        rank=workload.rank,
+        alpha=workload.lora_alpha,
+        training_steps=training_steps,
+    )
+    save_adapter(path, get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER_NAME), info)
+
+
+def judge_adapter(
+    adapter: Path, *, last_block: str, base_loss: float | None, adapter_loss: float | None
+) -> AdapterVerdict:
+    """Which layers of an adapter file moved and how far, with losses that the caller measured.
+
+    Layers below `last_block`, see `Family.last_block`, may stay zero.
+
+    Raises:
+        BadWeights: the file cannot be read back.
+    """
+    norms = {name: update_norm(layer) for name, layer in read_adapter(adapter).layers.items()}
+    return AdapterVerdict(
+        num_layers=len(norms),
+        num_unmoved=sum(norm == 0 and not name.startswith(f"{last_block}.") for name, norm in norms.items()),
+        num_not_finite=sum(not math.isfinite(norm) for norm in norms.values()),
+        layer_norms={name: norm if math.isfinite(norm) else 0.0 for name, norm in norms.items()},
+        base_loss=base_loss,
+        adapter_loss=adapter_loss,
+    )
+
+
+def update_norm(layer: LoraLayer) -> float:
+    """Frobenius norm of up @ down * alpha / rank, without forming the product: |UD|^2 = <U'U, DD'>."""
+    down, up = layer.down.double(), layer.up.double()
+    squared = float(((up.T @ up) * (down @ down.T)).sum())
+    return math.sqrt(max(squared, 0.0)) * layer.alpha / layer.rank if math.isfinite(squared) else math.nan

@@ -1,0 +1,214 @@
+"""Files that autotune 0.1.0 wrote with schema 1 (tests/fixtures/schema1) keep working, by the commands themselves."""
+
+import hashlib
+import json
+import platform
+import shutil
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import optuna
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from autotune.families.registry import get_family
+from autotune.hardware.store import load_profile
+from autotune.schema.base import digest_of
+from autotune.schema.plan_file import parse_plan, read_plan
+from autotune.search.study import published_plan
+from autotune.sharing.files import LocalFiles
+from autotune.sharing.query import find_matches
+from autotune.sharing.store import Store, user_store
+from tests.conftest import autotune_here
+
+SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "schema1"
+PLANS = sorted(path.relative_to(SCHEMA_1) for path in SCHEMA_1.rglob("*plan*.yaml"))
+RECORDINGS = (pytest.param("recording", marks=pytest.mark.slow), "recording-pinned", "recording-verified")
+STACK = {"torch": "2.13.0", "torchao": "0.18.0", "bitsandbytes": "0.50.2"}
+ENCODING_STACK = {"diffusers": "0.42.1", "transformers": "5.23.0"}
+"""What the keys of a run's cached items hold, beside the bytes of encoders and images."""
+
+Command = Callable[..., CompletedProcess[str]]
+
+
+def differing(versions: dict[str, str]) -> list[str]:
+    """The packages that are not those which the files were made with."""
+    found = {}
+    for name in versions:
+        try:
+            found[name] = version(name).split("+")[0]
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return [name for name, value in versions.items() if found[name] != value]
+
+
+same_stack = pytest.mark.skipif(
+    bool(differing(STACK)) or (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="the plans are for another stack than this one",
+)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the files were made: the small pipeline and the images."""
+    folder = tmp_path_factory.mktemp("schema1")
+    images = shutil.copytree(SCHEMA_1 / "images", folder / "demo" / "images")
+    captions = [path.read_text().strip() for path in sorted(images.glob("*.txt"))]
+    get_family("qwen-image").write_small_pipeline(folder / "demo" / "model", captions, seed=0)
+    return folder
+
+
+@pytest.fixture
+def command(
+    material: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Command:
+    """Runs autotune in that folder, with a new home."""
+    monkeypatch.chdir(material)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return lambda *arguments: autotune_here(capfd, *arguments)
+
+
+@pytest.mark.parametrize("name", PLANS, ids=str)
+def test_plans_are_read_checked_and_explained(name: Path, command: Command) -> None:
+    path = SCHEMA_1 / name
+    written = yaml.safe_load(path.read_text())
+    plan = read_plan(path)
+    assert (written["frozen"]["schema_version"], plan.frozen.schema_version) == (1, 2)
+    assert (plan.identity, plan.digest) == (written["digest"], digest_of(plan.frozen))
+    assert plan.frozen.settings.model_dump(mode="json") == written["frozen"]["settings"]
+    assert plan.job.model_dump(mode="json") == written["job"]
+    explained = command("explain", path)
+    assert explained.returncode == 0, explained.stderr
+    assert f"quantization = {plan.frozen.settings.quantization}" in explained.stdout
+    checked = command("check", path, "--json")
+    assert checked.returncode in (0, 4), checked.stderr  # fits this machine or not: valid it is
+
+
+def test_two_plans_are_compared(command: Command) -> None:
+    compared = command("diff", SCHEMA_1 / "plan-measured.yaml", SCHEMA_1 / "plan-pinned.yaml")
+    assert compared.returncode == 0, compared.stderr
+    assert "native -> _native_math" in compared.stdout
+
+
+@same_stack
+def test_the_measured_plan_trains(command: Command, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    trained = command("train", SCHEMA_1 / "plan-measured.yaml", "--steps", 2, "--output", output)
+    assert trained.returncode == 0, trained.stderr
+    assert load_file(output / "pytorch_lora_weights.safetensors")
+    run_plan = read_plan(output / "run-plan.yaml")
+    assert run_plan.identity == read_plan(SCHEMA_1 / "plan-measured.yaml").identity
+
+
+@same_stack
+def test_the_predicted_plan_is_sealed_once_and_trains(command: Command, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    shutil.copy(SCHEMA_1 / "plan-arriving.yaml", plan)
+    trained = command("train", plan, "--steps", 2, "--output", tmp_path / "first")
+    assert trained.returncode == 0, trained.stderr
+    sealed = read_plan(tmp_path / "plan.sealed.yaml")
+    assert sealed.frozen.expected.evidence == "measured"
+    assert sealed.frozen.predicted_digest == read_plan(plan).identity
+    before = (tmp_path / "plan.sealed.yaml").read_bytes()
+    again = command("train", plan, "--steps", 2, "--output", tmp_path / "second")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "plan.sealed.yaml").read_bytes() == before
+
+
+def test_the_sealed_plan_is_known_as_the_predicted_ones() -> None:
+    sealed, predicted = (read_plan(SCHEMA_1 / f"plan-arriving{kind}.yaml") for kind in (".sealed", ""))
+    assert sealed.frozen.predicted_digest == predicted.identity
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_a_recording_replays_to_the_same_settings(name: str, command: Command, tmp_path: Path) -> None:
+    asked = (SCHEMA_1 / f"{name}.command.txt").read_text().split()[1:]
+    renamed = {"--record": "--replay", f"{name}.jsonl": SCHEMA_1 / f"{name}.jsonl"}
+    renamed["caching.text_encoder_storage=torchao-int8"] = "caching.text_encoder_quantization=torchao-int8"
+    arguments = [renamed.get(part, part) for part in asked[:-1]]
+    replayed = command(*arguments, tmp_path / "plan.yaml")
+    assert replayed.returncode == 0, replayed.stderr
+    made, original = read_plan(tmp_path / "plan.yaml"), read_plan(SCHEMA_1 / asked[-1])
+    for part in ("settings", "caching", "expected", "fallbacks", "trials", "records", "pins", "exclusions"):
+        assert getattr(made.frozen, part) == getattr(original.frozen, part), part
+    assert made.job == original.job
+
+
+def test_records_are_verified_listed_shown_and_pulled_byte_for_byte(command: Command) -> None:
+    store = SCHEMA_1 / "store"
+    assert command("profiles", "verify", "--store", store).stdout == "records: 3, bad: 0\n"
+    assert len(json.loads(command("profiles", "list", "--store", store, "--json").stdout)) == 3
+    assert command("profiles", "pull", store).stdout.startswith("new: 3, already there: 0, refused: 0")
+    assert command("profiles", "import", SCHEMA_1 / "records-export.jsonl").stdout.startswith(
+        "new: 0, already there: 3"
+    )
+    content = (SCHEMA_1 / "record.json").read_bytes()
+    name = hashlib.sha256(content).hexdigest()
+    shown = command("profiles", "show", name[:12], "--raw")
+    assert json.loads(shown.stdout) == json.loads(content)
+    assert command("profiles", "show", name[:12]).returncode == 0
+    pulled, original = user_store(), Store(LocalFiles(store))
+    assert dict(pulled.files.read(pulled.sizes())) == dict(original.files.read(original.sizes()))
+
+
+def test_records_count_on_the_machine_that_they_are_of() -> None:
+    """By the saved probe of that machine, whatever this one is."""
+    hardware = load_profile(SCHEMA_1 / "hardware-profile.json")
+    workload = read_plan(SCHEMA_1 / "plan-measured.yaml").frozen.workload
+    matches = find_matches(hardware, workload, [Store(LocalFiles(SCHEMA_1 / "store"))])
+    assert matches.refused == ()
+    assert [match.match.kind for match in matches.records] == ["exact", "exact", "exact"]
+    first = matches.records[0]
+    assert first.record.settings == read_plan(SCHEMA_1 / "plan-measured.yaml").frozen.settings
+    assert first.trials == first.record.trials
+
+
+def test_the_saved_hardware_profile_is_used(command: Command) -> None:
+    profile = SCHEMA_1 / "hardware-profile.json"
+    assert {capability.name for capability in load_profile(profile).capabilities} >= {"precision.bf16"}
+    answer = command("estimate", "--model", "demo/model", "--hardware", profile, "--resolution", 64, "--json")
+    assert answer.returncode == 0, answer.stderr
+    assert "AMD EPYC" in answer.stdout
+
+
+def test_a_study_gives_the_plan_that_it_ended_in(tmp_path: Path) -> None:
+    shutil.copy(SCHEMA_1 / "study" / "monday.db", tmp_path)
+    study = optuna.load_study(study_name="monday", storage=f"sqlite:///{tmp_path}/monday.db")
+    assert parse_plan(published_plan(study) or "") == read_plan(SCHEMA_1 / "study" / "plan-study.yaml")
+
+
+@same_stack
+def test_an_interrupted_run_goes_on_to_the_same_adapter(command: Command, material: Path, tmp_path: Path) -> None:
+    hashes = dict(reversed(line.split()) for line in (SCHEMA_1 / "material.sha256").read_text().splitlines())
+    other = [
+        name
+        for name, digest in hashes.items()
+        if not name.startswith("model/transformer")
+        and hashlib.sha256((material / "demo" / name).read_bytes()).hexdigest() != digest
+    ]
+    if other or differing(ENCODING_STACK):
+        pytest.skip(f"the run's key covers what is different here: {other or differing(ENCODING_STACK)}")
+    output = tmp_path / "run"
+    shutil.copytree(SCHEMA_1 / "run", output)
+    resumed = command("train", SCHEMA_1 / "plan-measured.yaml", "--output", output, "--resume", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["resumed_at"] == 26
+    folders = (output, SCHEMA_1 / "run-finished")
+    metrics = ((folder / "metrics.jsonl").read_text().splitlines() for folder in folders)
+    losses, expected = ([json.loads(line)["loss"] for line in lines] for lines in metrics)
+    assert losses[:26] == expected[:26]
+    assert losses == pytest.approx(expected, rel=1e-4)
+    adapter, original = (load_file(folder / "pytorch_lora_weights.safetensors") for folder in folders)
+    assert adapter.keys() == original.keys()
+    assert all((adapter[name] - original[name]).norm() <= 1e-3 * original[name].norm() for name in original)
+
+
+def test_a_finished_run_is_sampled(command: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(SCHEMA_1 / "run-finished", run)
+    sampled = command("sample", run, "--prompt", "a red circle", "--steps", 2)
+    assert sampled.returncode == 0, sampled.stderr
+    assert (run / "sample-0.png").is_file()
