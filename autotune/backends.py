@@ -28,11 +28,6 @@ Kernel = Literal["fused", "flash", "efficient", "cudnn", "math"]
 Library = Literal["torchao", "bitsandbytes", "flash_attn", "xformers", "kernels", "sageattention"]
 """Fields of `Versions` that not every entry needs."""
 SkipReason = Callable[[HardwareProfile], str | None]
-"""Why no search tries an entry on a machine that could use it; None if it is worth trying."""
-
-
-def _always_tried(hardware: HardwareProfile) -> None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -55,41 +50,55 @@ class Requirements:
 
 
 @dataclass(frozen=True)
-class AttentionBackend:
-    """One implementation of attention in diffusers' dispatcher."""
+class Entry:
+    """What attention backends and weight formats have in common."""
 
+    knob: ClassVar[str]
+    """Field of `Candidate` that names an entry."""
     name: str
-    """diffusers' name for it, in lower case; a new name if `function` is given."""
     summary: str
     """What people read about it if the machine can use it."""
-    _: KW_ONLY
     needs: Requirements = Requirements()
+    _: KW_ONLY
+    tolerance: float = 0.0
+    """Relative error of adapter gradients, against native attention on unquantized random weights, up to which it
+    counts as the entry's own; 0 if there is none."""
+    tolerance_reason: str = ""
+    """Where an error of that size comes from."""
+    skip_reason: SkipReason = lambda hardware: None
+    """Why no search tries it on a machine that could use it; None if it is worth trying."""
+
+    @property
+    def capability(self) -> str:
+        """Name of the machine's capability to use it."""
+        return f"{self.knob}.{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend(Entry):
+    """One implementation of attention in diffusers' dispatcher, under diffusers' name or, with `function`, a new one in
+    lower case."""
+
+    knob = "attention"
     kernel: Kernel = "fused"
     """Kernel whose memory and time the cost model charges on a GPU; `fused` is the one that torch's own dispatcher
     picks. On a CPU all but `math` cost what torch's fused kernel costs there."""
     refuses_masks: bool = False
     """Whether it raises on any mask, even one that is all True."""
-    tolerance: float = 0.02
-    """Relative error of adapter gradients, against native attention, up to which they count as the same."""
-    tolerance_reason: str = "another kernel sums in another order and rounds other intermediate results"
     is_probed: bool = True
     """Whether the probe measures its speed."""
     unusable_reason: str = ""
     """Why no machine can train with it; empty if some can."""
-    skip_reason: SkipReason = _always_tried
     function: str = ""
     """Implementation to add to diffusers' dispatcher, if diffusers lacks it: `package.module:function`, called as
     diffusers' native backend is, with query, key and value of shape (batch, tokens, heads, head dimension)."""
-
-    @property
-    def capability(self) -> str:
-        """Name of the machine's capability to use it."""
-        return f"attention.{self.name}"
+    tolerance: float = 0.02
+    tolerance_reason: str = "another kernel sums in another order and rounds other intermediate results"
 
     def diffusers_name(self) -> "AttentionBackendName":
         """The member of diffusers' enumeration that selects this backend. Imports diffusers.
 
-        diffusers' enumeration is closed, so a backend with a `function` of its own is added to it by its internals.
+        The enumeration is closed, so a backend with a `function` of its own is added to it through its internals.
 
         Raises:
             ValueError: this diffusers has no such backend.
@@ -105,19 +114,15 @@ class AttentionBackend:
         return AttentionBackendName(self.name)
 
 
-@dataclass(frozen=True)
-class WeightFormat:
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat(Entry):
     """One way to store the weights of frozen Linear layers."""
 
-    name: str
-    summary: str
-    """What people read about it if the machine can use it."""
-    _: KW_ONLY
+    knob = "quantization"
     quality: Quality
     """The strictest quality floor that admits it."""
     bytes_per_parameter: float
     """Scales included."""
-    needs: Requirements = Requirements()
     quantize: str = ""
     """`package.module:function` that gets each `torch.nn.Linear` when its weight has arrived, on its device. It changes
     the layer in place, or returns the layer that takes its place: a Linear or another layer that peft adapts, with all
@@ -131,23 +136,13 @@ class WeightFormat:
     quantizing_slices: float | None = None
     """How many slices' bytes (`autotune.quantization.SLICE_BYTES`) quantizing takes for a moment beside the layer; None
     if it does not work in slices and takes several times the layer."""
-    tolerance: float = 0.0
-    """Relative error of adapter gradients, against unquantized random weights, up to which it is this format's own."""
-    tolerance_reason: str = ""
-    """Where an error of that size comes from."""
     hides_dtype: bool = False
-    """Whether weights show another dtype than the one that products are computed in: what casts its activations to the
-    dtype of a weight, as T5 does, would compute nonsense."""
+    """Whether weights show another dtype than products are computed in: what casts its activations to the dtype of a
+    weight, as T5 does, would compute nonsense."""
     can_offload: bool = True
     """Whether weights can wait on the host and visit the device: all that belongs to them is in tensors."""
     is_tried_for_encoders: bool = False
     """Whether text encoders that do not fit otherwise are stored in it without being asked for."""
-    skip_reason: SkipReason = _always_tried
-
-    @property
-    def capability(self) -> str:
-        """Name of the machine's capability to use it."""
-        return f"quantization.{self.name}"
 
     @property
     def can_shard(self) -> bool:
@@ -159,18 +154,18 @@ class WeightFormat:
         return get_args(Quality).index(self.quality) <= get_args(Quality).index(floor)
 
 
-Entry = TypeVar("Entry", bound=AttentionBackend | WeightFormat)
+E = TypeVar("E", bound=Entry)
 
 
-class Registry(Mapping[str, Entry]):
+class Registry(Mapping[str, E]):
     """Entries by name: autotune's own, then those of other distributions."""
 
     _extensions: ClassVar[dict[str, str] | None] = None
 
-    def __init__(self, *entries: Entry) -> None:
-        self._entries: dict[str, Entry] = {entry.name: entry for entry in entries}
+    def __init__(self, *entries: E) -> None:
+        self._entries: dict[str, E] = {entry.name: entry for entry in entries}
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> E:
         self.load_extensions()
         return self._entries[name]
 
@@ -182,7 +177,7 @@ class Registry(Mapping[str, Entry]):
         self.load_extensions()
         return len(self._entries)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: E) -> None:
         """Add an entry. Raises ValueError if there is another of its name."""
         if self._entries.setdefault(entry.name, entry) is not entry:
             raise ValueError(f"there is already an entry called {entry.name}")
@@ -218,10 +213,9 @@ def register(entry: AttentionBackend | WeightFormat) -> None:
         raise TypeError(f"neither an AttentionBackend nor a WeightFormat: {entry!r}")
 
 
-CUDNN_WINS = (9, 10)
-"""Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on Hopper)."""
-CUDNN_PREFERRED = "9.15.1"
-"""On those, torch's dispatcher picks this and newer versions of cuDNN first, with and without a mask
+CUDNN_WINS, CUDNN_PREFERRED = (9, 10), "9.15.1"
+"""Major compute capabilities on which cuDNN attention has beaten flash (1.7 to 2.3 times on Hopper), and the version
+from which torch's dispatcher picks it first on them, with and without a mask
 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`, torch 2.11 to 2.14)."""
 
 
@@ -233,7 +227,7 @@ def prefers_cudnn(hardware: HardwareProfile) -> bool:
 
 def _skip_cudnn(hardware: HardwareProfile) -> str | None:
     if prefers_cudnn(hardware):
-        return PICKED_BY_NATIVE
+        return PICKED
     if (hardware.device.compute_capability or (0, 0))[0] not in CUDNN_WINS:
         return "cuDNN's kernel wins on Hopper and data-center Blackwell, and loses elsewhere"
     return None
@@ -245,55 +239,37 @@ def _skip_on_gpu(reason: str) -> SkipReason:
 
 
 def _refused(reason: str, library: Library | None, *names: str) -> Iterator[AttentionBackend]:
-    return (AttentionBackend(name, "", needs=Requirements(library=library), unusable_reason=reason) for name in names)
+    return (AttentionBackend(name, "", Requirements(library=library), unusable_reason=reason) for name in names)
 
 
-PICKED_BY_NATIVE = "native takes this kernel by itself wherever it is the best that torch has"
-WRITES_SCORES = "it writes out all pairs of tokens: slower and larger than any fused kernel on a GPU"
+MASKS_DOUBTFUL = "trains; NaN gradients seen with a mask at some lengths"
+PICKED = "native takes this kernel by itself wherever it is the best that torch has"
+SLOW = "it writes out all pairs of tokens: slower and larger than any fused kernel on a GPU"
 NO_BACKWARD = "no backward: gradients vanish without an error"
 FETCHED = "not offered: diffusers would fetch its kernel from the hub and run it, and a plan runs no fetched code"
-AMPERE = Requirements(("cuda",), (8, 0))
+GPU, AMPERE = Requirements(("cuda",)), Requirements(("cuda",), (8, 0))
+FLASH_ATTN = Requirements(("cuda",), (8, 0), "flash_attn", "2.6.3")
+XFORMERS = Requirements(("cuda",), (7, 0), "xformers", "0.0.29")
 
 ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     AttentionBackend("native", "PyTorch chooses the kernel", tolerance=0.0),
     AttentionBackend(
         "_native_flash",
         "trains; takes no mask at all",
-        needs=Requirements(("cuda", "cpu"), (8, 0)),
+        Requirements(("cuda", "cpu"), (8, 0)),
         kernel="flash",
         refuses_masks=True,
-        skip_reason=_skip_on_gpu(PICKED_BY_NATIVE),
+        skip_reason=_skip_on_gpu(PICKED),
     ),
     AttentionBackend(
-        "_native_math",
-        "plain matrix products, slow and always there",
-        kernel="math",
-        skip_reason=_skip_on_gpu(WRITES_SCORES),
+        "_native_math", "plain matrix products, slow and always there", kernel="math", skip_reason=_skip_on_gpu(SLOW)
     ),
     AttentionBackend(
-        "_native_efficient",
-        "trains, with masks too",
-        needs=Requirements(("cuda",)),
-        kernel="efficient",
-        skip_reason=_skip_on_gpu(PICKED_BY_NATIVE),
+        "_native_efficient", "trains, with masks too", GPU, kernel="efficient", skip_reason=_skip_on_gpu(PICKED)
     ),
-    AttentionBackend(
-        "_native_cudnn",
-        "trains; NaN gradients seen with a mask at some lengths",
-        needs=AMPERE,
-        kernel="cudnn",
-        skip_reason=_skip_cudnn,
-    ),
-    AttentionBackend(
-        "flash",
-        "trains; takes no mask",
-        needs=Requirements(("cuda",), (8, 0), "flash_attn", "2.6.3"),
-        kernel="flash",
-        refuses_masks=True,
-    ),
-    AttentionBackend(
-        "xformers", "trains", needs=Requirements(("cuda",), (7, 0), "xformers", "0.0.29"), kernel="efficient"
-    ),
+    AttentionBackend("_native_cudnn", MASKS_DOUBTFUL, AMPERE, kernel="cudnn", skip_reason=_skip_cudnn),
+    AttentionBackend("flash", "trains; takes no mask", FLASH_ATTN, kernel="flash", refuses_masks=True),
+    AttentionBackend("xformers", "trains", XFORMERS, kernel="efficient"),
     *_refused("not offered: it is slow unless compiled by itself", None, "flex"),
     *_refused(FETCHED, "kernels", "flash_hub", "_flash_3_hub", "flash_4_hub"),
     *_refused("raises in backward", "flash_attn", "_flash_3"),
@@ -332,9 +308,9 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     WeightFormat(
         "torchao-int8",
         "weight-only int8",
+        TORCHAO,
         quality="high",
         bytes_per_parameter=1.0,
-        needs=TORCHAO,
         quantize="autotune.quantization.torchao_layer:quantize_int8",
         quantizing_slices=8,
         stored_dtype="int8",
@@ -345,9 +321,9 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     WeightFormat(
         "torchao-fp8",
         "weight-only float8",
+        TORCHAO,
         quality="high",
         bytes_per_parameter=1.0,
-        needs=TORCHAO,
         quantize="autotune.quantization.torchao_layer:quantize_float8",
         quantizing_slices=8,
         stored_dtype="float8_e4m3fn",
@@ -357,9 +333,9 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     WeightFormat(
         "layerwise-fp8",
         "float8 weights, cast for each product",
+        Requirements(("cuda", "cpu")),
         quality="high",
         bytes_per_parameter=1.0,
-        needs=Requirements(("cuda", "cpu")),
         quantize="autotune.quantization.frozen_linear:quantize_layerwise",
         quantizing_slices=0,  # a cast takes nothing else
         stored_dtype="float8_e4m3fn",
@@ -371,9 +347,9 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     WeightFormat(
         "bnb-int8",
         "LLM.int8",
+        BNB_INT8,
         quality="high",
         bytes_per_parameter=1.0,
-        needs=BNB_INT8,
         quantize="autotune.quantization.bitsandbytes_layer:quantize_int8",
         stand_in="autotune.cost.quantized:stand_in_for_int8",
         quantizing_slices=8,
@@ -387,9 +363,9 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     WeightFormat(
         "bnb-nf4",
         "4-bit NormalFloat",
+        BNB_NF4,
         quality="compact",
         bytes_per_parameter=0.52,  # half a byte, and doubly quantized scales of 64 values each
-        needs=BNB_NF4,
         quantize="autotune.quantization.bitsandbytes_layer:quantize_nf4",
         stand_in="autotune.cost.quantized:stand_in_for_nf4",
         quantizing_slices=8,

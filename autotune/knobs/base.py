@@ -90,7 +90,7 @@ class Knob(ABC):
     def choices(self, context: TuningContext) -> Choices:
         """The values worth trying in this context, those that need less memory first."""
 
-    def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         """Why `choice` does not work on this machine at all; None if it may."""
         return unavailable_reason(hardware, f"{self.name}.{choice}")
 

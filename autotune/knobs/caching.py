@@ -1,7 +1,7 @@
 """How captions are encoded before training: where text encoders run, and how their weights are stored. Pure.
 
 The encoder of Qwen-Image alone takes 16 GB in bf16, so on smaller cards it must be smaller, elsewhere, or pass through
-piece by piece. No search: the first way that is predicted to fit is taken, exact and fast ones first.
+piece by piece. No search: the first option that is predicted to fit is taken, exact and fast ones first.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ HOST_SPARE = 1.1
 
 @dataclass(frozen=True)
 class EncoderSize:
-    """What decides which way fits."""
+    """What decides which option fits."""
 
     num_parameters: int
     """Parameters of all text encoders together."""
@@ -75,15 +75,15 @@ def choose_caching(
     """
     pinned = parse_pins(pins or {}, context)
     is_pinned = bool(set(pins or {}) - {"residency"})
-    others = (way.model_copy(update={"residency": pinned.residency}) for way in _ways(context, num_processes))
-    refusals = {way: _refusal(way, size, context) for way in ([pinned] if is_pinned else others)}
-    chosen = next((way for way, why in refusals.items() if why is None), [*refusals][-1])
-    rejected = ((way, why) for way, why in refusals.items() if why and way != chosen)
+    others = (option.model_copy(update={"residency": pinned.residency}) for option in _options(context, num_processes))
+    refusals = {option: _refusal(option, size, context) for option in ([pinned] if is_pinned else others)}
+    chosen = next((option for option, why in refusals.items() if why is None), [*refusals][-1])
+    rejected = ((option, why) for option, why in refusals.items() if why and option != chosen)
     return chosen, Reason(
         knob="caching",
         chosen=describe_caching(chosen),
         why="pinned by the user" if is_pinned else "the first that fits: exact before quantized, streamed last",
-        rejected=tuple(Rejected(choice=describe_caching(way), reason=why) for way, why in rejected),
+        rejected=tuple(Rejected(choice=describe_caching(option), reason=why) for option, why in rejected),
     )
 
 
@@ -128,30 +128,30 @@ def _num_gpus(context: TuningContext) -> int:
     return device.count if device.kind == "cuda" else 0
 
 
-def _ways(context: TuningContext, num_processes: int) -> list[CachingSettings]:
-    """All ways on this machine, in the order they are preferred."""
+def _options(context: TuningContext, num_processes: int) -> list[CachingSettings]:
+    """All options on this machine, in the order they are preferred."""
     device = context.hardware.device
-    ways = [CachingSettings()]
+    options = [CachingSettings()]
     if _num_gpus(context) > 1 and num_processes == 1:
-        ways.append(CachingSettings(text_encoder_device="cuda:1" if device.index == 0 else "cuda:0"))
+        options.append(CachingSettings(text_encoder_device="cuda:1" if device.index == 0 else "cuda:0"))
     tried = [each for each in WEIGHT_FORMATS.values() if each.is_tried_for_encoders]
     by_exactness = sorted(tried, key=lambda each: each.bytes_per_parameter, reverse=True)
-    ways += [CachingSettings(text_encoder_quantization=each.name) for each in by_exactness]
+    options += [CachingSettings(text_encoder_quantization=each.name) for each in by_exactness]
     if device.memory_kind in ("discrete", "coherent"):
-        ways.append(CachingSettings(text_encoder_device="cpu"))
-    return [*ways, CachingSettings(text_encoder_streamed=True)]
+        options.append(CachingSettings(text_encoder_device="cpu"))
+    return [*options, CachingSettings(text_encoder_streamed=True)]
 
 
-def _refusal(way: CachingSettings, size: EncoderSize, context: TuningContext) -> str | None:
-    """Why a way cannot be taken, or None."""
-    if reason := _unusable_reason(way.text_encoder_quantization, context):
+def _refusal(option: CachingSettings, size: EncoderSize, context: TuningContext) -> str | None:
+    """Why an option cannot be taken, or None."""
+    if reason := _unusable_reason(option.text_encoder_quantization, context):
         return reason
     hardware, place = context.hardware, "may be taken"
-    if way.text_encoder_device == "training":
-        held = size.device_bytes(way) + size.vae_bytes
+    if option.text_encoder_device == "training":
+        held = size.device_bytes(option) + size.vae_bytes
         needed = round((1 + ROUNDED_SHARE) * held) + process_overhead_bytes(hardware)
         budget = context.budget.num_bytes
-    elif way.text_encoder_device == "cpu":
+    elif option.text_encoder_device == "cpu":
         budget, needed = hardware.host.available_memory_bytes, round(HOST_SPARE * size.plain_bytes)
         place = "of the host's memory are free"
     else:  # The other GPU is taken to be like this one, and free; if a smaller one is rehearsed, both are.

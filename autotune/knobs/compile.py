@@ -30,7 +30,7 @@ class Compile(Knob):
     title = "compile"
     names = ("off", "block")
 
-    def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         return unavailable_reason(hardware, "compile") if choice == "block" else None
 
     def choices(self, context: TuningContext) -> Choices:

@@ -46,7 +46,7 @@ class BatchMemory(Knob):
     names = ("pageable", "pinned")
 
     def choices(self, context: TuningContext) -> Choices:
-        reason = self.defect("pinned", context.hardware)
+        reason = self.unusable_reason("pinned", context.hardware)
         if reason is None and context.hardware.device.memory_kind == "integrated":
             reason = "device and host share one memory: locked pages are lost to both, and the copy is no faster"
         if reason is None:
@@ -54,7 +54,7 @@ class BatchMemory(Knob):
             return Choices(("pinned",), on_request={"pageable": against})
         return Choices(("pageable",), rejected={"pinned": reason})
 
-    def defect(self, choice: Choice, hardware: HardwareProfile) -> str | None:
+    def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         if choice != "pinned" or hardware.device.kind == "cuda":
             return None
         return f"only CUDA copies from page-locked memory by itself, this is {hardware.device.kind}"

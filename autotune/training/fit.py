@@ -59,8 +59,8 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
     used += [("text encoder quantization", knob, encoder_format) for _, knob, _ in used if knob.name == "quantization"]
     misfits = []
     for title, knob, value in used:
-        if defect := knob.defect(value, hardware):
-            misfits.append(f"{title}: {value} does not work on this machine: {defect}")
+        if reason := knob.unusable_reason(value, hardware):
+            misfits.append(f"{title}: {value} does not work on this machine: {reason}")
         elif value not in knob.names:
             misfits.append(f"{title}: this version of autotune does not know {value!r}")
     return tuple(misfits)

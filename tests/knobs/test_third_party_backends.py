@@ -152,7 +152,7 @@ def test_a_plan_is_made_checked_and_trained_with_entries_from_outside(acme: Acme
 
     without = check(plan)  # this process lacks the distribution
     assert not without.fits
-    assert sum("knows no 'acme-" in misfit for misfit in without.misfits) == 2
+    assert sum("does not know 'acme-" in misfit for misfit in without.misfits) == 2
 
 
 def test_the_cost_model_traces_a_format_from_outside(acme: Acme) -> None:
