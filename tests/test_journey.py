@@ -156,7 +156,7 @@ def test_plan_that_needs_more_memory_than_here_is_refused(
     write_plan(huge, seal(journey.plan.job, FrozenPart.model_validate_json(json.dumps(frozen))))
     process = autotune_here(capfd, "check", huge)
     assert process.returncode == 4
-    assert "memory: the plan needs" in process.stdout
+    assert "run memory: the plan needs" in process.stdout
 
 
 def test_the_real_model_without_a_gpu_says_what_is_missing() -> None:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from autotune.api.machines import doctor, list_gpus, probe
     from autotune.api.models import list_models
     from autotune.api.options import PlanOptions, WorkloadOptions
-    from autotune.api.plans import PlanNotWritten, check, list_choices, load_plan, plan, save_plan
+    from autotune.api.plan_files import load_plan, save_plan
+    from autotune.api.plans import PlanNotWritten, check, list_choices, plan
     from autotune.api.records import (
         RecordList,
         RecordVerdict,

@@ -1,4 +1,4 @@
-"""`plan`, and what can be asked of plans: `load_plan`, `save_plan`, `check`, `list_choices`."""
+"""`plan`, and what can be asked of plans: `check`, `list_choices`."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from autotune.api.amounts import image_size
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
+from autotune.api.plan_files import load_plan
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.hardware import probe as read_machine
 from autotune.planning import (
@@ -30,7 +31,6 @@ from autotune.schema import (
     OnEvent,
     TrainingPlan,
     ignore_event,
-    read_plan,
     write_plan,
 )
 from autotune.search import SearchSpace, StudyLocation
@@ -114,28 +114,6 @@ def list_choices(
         >>> space.choices["quantization"], space.rejected["quantization"]
     """
     return choices_for(*_on_hardware(_request(model, data, options), options, on_event))
-
-
-def load_plan(path: str | Path) -> TrainingPlan:
-    """Read and validate a plan file. Says nothing about whether the plan fits this machine: `check` does.
-
-    Raises:
-        InvalidPlan: the file is not a plan, comes from a newer autotune, or was edited where it is frozen.
-
-    Example:
-        >>> plan = autotune.load_plan("plan.yaml")
-        >>> plan.job.num_steps, plan.frozen.settings
-    """
-    return read_plan(Path(path))
-
-
-def save_plan(plan: TrainingPlan, path: str | Path) -> None:
-    """Write a plan file, whole or not at all.
-
-    Example:
-        >>> autotune.save_plan(plan, "plan.yaml")
-    """
-    write_plan(Path(path), plan)
 
 
 def check(plan: TrainingPlan | str | Path) -> CheckResult:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.schema import Choice
+from autotune.schema import Choice, Workload
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,8 +15,11 @@ class Quantization(Knob):
     """Weights alone are quantized, and dequantized for each product: gradients flow through the true operation."""
 
     name = "quantization"
-    title = "base weights"
+    title = "quantization"
     needs_reload = True
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return "no quantization" if choice == "none" else str(choice)
 
     @property
     def names(self) -> tuple[str, ...]:

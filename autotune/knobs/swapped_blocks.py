@@ -25,7 +25,7 @@ class Swapping(Knob):
     """None, unless it is asked for or nothing is predicted to fit without."""
 
     name = "swapped_blocks"
-    title = "swapped blocks"
+    title = "block swap"
     needs_reload = True
 
     def choices(self, context: TuningContext) -> Choices:
@@ -64,7 +64,7 @@ class Swapping(Knob):
         return Parity(CHECKED_BLOCKS, 1e-5, reason, other_choices={"checkpointed_blocks": CHECKED_BLOCKS})
 
     def describe(self, choice: Choice, workload: Workload) -> str:
-        return f"{choice} of {workload.model.num_blocks} blocks" if choice else "none"
+        return f"{choice} of {workload.model.num_blocks} blocks" if choice else "no block swap"
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         """Once per loaded model; the device is where weights of other blocks lie."""

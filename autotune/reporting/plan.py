@@ -17,7 +17,7 @@ from autotune.schema import (
 )
 from autotune.search import SearchSpace
 
-TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step    memory outcome"
+TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step  step mem outcome"
 
 
 def trial_row(number: int, result: TrialResult) -> str:
@@ -65,7 +65,7 @@ def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> li
     fitting = [p for p in ordered if p.required_memory_bytes <= budget_bytes]
     others = [p for p in ordered if p.required_memory_bytes > budget_bytes]
     lines = [f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {memory_text(budget_bytes)}"]
-    lines.append(TRIAL_HEADER.replace("outcome", "verdict"))
+    lines.append(TRIAL_HEADER.replace("step mem outcome", " run mem verdict"))
     nearest = sorted(others, key=lambda prediction: prediction.required_memory_bytes)
     rows = [(p, "fits") for p in fitting[:5]] + [(p, _neediest(p)) for p in (others if fitting else nearest)[:3]]
     for number, (prediction, verdict) in enumerate(rows, 1):
@@ -131,7 +131,9 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         *(several if hardware.num_processes > 1 else ()),
         f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",
-        f"memory         {memory_text(expected.peak_memory_bytes)} at the peak of a step",
+        f"step memory    {memory_text(expected.peak_memory_bytes)} at the peak of a training step",
+        f"run memory     {memory_text(expected.required_memory_bytes)} in the phase that needs most;"
+        f" a run may take {memory_text(hardware.budget_bytes)}",
         job_line(plan),
         _search_line(plan),
         *_notes(plan),

@@ -10,7 +10,7 @@ def step_text(event: StepFinished) -> str:
     """Loss, speed and memory of one step."""
     text = (
         f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
-        f"{memory_text(event.memory_bytes)}"
+        f"{memory_text(event.memory_bytes)} held"
     )
     return text if event.gpu_utilization is None else f"{text}  GPU {event.gpu_utilization:.0%}"
 
@@ -23,7 +23,7 @@ def report_lines(report: RunReport) -> list[str]:
         f"{'':<14}{'planned':>12}{'measured':>12}",
         f"{'step time':<14}{seconds_text(report.expected_step_seconds):>12}"
         f"{seconds_text(report.measured_step_seconds):>12}  ({change:+.0%})",
-        f"{'peak memory':<14}{memory_text(report.expected_peak_memory_bytes):>12}"
+        f"{'step memory':<14}{memory_text(report.expected_peak_memory_bytes):>12}"
         f"{memory_text(report.measured_peak_memory_bytes):>12}",
         *_phase_lines(report),
         f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
@@ -38,8 +38,7 @@ def report_lines(report: RunReport) -> list[str]:
 def error_lines(error: QuantizationError, storage: str) -> list[str]:
     """The output error that quantizing the real weights caused."""
     return [
-        f"base weights as {storage}: {error.overall:.1%} off their real outputs, "
-        f"at most {error.worst:.1%} (block {error.worst_block})"
+        f"{storage}: {error.overall:.1%} off their real outputs, at most {error.worst:.1%} (block {error.worst_block})"
     ]
 
 

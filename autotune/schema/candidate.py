@@ -38,7 +38,8 @@ class Candidate(Frozen):
 
     def label(self) -> str:
         """The candidate in one short line: what differs from the defaults, and what people look for."""
-        main = f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {self.quantization}, {self.attention}"
+        weights = "no quantization" if self.quantization == "none" else self.quantization
+        main = f"batch {self.micro_batch_size}, ckpt {self.checkpointed_blocks}, {weights}, {self.attention}"
         unusual = (
             f"{name.replace('_', ' ')} {value}"
             for name, value in self

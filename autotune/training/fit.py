@@ -76,7 +76,7 @@ def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, 
     if needed <= budget:
         return ()
     where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"
-    return (f"memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}",)
+    return (f"run memory: the plan needs {needed / 2**30:.2f} GiB, a run may take {budget / 2**30:.2f} GiB {where}",)
 
 
 def model_misfits(plan: TrainingPlan, model: ModelSpec) -> tuple[str, ...]:
