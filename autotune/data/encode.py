@@ -125,13 +125,11 @@ def encode_dataset(
             hint="`autotune data check DIR` names what is wrong",
         )
     cache.evict(keep={key for index in usable for key in planned[index].keys})
+    broken = ((dataset.items[index].path.name, message) for index, message in sorted(failures.items()))
     return EncodedDataset(
         items=tuple(dataset.items[index] for index in usable),
         bucket_indices=tuple(bucket_indices[index] for index in usable),
-        problems=tuple(
-            Problem(file=dataset.items[index].path.name, kind="broken", message=message)
-            for index, message in sorted(failures.items())
-        ),
+        problems=tuple(Problem(file=name, kind="broken", message=message) for name, message in broken),
         entries=tuple(planned[index] for index in usable),
         cache=cache,
         in_memory=store.in_memory,
