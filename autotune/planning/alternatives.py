@@ -62,7 +62,7 @@ def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel
     """What to ask for instead if nothing of `space` fits: each is predicted to fit, alone, with all else as asked."""
     needed = min_required_bytes(space.candidates, cost, cautious=request.is_local)
     found = [f"{option} ({_amount(need)})" for option, need in _fitting_relaxations(request, cost)]
-    memory = f"a device on which a run may take {_amount(needed)} (--max-memory, where one is set)"
+    memory = f"a device on which a run may take {_amount(needed)} (--max-memory, if you set one)"
     if found:
         return f"predicted to fit: {', or '.join(found)}; or take {memory}"
     return f"no smaller quality, resolution, rank or batch is predicted to fit; take {memory}"

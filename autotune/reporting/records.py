@@ -40,7 +40,7 @@ def record_lines(name: str, record: Record) -> list[str]:
         ("record", name),
         ("measured", f"{record.measured_on} by autotune {record.autotune_version}"),
         ("machine", f"{machine.device_name}, {memory_text(machine.total_memory_bytes)}"),
-        ("hard keys", ", ".join(f"{key} {value or 'none'}" for key, value in machine.match_keys.items())),
+        ("match keys", ", ".join(f"{key} {value or 'none'}" for key, value in machine.match_keys.items())),
         ("versions", versions),
         ("model", f"{work.model.name}, {count_text(work.model.num_parameters)} parameters"),
         ("work", workload_class(work)),
