@@ -81,7 +81,7 @@ def test_a_card_without_bf16_is_planned_for_in_fp32() -> None:
     card = hardware_for("T4", on_event=events.append)
     told = [event.text for event in events if isinstance(event, Notice)]
     assert told[0] == "planning for nvidia-t4"
-    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, it takes 8.0): it trains in fp32")
+    assert told[1].startswith("this GPU has no bf16 (compute capability 7.5, bf16 needs 8.0): it trains in fp32")
     space = list_choices(PlanRequest(model="kandinsky5-image-lite", workload_overrides=SMALL), card)
     assert space.choices["precision"] == ("fp32",)
     assert [str(r.choice) for r in space.rejected["precision"]] == ["bf16"]

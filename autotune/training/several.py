@@ -1,32 +1,23 @@
 """Trains a plan in several processes of this machine: starts them, passes on the first one's events, gives its report.
 
-Each process runs this module. The first one writes its events as JSON lines, and its error if it ends with one, to a
-pipe that the starting process reads.
+What the first process tells comes through a pipe: see `process.py`.
 """
 
 import contextlib
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from autotune.errors import AutotuneError
-from autotune.hardware import probe
 from autotune.runtime import (
     error_from,
-    error_line,
-    explain_error,
-    is_first_process,
     launch,
-    prepare_process,
-    silence_progress_bars,
 )
-from autotune.schema import OnEvent, RunReport, TrainingPlan, event_line, parse_event, read_plan, write_plan
+from autotune.schema import OnEvent, RunReport, TrainingPlan, parse_event, write_plan
 from autotune.training.checkpoint import checkpoints_of
 from autotune.training.folder import REPORT_FILE
-from autotune.training.run import train
 
 
 class ProcessFailed(AutotuneError):
@@ -54,7 +45,7 @@ def train_in_processes(
         reader = threading.Thread(target=_pass_on, args=(pipe, on_event, failures.append), daemon=True)
         reader.start()
         flags = (*(["--resume"] if resume else []), *(["--trace"] if trace else []))
-        arguments = ("-m", "autotune.training.several", str(plan_file), str(pipe), str(cache_folder), *flags)
+        arguments = ("-m", "autotune.training.process", str(plan_file), str(pipe), str(cache_folder), *flags)
         try:
             status = launch(plan.frozen.hardware.num_processes, arguments, lambda: checkpoints_of(output))
         finally:
@@ -79,31 +70,3 @@ def _pass_on(pipe: Path, on_event: OnEvent, on_failure: Callable[[AutotuneError]
                 on_failure(error)
             else:
                 on_event(parse_event(line))
-
-
-def main(plan_file: str, pipe: str, cache_folder: str, *flags: str) -> None:
-    """One of the processes."""
-    prepare_process()
-    silence_progress_bars()
-    with Path(pipe if is_first_process() else os.devnull).open("w", encoding="utf-8", buffering=1) as lines:
-        try:
-            train(
-                read_plan(Path(plan_file)),
-                probe(),
-                Path(cache_folder),
-                lambda event: print(event_line(event), file=lines),
-                resume="--resume" in flags,
-                trace="--trace" in flags,
-            )
-        except Exception as error:
-            if os.environ.get("AUTOTUNE_TRACEBACK"):
-                raise
-            failure = explain_error(error)
-            print(error_line(failure), file=lines)
-            if not is_first_process():
-                sys.stderr.write(f"error: {failure.message}\nhint: {failure.hint}\n")
-            sys.exit(failure.exit_status)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

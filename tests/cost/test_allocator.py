@@ -23,7 +23,7 @@ def test_what_is_reserved_holds_what_is_allocated_and_all_of_it_comes_back(reque
             allocator.free(oldest)
             del held[oldest]
         assert sum(held.values()) <= allocator.allocated_bytes <= allocator.reserved_bytes
-        blocks = sorted((id(pool), b.address, b.size) for pool, b in allocator._peak_bytes.values())
+        blocks = sorted((id(pool), b.address, b.size) for pool, b in allocator._held.values())
         for (pool, start, length), (other, following, _) in pairwise(blocks):
             assert pool != other or start + length <= following
     for number in list(held):

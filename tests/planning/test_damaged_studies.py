@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import ReadWriteLock
 from sqlalchemy import Engine, event
 
 from autotune.planning.resuming import _file_of_its_own
@@ -26,8 +27,11 @@ def file(tmp_path: Path) -> Path:
 
 def goes_on(path: Path) -> bool:
     """Whether the file is kept."""
-    with path.with_suffix(".users").open("w") as users:
-        place = _file_of_its_own(path, users.fileno(), CASE, lambda note: None)
+    users = ReadWriteLock(path.with_suffix(".users"), is_singleton=False)
+    try:
+        place = _file_of_its_own(path, users, CASE, lambda note: None)
+    finally:
+        users.close()
     assert place is not None
     return path.exists()
 

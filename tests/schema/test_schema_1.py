@@ -158,7 +158,7 @@ def test_records_count_on_the_machine_that_they_are_of() -> None:
     """By the saved probe of that machine, whatever this one is."""
     hardware = load_profile(SCHEMA_1 / "hardware-profile.json")
     workload = read_plan(SCHEMA_1 / "plan-measured.yaml").frozen.workload
-    matches = find_matches(hardware, workload, [Store(LocalFiles(SCHEMA_1 / "store"))])
+    matches = find_matches(hardware, workload, stores=[Store(LocalFiles(SCHEMA_1 / "store"))])
     assert matches.refused == ()
     assert [match.match.kind for match in matches.records] == ["exact", "exact", "exact"]
     first = matches.records[0]

@@ -1,4 +1,4 @@
-"""Which records count where: match keys decide and are named, soft ones shade, libraries touch only their own trials."""
+"""Which records count: match keys decide and are named, soft ones shade, libraries touch only their own trials."""
 
 import math
 

@@ -44,7 +44,7 @@ def test_true_records_are_believed() -> None:
         (claiming(trial(INT8, 2.0, 40 * GIB)), "more than the device has"),
         (claiming(trial(INT8, 2.0, 21 * GIB, step_seconds=(2.0, 0.0, 2.0))), "took no time"),
         (claiming(trial(INT8, 2.0, 21 * GIB, step_seconds=(2.0, -1.0, 2.0))), "took no time"),
-        (claiming(trial(INT8, 2.0, 21 * GIB), TrialResult(candidate=INT8, outcome="ok")), "without times"),
+        (claiming(trial(INT8, 2.0, 21 * GIB), TrialResult(candidate=INT8, outcome="ok")), "no times"),
         (claiming(trial(INT8, 1.5, 21 * GIB), trial(LESS, 4.0, 21 * GIB)), None),  # something else ran meanwhile
         (
             claiming(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.hardware import store
+from autotune.hardware.store import cached_profile
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan_file import read_plan
 from tests.conftest import Journey, autotune_here
@@ -38,8 +38,8 @@ def test_a_team_with_anothers_records_starts_where_the_other_ended(
     command("profiles", "push", team)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
     assert "new: " in command("profiles", "pull", team)
-    bob = slower(store.cached_profile())
-    monkeypatch.setattr(store, "cached_profile", lambda **_: bob)
+    bob = slower(cached_profile())
+    monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: bob)
     asked = ("--model", journey.model, "--data", journey.images, "--resolution", 64, "--steps", 60)
     command("plan", *asked, "--search-time", 600, "-o", tmp_path / "plan.yaml")
     helped = read_plan(tmp_path / "plan.yaml").frozen

@@ -369,7 +369,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the disk that each start asks for."""
     sizes: list[int] = []
     monkeypatch.setattr(
-        "autotune.training.folder.require_free", lambda folder, needed, what, hint: sizes.append(needed)
+        "autotune.training.folder.require_free_disk", lambda folder, needed, what, hint: sizes.append(needed)
     )
     return sizes
 
@@ -503,7 +503,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_then_ends(
     plan = bench.plan(num_steps=2, output=str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(f"autotune.training.{where}", full)
-        with pytest.raises(AutotuneError, match="became full") as caught:
+        with pytest.raises(AutotuneError, match="is full") as caught:
             train(plan, bench.hardware, bench.cache)
     assert "--resume" in caught.value.hint
     assert not (tmp_path / ADAPTER_FILE).exists()

@@ -110,11 +110,11 @@ def test_waiting_for_a_turn_on_the_device_is_not_what_a_trial_costs(
     now = 0.0
 
     class Busy:
-        def take(self) -> None:
+        def acquire(self) -> None:
             nonlocal now
             now += 1800.0
 
-        def give_back(self) -> None:
+        def release(self) -> None:
             pass
 
     def ask(*_: object) -> TrialResult:
