@@ -148,7 +148,7 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
     monkeypatch.setattr("autotune.api.plans.read_machine", lambda: free)
     write_plan(tmp_path / "plan.yaml", plan)
     checked = autotune_here(capfd, "check", tmp_path / "plan.yaml")
-    assert (checked.returncode, "on cuda:1" in checked.stdout) == (4, True)
+    assert (checked.returncode, "on cuda:1" in " ".join(checked.stdout.split())) == (4, True)
     with pytest.raises(DoesNotFit, match="on cuda:1"):
         _require_machine(plan, free, hardware_misfits)
     with pytest.raises(DoesNotFit, match="here"):
