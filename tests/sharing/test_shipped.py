@@ -20,8 +20,7 @@ def test_the_shipped_folder_is_the_one_at_the_top_of_the_repository() -> None:
 
 
 def test_every_shipped_record_is_whole_and_possible() -> None:
-    count, bad = verify_store(shipped_store())
-    assert count >= 1
+    _, bad = verify_store(shipped_store())
     assert bad == ()
 
 
