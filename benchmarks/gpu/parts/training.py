@@ -66,7 +66,7 @@ def run_plain_loop(request: PlainLoop, _: ChildState) -> dict[str, Any]:
     samples = synthetic_samples(family, request.config, work, work.largest_bucket, lengths, dtype)
     batches = [{k: v.to(request.device) for k, v in family.collate([sample]).items()} for sample in samples]
     seconds = []
-    for _ in range(request.num_steps + 1):
+    for _step in range(request.num_steps + 1):
         started = time.perf_counter()
         for batch in batches:
             clean = batch["latents"]
