@@ -17,19 +17,24 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.api import (
+        NoSuchFolder,
+        PlanFromConfig,
         PlanNotWritten,
         PlanOptions,
         RecordList,
         RecordVerdict,
         Transfer,
         WorkloadOptions,
+        audit,
         check,
         check_data,
         convert_weights,
         doctor,
         estimate,
+        export_config,
         export_records,
         find_record,
+        import_config,
         import_records,
         inspect_weights,
         list_choices,
@@ -38,11 +43,13 @@ if TYPE_CHECKING:
         list_records,
         load_plan,
         plan,
+        plan_from_config,
         probe,
         prune_records,
         pull_records,
         push_records,
         read_record,
+        require_gpu,
         sample,
         save_plan,
         shipped_profiles,
@@ -50,9 +57,10 @@ if TYPE_CHECKING:
         verify_records,
     )
     from autotune.data import DataReport
-    from autotune.demo import Demo, make_demo
+    from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
     from autotune.hardware import CatalogGpu, Finding
+    from autotune.planning import CatalogPrediction, NoGpu
     from autotune.runtime import explain_error, prepare_process
     from autotune.schema import (
         Candidate,
@@ -84,6 +92,7 @@ if TYPE_CHECKING:
     )
     from autotune.search import SearchSpace
     from autotune.sharing import Record, RecordSummary
+    from autotune.trainers import Audit, ConfigLine, ExportedConfig, ImportedConfig
     from autotune.weights import FileSummary
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from autotune.schema import DeviceKind, HardwareProfile, Quality
 
@@ -186,16 +186,25 @@ class Registry(Mapping[str, E]):
     def load_extensions() -> Mapping[str, str]:
         """Add the entries of other distributions, once; returns the version of each distribution that has any."""
         if Registry._extensions is None:
-            found: dict[str, str] = {}
-            Registry._extensions = found  # before an entry's own module reads a registry
-            for point in entry_points(group=ENTRY_POINTS):
-                try:
-                    register(point.load())
-                except Exception as error:
-                    warnings.warn(f"{point.value} adds nothing to autotune: {error}", stacklevel=2)
-                else:
-                    found |= {point.dist.name: point.dist.version} if point.dist else {}
+            Registry._extensions = {}  # before an entry's own module reads a registry
+            Registry._extensions |= load_entry_points(ENTRY_POINTS, register)
         return Registry._extensions
+
+
+def load_entry_points(group: str, add: Callable[[Any], None]) -> dict[str, str]:
+    """Give each entry point of a group to `add`; returns the version of each distribution that added any.
+
+    What is broken costs a warning, not the command.
+    """
+    found: dict[str, str] = {}
+    for point in entry_points(group=group):
+        try:
+            add(point.load())
+        except Exception as error:
+            warnings.warn(f"{point.value} adds nothing to autotune: {error}", stacklevel=2)
+        else:
+            found |= {point.dist.name: point.dist.version} if point.dist else {}
+    return found
 
 
 def register(entry: AttentionBackend | WeightFormat) -> None:

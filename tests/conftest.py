@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors gain nothing from threads; children inherit this
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 
 from autotune.runtime.quiet import silence_libraries
 from autotune.schema.plan import TrainingPlan

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.api.audits import audit
+    from autotune.api.configs import export_config, import_config
+    from autotune.api.configured_plans import PlanFromConfig, plan_from_config
     from autotune.api.estimating import estimate
     from autotune.api.files import check_data, convert_weights, inspect_weights
-    from autotune.api.machines import doctor, list_gpus, probe
+    from autotune.api.machines import doctor, list_gpus, probe, require_gpu
     from autotune.api.models import list_models
     from autotune.api.options import PlanOptions, WorkloadOptions
     from autotune.api.plan_files import load_plan, save_plan
     from autotune.api.plans import PlanNotWritten, check, list_choices, plan
     from autotune.api.records import (
+        NoSuchFolder,
         RecordList,
         RecordVerdict,
         Transfer,

@@ -2,7 +2,7 @@
 
 from pydantic import ValidationError
 
-from autotune.api.amounts import ImageSize, image_size
+from autotune.api.amounts import ImageSize, MemoryAmount, image_size
 from autotune.api.machines import hardware_for
 from autotune.cost import CostModel
 from autotune.cost import estimate as estimate_candidate
@@ -20,6 +20,7 @@ def estimate(
     model: str,
     *,
     hardware: str | HardwareProfile | None = None,
+    host_memory: MemoryAmount | None = None,
     resolution: ImageSize | None = None,
     num_frames: int | None = None,
     text_tokens: int | None = None,
@@ -38,6 +39,7 @@ def estimate(
     Args:
         model: name of a known model, or a folder in the diffusers layout.
         hardware: as for `plan`; None for this machine.
+        host_memory: of the host that a card of the catalog is taken to be in.
         resolution: side of a square in pixels, (width, height), or text such as `512x768`.
         num_frames: frames of a clip, for video models.
         text_tokens: length of an encoded caption.
@@ -58,7 +60,7 @@ def estimate(
         >>> answer = autotune.estimate("flux1-dev", hardware="4090", quantization="torchao-int8")
         >>> answer.fits, answer.peak_memory_bytes, answer.step_seconds
     """
-    profile = hardware_for(hardware, on_event=on_event)
+    profile = hardware_for(hardware, host_memory=host_memory, on_event=on_event)
     on_event(StatusChanged(text="tracing the model"))
     resolved = resolve_model(model)
     default_batch = max(micro_batch_size, resolved.family.defaults.effective_batch_size)
@@ -81,7 +83,7 @@ def _candidate(context: TuningContext, settings: dict[str, str | int]) -> Candid
     if unknown := settings.keys() - Candidate.model_fields:
         name = min(unknown)
         raise InvalidInput(f"there is no setting {name!r}", hint=suggest_nearest(name, Candidate.model_fields))
-    preferred = {k.name: k.choices(context).admitted[0] for k in KNOBS if k.name in CHOSEN_BY_MACHINE}
+    preferred = {k.name: k.choices_for_family(context).admitted[0] for k in KNOBS if k.name in CHOSEN_BY_MACHINE}
     try:
         return Candidate.model_validate({**preferred, **settings})
     except ValidationError as error:

@@ -51,6 +51,8 @@ def check_data(
         >>> report.can_train, report.problems
     """
     family = get_family(model)
+    if num_frames is not None:
+        family.check_num_frames(num_frames)
     control_folder = None if control is None else Path(control)
     return check_dataset(
         Path(folder),

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
+from autotune.families import find_published
 from autotune.hardware import (
     NO_BF16,
     NOT_SAVED,
@@ -14,8 +16,11 @@ from autotune.hardware import (
     hardware_named,
     limited_budget,
     load_catalog,
+    may_have_gpu,
+    with_host_memory,
 )
 from autotune.hardware import probe as read_machine
+from autotune.planning import NoGpu
 from autotune.schema import HardwareProfile, MemoryBudget, Notice, OnEvent, StatusChanged, ignore_event
 from autotune.sharing import hardware_from_record, user_store
 
@@ -65,18 +70,42 @@ def probe(*, quick: bool = False, device: int = 0, on_event: OnEvent = ignore_ev
     return cached_profile(fresh=True, index=device, on_progress=on_progress)
 
 
-def hardware_for(hardware: str | HardwareProfile | None, *, on_event: OnEvent = ignore_event) -> HardwareProfile:
+def require_gpu(model: str, data: str | Path | None = None) -> None:
+    """Tell at once if `model` is a published one that needs a GPU and this machine certainly has none.
+
+    Loads no library; `plan` finds out as well, but later.
+
+    Raises:
+        NoGpu: with what the model would take on the GPUs of the catalog.
+    """
+    found = find_published(model)
+    if found is not None and not Path(model).is_dir() and not may_have_gpu():
+        raise NoGpu.build(*found, None if data is None else str(data))
+
+
+def hardware_for(
+    hardware: str | HardwareProfile | None,
+    *,
+    host_memory: MemoryAmount | None = None,
+    on_event: OnEvent = ignore_event,
+    on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
+) -> HardwareProfile:
     """The profile to plan with: of this machine, or the one that is named.
 
     Args:
         hardware: None for this machine; else a profile, a catalog name or enough of one (`4090`), a saved probe's file
             or a record's name.
+        host_memory: of the host that a card of the catalog is taken to be in; 64 GiB by default.
         on_event: listener to progress.
+        on_facts: called with what is read of this machine before anything is measured.
 
     Raises:
         InvalidInput: there is no such hardware.
     """
-    profile = _named(hardware, on_event) if hardware is not None else _this_machine(on_event)
+    size = None if host_memory is None else memory_bytes(host_memory)
+    profile = _named(hardware, on_event) if hardware is not None else _this_machine(on_event, on_facts)
+    if size is not None:
+        profile = with_host_memory(profile, size)
     for note in profile.notes:
         if note.startswith((NOT_SAVED, NO_BF16)):
             on_event(Notice(text=note))
@@ -96,7 +125,7 @@ def memory_budget_for(
     Args:
         profile: of the machine, with its first device.
         num_devices: GPUs of this machine that train together; the one with the least memory decides.
-        max_memory: the most that a run may use.
+        max_memory: the most that a run may use, its libraries included.
         reserve_memory: memory to leave to other programs.
         cap_memory: rehearse a device that has only so much memory.
 
@@ -122,9 +151,9 @@ def _named(hardware: str | HardwareProfile, on_event: OnEvent) -> HardwareProfil
     return profile
 
 
-def _this_machine(on_event: OnEvent) -> HardwareProfile:
+def _this_machine(on_event: OnEvent, on_facts: Callable[[HardwareProfile], None]) -> HardwareProfile:
     on_event(StatusChanged(text="reading the machine"))
-    return cached_profile(on_progress=_status_to(on_event))
+    return cached_profile(on_progress=_status_to(on_event), on_facts=on_facts)
 
 
 def _status_to(on_event: OnEvent) -> Callable[[str], None]:

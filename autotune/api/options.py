@@ -18,6 +18,8 @@ class WorkloadOptions(TypedDict, total=False):
     hardware: str | HardwareProfile
     """What to plan for instead of this machine: a catalog name such as `4090`, a saved probe's file, a record's name,
     or a profile."""
+    host_memory: MemoryAmount
+    """Memory of the host that a card of the catalog is taken to be in; 64 GiB by default."""
     resolution: ImageSize
     """Side of a square in pixels, (width, height) in pixels, or text such as `512x768`."""
     num_frames: int
@@ -29,7 +31,7 @@ class WorkloadOptions(TypedDict, total=False):
     effective_batch_size: int
     """Images per optimizer step."""
     price_per_hour: float
-    """Price of the machine, for what the job costs, in any currency."""
+    """Price of an hour of one GPU, for what the job costs, in any currency."""
 
 
 class PlanOptions(WorkloadOptions, JobOverrides, total=False):
@@ -51,12 +53,16 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     """The only value to choose, for some knobs."""
     exclusions: KnobValues | tuple[tuple[str, str], ...]
     """A value never to choose, for some knobs; pairs if one knob has several."""
+    for_trainer: str
+    """Another trainer, as `export_config` names it: choose only what it can express."""
     num_gpus: int
     """GPUs that train together, one process each."""
     max_memory: MemoryAmount
-    """The most that a run may take."""
+    """The most memory that a run may take in any of its phases, its libraries included: of the GPU or, without one, of
+    the host's memory, where pages of files that can be dropped and read again do not count."""
     reserve_memory: MemoryAmount
-    """Memory to leave to other programs."""
+    """Memory to leave to a display and other programs, instead of the usual reserve: 1 GiB if the card drives a
+    display, an eighth of memory that is shared with the host. A card of the catalog is taken to drive none."""
     cap_memory: MemoryAmount
     """Rehearse a device that has only so much memory."""
     use_records: bool

@@ -1,24 +1,27 @@
 """`plan`, and what can be asked of plans: `check`, `list_choices`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from autotune.api.amounts import image_size
+from autotune.api.amounts import image_size, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
 from autotune.api.plan_files import load_plan
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.families import resolve_model
 from autotune.hardware import probe as read_machine
 from autotune.planning import (
     PlanningResult,
     PlanRequest,
+    ResolvedRequest,
     make_plan,
     read_recording,
     recording_of,
     replayed,
     request_from,
+    require_devices,
     write_recording,
 )
 from autotune.planning import list_choices as choices_for
@@ -33,8 +36,9 @@ from autotune.schema import (
     ignore_event,
     write_plan,
 )
-from autotune.search import SearchSpace, StudyLocation
+from autotune.search import SearchSpace, StudyLocation, check_storage
 from autotune.sharing import save_record, unshareable_reason
+from autotune.trainers import get_trainer, inexpressible
 from autotune.training import WorkloadOverrides, card_misfits, hardware_misfits
 
 LIMITS = ("max_memory", "reserve_memory", "cap_memory")
@@ -77,14 +81,15 @@ def plan(
         >>> plan = autotune.plan("/models/Qwen-Image", "photos", path="plan.yaml", num_steps=2000)
         >>> plan.frozen.settings.micro_batch_size, plan.frozen.expected.images_per_second
     """
-    request = _request(model, data, options)
+    request = request_for(model, data, options)
     for target in (options.get("path"), options.get("record")):
         if target is not None:
             require_writable(Path(target))
     replay = options.get("replay")
     if replay is None:
-        request, profile = _on_hardware(request, options, on_event)
-        result = make_plan(request, profile, on_event)
+        resolved, profile = _resolve_on_hardware(request, options, on_event)
+        request = resolved.request
+        result = make_plan(resolved, profile, on_event)
         _remember(result, profile, on_event)
     else:
         recording = read_recording(Path(replay))
@@ -93,9 +98,8 @@ def plan(
     if (path := options.get("path")) is not None:
         _write(result.plan, Path(path))
     if (record := options.get("record")) is not None:
-        shared = request.study is not None
         matched, budget = result.matches.records, request.memory_budget
-        recorded = recording_of(result.plan, result.hardware, matched, shared=shared, memory_budget=budget)
+        recorded = recording_of(result.plan, result.hardware, matched, memory_budget=budget)
         write_recording(Path(record), recorded)
     return result.plan
 
@@ -113,20 +117,33 @@ def list_choices(
         >>> space = autotune.list_choices("qwen-image", hardware="4090")
         >>> space.choices["quantization"], space.rejected["quantization"]
     """
-    return choices_for(*_on_hardware(_request(model, data, options), options, on_event))
+    request, limits = request_for(model, data, options), _limits(options)
+    profile = _hardware(options, on_event)
+    within = _within_budget(request, profile, limits)
+    return choices_for(_suited_to_trainer(within, profile, options), profile)
 
 
-def check(plan: TrainingPlan | str | Path) -> CheckResult:
-    """Tell whether a plan fits this machine, without training.
+def check(plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | None = None) -> CheckResult:
+    """Tell whether a plan fits this machine or another, without training.
+
+    Args:
+        plan: a plan, or its file.
+        hardware: another machine: a catalog name, a saved probe's file, a record's name, or a profile.
 
     Raises:
         InvalidPlan: the file is not a valid plan.
+        InvalidInput: there is no such hardware.
 
     Example:
         >>> autotune.check("plan.yaml").misfits
+        >>> autotune.check("plan.yaml", hardware="4090").misfits
     """
-    chosen, machine = _as_plan(plan), read_machine()
-    misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
+    chosen = _as_plan(plan)
+    if hardware is not None:
+        misfits = hardware_misfits(chosen, hardware_for(hardware))
+    else:
+        machine = read_machine()
+        misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)
     return CheckResult(fits=not misfits, misfits=misfits)
 
 
@@ -134,21 +151,59 @@ def _as_plan(plan: TrainingPlan | str | Path) -> TrainingPlan:
     return plan if isinstance(plan, TrainingPlan) else load_plan(plan)
 
 
-def _on_hardware(request: PlanRequest, options: PlanOptions, on_event: OnEvent) -> tuple[PlanRequest, HardwareProfile]:
-    """The request with the memory budget that the options leave, and the machine that they name."""
-    profile = hardware_for(options.get("hardware"), on_event=on_event)
-    limits: dict[str, Any] = {name: options.get(name) for name in LIMITS}
+def _resolve_on_hardware(
+    request: PlanRequest, options: PlanOptions, on_event: OnEvent
+) -> tuple[ResolvedRequest, HardwareProfile]:
+    """The request on the machine that the options name: what can be wrong is looked at before a rate is measured."""
+    limits, resolved = _limits(options), ResolvedRequest.build(request)
+    if request.study is not None:
+        check_storage(request.study)
+
+    def require(facts: HardwareProfile) -> None:
+        require_devices(resolved, facts)
+
+    profile = _hardware(options, on_event, require)
+    within = _within_budget(request, profile, limits)
+    return replace(resolved, request=_suited_to_trainer(within, profile, options)), profile
+
+
+def _limits(options: PlanOptions) -> dict[str, int]:
+    """The limits of memory that were given, in bytes."""
+    amounts: Mapping[str, Any] = {name: options.get(name) for name in LIMITS}
+    return {name: memory_bytes(amount) for name, amount in amounts.items() if amount is not None}
+
+
+def _hardware(
+    options: PlanOptions, on_event: OnEvent, on_facts: Callable[[HardwareProfile], None] = lambda facts: None
+) -> HardwareProfile:
+    name, memory = options.get("hardware"), options.get("host_memory")
+    if memory is not None and name is None:
+        raise InvalidInput("this machine's host memory is known", hint="describe another with --hardware, too")
+    return hardware_for(name, host_memory=memory, on_event=on_event, on_facts=on_facts)
+
+
+def _within_budget(request: PlanRequest, profile: HardwareProfile, limits: Mapping[str, int]) -> PlanRequest:
+    """The request with the memory budget that the user's limits leave."""
     budget = memory_budget_for(profile, num_devices=request.num_processes if request.is_local else 1, **limits)
-    return replace(request, memory_budget=budget if budget != profile.device.budget else None), profile
+    return replace(request, memory_budget=budget if budget != profile.device.budget else None)
 
 
-def _request(model: str | None, data: str | Path | None, options: PlanOptions) -> PlanRequest:
+def _suited_to_trainer(request: PlanRequest, profile: HardwareProfile, options: PlanOptions) -> PlanRequest:
+    """The request without what the trainer that the options name cannot express."""
+    if (trainer := options.get("for_trainer")) is None:
+        return request
+    spec, space = resolve_model(request.model).spec, choices_for(request, profile)
+    lacking = inexpressible(get_trainer(trainer), spec.family, spec.num_blocks, space.choices)
+    return replace(request, exclusions=(*request.exclusions, *lacking))
+
+
+def request_for(model: str | None, data: str | Path | None, options: PlanOptions) -> PlanRequest:
     """What the arguments ask for, on top of what an earlier plan was made for."""
     require_known(options, PlanOptions.__annotations__, "argument of plan")
     earlier = options.get("earlier")
     if earlier is None and model is None:
         raise InvalidInput("no model is named", hint="name a model, or an earlier plan: earlier=, --from")
-    live = ("hardware", "join", "study", *LIMITS)
+    live = ("hardware", "host_memory", "join", "study", *LIMITS)
     if "replay" in options and any(options.get(name) for name in live):
         raise InvalidInput("a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}")
     base = PlanRequest(model=str(model)) if earlier is None else request_from(_as_plan(earlier))

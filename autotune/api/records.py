@@ -66,13 +66,27 @@ def shipped_profiles() -> Path:
     return shipped_path()
 
 
-def push_records(url: str) -> Transfer:
+class NoSuchFolder(InvalidInput):
+    """A folder to push records to does not exist: it may be a slip of the pen."""
+
+
+def push_records(url: str, *, create: bool = False) -> Transfer:
     """Copy your records to a team's store; only new ones travel.
+
+    Args:
+        url: a folder, a git checkout or an address such as `s3://bucket/path`.
+        create: make the folder if it does not exist.
+
+    Raises:
+        NoSuchFolder: there is no such folder, and `create` was not asked for.
 
     Example:
         >>> autotune.push_records("s3://team/records").num_new
     """
-    return _transfer(merge_stores(user_store(), team := open_store(url)), team)
+    team = open_store(url)
+    if team.is_missing_folder and not create:
+        raise NoSuchFolder(f"there is no folder {team.address}", hint="check the name; --create makes it")
+    return _transfer(merge_stores(user_store(), team), team)
 
 
 def pull_records(url: str) -> Transfer:

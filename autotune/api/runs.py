@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autotune.api.options import require_known
+from autotune.families import is_on_hub
 from autotune.hardware import lock_for_run
 from autotune.hardware import probe as read_machine
-from autotune.planning import measured_here
 from autotune.runtime import cache_path, ignore_other_launchers, silence_progress_bars, started_by_launcher
 from autotune.schema import (
     HardwareProfile,
@@ -22,7 +22,7 @@ from autotune.schema import (
     read_plan,
     with_job,
 )
-from autotune.training import SampleRequest, fetch_weights, prepare, sample_run, train_in_processes
+from autotune.training import SampleRequest, check_inputs, fetch_weights, prepare, sample_run, train_in_processes
 from autotune.training import train as train_in_process
 
 ENCODED = "encoded"
@@ -71,7 +71,14 @@ def train(
     silence_progress_bars()
     hardware = read_machine()
     file = None if isinstance(plan, TrainingPlan) else Path(plan)
-    chosen = measured_here(fetch_weights(chosen, hardware), hardware, file, on_event)
+    is_predicted = chosen.frozen.expected.evidence == "predicted"
+    if is_predicted or is_on_hub(chosen.job.model):  # else there is no long work yet
+        check_inputs(chosen, resume=resume)
+    chosen = fetch_weights(chosen, hardware)
+    if is_predicted:
+        from autotune.planning import measured_here  # not for every run: the search's libraries take 14 MiB
+
+        chosen = measured_here(chosen, hardware, file, on_event)
     number = chosen.frozen.hardware.num_processes
     on_event(RunStarted(plan=chosen))
     with lock_for_run(hardware.device, number, lambda text: on_event(Notice(text=text))):

@@ -5,6 +5,7 @@ probe ──> plan ──> plan.yaml ──> train
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ import autotune
 from autotune import reporting
 from autotune.cli import data, profiles, weights
 from autotune.cli.about import doctor, models
+from autotune.cli.configs import audit, export_config, import_config
 from autotune.cli.demo import demo
 from autotune.cli.estimate import estimate
 from autotune.cli.options import one_of
@@ -54,7 +56,8 @@ def top(
         raise typer.Exit
 
 
-for command in (probe, doctor, models, estimate, plan, check, explain, diff, train, sample, demo):
+PLANS = (probe, doctor, models, estimate, plan, check, explain, diff)
+for command in (*PLANS, train, sample, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)
@@ -68,9 +71,11 @@ def main() -> None:
     _open_streams()
     sys.unraisablehook = _repeat_interrupt
     autotune.prepare_process()
+    explain, _ = autotune.explain_error, reporting.printable  # when memory has run out, nothing can be imported
     try:
         status = app(standalone_mode=False, prog_name="autotune")
     except UsageError as error:
+        error.message = _hide_logins(error.message)
         error.show()
         _exit(error.format_message(), f"{error.ctx.command_path if error.ctx else 'autotune'} --help", error.exit_code)
     except BrokenPipeError:
@@ -79,7 +84,7 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("AUTOTUNE_TRACEBACK"):
             raise
-        explained = autotune.explain_error(error)
+        explained = explain(error)
         _fail(explained.message, explained.hint, explained.exit_status)
     if status == INTERRUPTED:
         _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
@@ -103,9 +108,16 @@ def _repeat_interrupt(lost: Any) -> None:
 
 
 def _fail(message: str, hint: str, status: int) -> NoReturn:
-    message, hint = (reporting.printable(" ".join(text.split())) for text in (message, hint))
-    sys.stderr.write(f"error: {message}\nhint: {hint}\n")
+    message, hint = (_hide_logins(reporting.printable(" ".join(text.split()))) for text in (message, hint))
+    for line in (f"error: {message}", f"hint: {hint}"):  # whole lines are easier to find in a log
+        shown = reporting.wrapped(line, 4) if sys.stderr.isatty() else [line]
+        sys.stderr.write("".join(f"{part}\n" for part in shown))
     _exit(message, hint, status)
+
+
+def _hide_logins(text: str) -> str:
+    """`text` with `***` for what may be a name and a password in something like a URL: mistyped ones come to here."""
+    return re.sub(r"\b([A-Za-z][\w+.-]*:[/\\]+)\S*@", r"\1***@", text)
 
 
 def _exit(message: str, hint: str, status: int) -> NoReturn:

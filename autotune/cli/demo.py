@@ -24,8 +24,10 @@ def demo(
         made = autotune.make_demo(output, model)
     size = sum(path.stat().st_size for path in made.model.rglob("*") if path.is_file())
     print_out(f"a small {model} pipeline ({size / 1e6:.0f} MB) in {made.model}, images in {made.images}")
+    if made.new_shape:
+        print_out(f"it has never seen a {made.new_shape}: twelve pictures teach it, the others are its own")
     plan_file, result = output / "plan.yaml", output / "result"
-    asked: list[object] = ["--model", made.model, "--data", made.images, "--resolution", 64, "--steps", 60]
+    asked: list[object] = ["--model", made.model, "--data", made.images, "--resolution", 64, *made.plan_options]
     asked += ["--control", made.control] if made.control else []
     asked += ["--frames", made.num_frames] if made.num_frames > 1 else []
     # By default a search takes a minute for so short a run, too little on a busy machine.
@@ -33,8 +35,17 @@ def demo(
     _run("probe")
     _run("plan", *asked)
     _run("train", plan_file)
-    print_out(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
-    print_out("the model's weights are random: its pictures are noise, which the adapter changes")
+    if not made.new_shape:
+        print_out(f"samples: {result / 'sample_with_adapter.png'} and sample_without_adapter.png")
+        print_out("the model's weights are random: its pictures are noise, which the adapter changes")
+        return
+    with show_events() as show:
+        show(autotune.StatusChanged(text="sampling prompts that were in no picture, and judging them"))
+        found = autotune.judge_lesson(made.model, result)
+    print_out(f"\nconcept fidelity (0 to 1) of a {made.new_shape} in colors and on grounds that were not taught:")
+    print_out(f"  {found.before:.2f} before, {found.after:.2f} after")
+    print_out(f"  the shapes that it knew: {found.others_before:.2f} before, {found.others_after:.2f} after")
+    print_out(f"picture: {result / 'concept.png'}; figures: {result / 'concept.json'}")
 
 
 def _run(*words: object) -> None:

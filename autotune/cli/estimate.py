@@ -7,7 +7,7 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Batch, Frames, Json, Price, Rank, Resolution, Steps, Targets, given, takes
+from autotune.cli.options import Batch, Frames, HostMemory, Json, Price, Rank, Resolution, Steps, Targets, given, takes
 from autotune.cli.output import print_result, show_events
 
 
@@ -17,6 +17,7 @@ class EstimateOptions:
 
     model: Annotated[str, typer.Option(help="A known model's name, or a folder in the diffusers layout.")]
     hardware: Annotated[str | None, typer.Option(help="A GPU of the catalog, or a saved probe; else here.")] = None
+    host_memory: HostMemory = None
     resolution: Resolution = None
     num_frames: Frames = None
     text_tokens: Annotated[int | None, typer.Option(help="Length of an encoded caption.")] = None

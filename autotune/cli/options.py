@@ -29,6 +29,7 @@ Caption = Annotated[str | None, typer.Option(help="Caption of images that have n
 Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
 Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels, or WIDTHxHEIGHT.")]
 Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Frames of a clip, for video models.")]
+HostMemory = Annotated[str | None, typer.Option(help="Memory of that GPU's host; 64GiB by default.")]
 Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
 Targets = Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")]
 Batch = Annotated[
@@ -36,7 +37,7 @@ Batch = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps of the job.")]
 Price = Annotated[
-    float | None, typer.Option("--price", min=0, max=1e6, help="Price of an hour, for the cost of the job.")
+    float | None, typer.Option("--price", min=0, max=1e6, help="Price of an hour of one GPU, for the cost of the job.")
 ]
 
 

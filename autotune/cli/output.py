@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import typer
 
 import autotune
+from autotune import reporting
 
 if TYPE_CHECKING:
     from autotune import Event
@@ -45,7 +46,7 @@ def print_remark(text: str) -> None:
     """Print a remark to stderr, beside the data."""
     from autotune.cli import terminal
 
-    terminal.err.print(text)
+    terminal.err.print("\n".join(reporting.wrapped(text, 4)) if terminal.err.is_terminal else text)
 
 
 def print_result(result: T, as_json: bool, view: Callable[[T], Any]) -> None:

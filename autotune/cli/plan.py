@@ -1,7 +1,6 @@
 """`autotune plan`: options to arguments, events to the terminal, the plan to a file."""
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from autotune.cli.options import (
     Batch,
     Data,
     Frames,
+    HostMemory,
     JobOptions,
     Json,
     Price,
@@ -38,6 +38,7 @@ class PlanOptions:
         Path | None, typer.Option("--from", help="Make this plan again; other options replace what it was made for.")
     ] = None
     hardware: Annotated[str | None, typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list).")] = None
+    host_memory: HostMemory = None
     path: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
     resolution: Resolution = None
     num_frames: Frames = None
@@ -60,13 +61,21 @@ class PlanOptions:
     exclusions: Annotated[
         list[str] | None, typer.Option("--exclude", help="Never choose this value.", metavar="KNOB=VALUE")
     ] = None
+    for_trainer: Annotated[
+        str | None, typer.Option("--for", help="Choose only what this trainer can express.", metavar="TRAINER")
+    ] = None
     list_knobs: Annotated[bool, typer.Option("--list-knobs", help="Show choices and exclusions; plan nothing.")] = False
     num_gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="GPUs that train together, one process each.")
+        int | None,
+        typer.Option("--gpus", min=1, help="GPUs that train together, one process each; tried on CPUs alone."),
     ] = None
-    max_memory: Annotated[str | None, typer.Option(help="The most that a run may take, e.g. 20GiB.")] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(help="The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."),
+    ] = None
     reserve_memory: Annotated[
-        str | None, typer.Option("--reserve", help="Memory to leave to other programs, e.g. 2GiB.")
+        str | None,
+        typer.Option("--reserve", help="Memory to leave to display and other programs, instead of what is usual."),
     ] = None
     cap_memory: Annotated[str | None, typer.Option(help="Rehearse a device with only so much memory, e.g. 12GiB.")] = (
         None
@@ -109,14 +118,27 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
         print_out(reporting.knob_lines(space))
         return
     try:
+        if options.model and not (options.hardware or options.replay):
+            autotune.require_gpu(options.model, options.data)
         with show_events() as show:
             made = autotune.plan(on_event=show, **arguments)
+    except autotune.NoGpu as error:
+        if error.elsewhere and not options.as_json:
+            print_out(reporting.elsewhere_lines(error))
+        raise
     except autotune.PlanNotWritten as error:
         typer.echo(autotune.plan_text(error.plan))
         hint = "keep what is printed above as a file: it is the whole plan"
         raise autotune.AutotuneError(f"{error.message}; the plan is printed instead", hint=hint) from error
-    written = f"written to {options.path}; train it with: autotune train {shlex.quote(str(options.path))}"
-    print_result(made, options.as_json, lambda _: [*reporting.plan_lines(made), *reporting.origin_lines(made), written])
+    print_result(
+        made,
+        options.as_json,
+        lambda _: [
+            *reporting.plan_lines(made),
+            *reporting.origin_lines(made),
+            reporting.train_hint(made, options.path),
+        ],
+    )
 
 
 def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] | None:

@@ -12,12 +12,28 @@ from autotune.cli.options import Json, PlanFile
 from autotune.cli.output import print_remark, print_result
 
 
-def check(plan_file: PlanFile, as_json: Json = False) -> None:
-    """Tell whether a plan fits this machine, without training."""
-    result = autotune.check(plan_file)
-    print_result(result, as_json, lambda _: reporting.check_lines(result, f"{plan_file}"))
-    if not result.fits:
-        print_remark(f"hint: make one for this machine: autotune plan --from {shlex.quote(str(plan_file))}")
+def check(
+    plan_file: PlanFile,
+    hardware: Annotated[
+        list[str] | None, typer.Option(help="Another machine: a catalog name or a saved probe; repeat for more.")
+    ] = None,
+    file_only: Annotated[bool, typer.Option("--file-only", help="Whether the file is a sound plan, no more.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Tell whether a plan fits this machine, or others, without training."""
+    if file_only:
+        digest = autotune.load_plan(plan_file).digest
+        print_result({"digest": digest}, as_json, lambda _: f"{plan_file} is a valid plan; no machine was looked at")
+        return
+    results = {name: autotune.check(plan_file, hardware=name) for name in hardware or ()}
+    if not hardware:
+        results = {"this machine": autotune.check(plan_file)}
+    lines = [line for name, result in results.items() for line in reporting.check_lines(result, f"{plan_file}", name)]
+    print_result(results if hardware else results["this machine"], as_json, lambda _: lines)
+    if not all(result.fits for result in results.values()):
+        where = "for such a machine" if hardware else "for this machine"
+        there = " --hardware NAME" if hardware else ""
+        print_remark(f"hint: make one {where}: autotune plan --from {shlex.quote(str(plan_file))}{there}")
         raise typer.Exit(4)
 
 
@@ -31,7 +47,9 @@ def explain(plan_file: PlanFile, as_json: Json = False) -> None:
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan.", metavar="A")],
     second: Annotated[Path, typer.Argument(help="Another plan.", metavar="B")],
-    price: Annotated[float | None, typer.Option(min=0, max=1e6, help="Price of an hour, to compare costs.")] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, max=1e6, help="Price of an hour of one GPU, to compare costs.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare two plans: settings, memory, time and cost."""

@@ -1,6 +1,7 @@
 """`autotune profiles`: records of what machines measured, kept here and exchanged with teams."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,7 @@ from autotune import reporting
 from autotune.cli.options import Json
 from autotune.cli.output import print_out, print_remark, print_result
 
-app = typer.Typer(
-    help="Share what machines measured: one measurement, everyone's gain.", no_args_is_help=True, rich_markup_mode=None
-)
+app = typer.Typer(help="Share what machines measured.", no_args_is_help=True, rich_markup_mode=None)
 
 Url = Annotated[str, typer.Argument(help="A folder, a git checkout, s3://bucket/path ...", metavar="URL")]
 Id = Annotated[str, typer.Argument(help="A record's name, or how it begins.", metavar="ID")]
@@ -21,9 +20,17 @@ StoreUrl = Annotated[str | None, typer.Option("--store", help="Another store tha
 
 
 @app.command()
-def push(url: Url) -> None:
+def push(
+    url: Url, create: Annotated[bool, typer.Option("--create", help="Make the folder if there is none.")] = False
+) -> None:
     """Add your records to a team's store; `show --raw` prints exactly what leaves."""
-    _print_transfer(autotune.push_records(url))
+    try:
+        transfer = autotune.push_records(url, create=create)
+    except autotune.NoSuchFolder as error:
+        if not sys.stdin.isatty() or not typer.confirm(f"{error.message}; make it?", err=True):
+            raise
+        transfer = autotune.push_records(url, create=True)
+    _print_transfer(transfer)
 
 
 @app.command()

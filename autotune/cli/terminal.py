@@ -37,6 +37,7 @@ from autotune.reporting import (
     step_text,
     trial_row,
     workload_lines,
+    wrapped,
 )
 
 QUIET_SECONDS = 60.0
@@ -117,7 +118,7 @@ class EventDisplay:
                 self._update(event.name, event.done, event.total, "")
             case Notice():
                 warns = event.level == "warning"
-                text = f"warning: {event.text}" if warns else note_text(event.text, event.topic)
+                text = "\n".join(wrapped(f"warning: {event.text}", 4)) if warns else note_text(event.text, event.topic)
                 self._print(text, style="yellow" if warns else None)
             case SearchSpaceBuilt():
                 self._print("\n".join(workload_lines(event.workload, event.num_candidates)))
@@ -140,7 +141,7 @@ class EventDisplay:
         self.num_trials += 1
         self._print(trial_row(self.num_trials, result), style=None if result.outcome == "ok" else "yellow")
         if result.message:
-            self._print(f"    {result.message}", style="dim")
+            self._print("\n".join(wrapped(f"    {result.message}")), style="dim")
         self._update("trials", self.num_trials, None, "")
 
     def _step(self, event: StepFinished) -> None:

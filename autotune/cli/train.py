@@ -31,9 +31,10 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     arguments = {**given(options, but=("plan_file", "as_json")), **job.values()}
     with show_events() as show:
         report = autotune.train(options.plan_file, on_event=show, **arguments)
-    output = options.output or autotune.load_plan(options.plan_file).job.output
-    adapter = f"adapter: {Path(output) / report.adapter}"
-    print_result(report, options.as_json, lambda _: [*reporting.report_lines(report), adapter])
+    planned = autotune.load_plan(options.plan_file).job
+    output = Path(options.output or planned.output)
+    lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to)
+    print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
 
 
 def sample(

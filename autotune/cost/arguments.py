@@ -24,7 +24,7 @@ def checked_bucket(family: Family, width_px: int, height_px: int, num_frames: in
     """The bucket of this shape, if the family can take it.
 
     Raises:
-        InvalidInput: a side does not suit the VAE and the patches, or more frames are asked than the family takes.
+        InvalidInput: a side does not suit the VAE and the patches, or the family takes no clip of so many frames.
     """
     for name, side in (("width", width_px), ("height", height_px)):
         step, most = family.size_multiple_px, family.max_side_px

@@ -2,20 +2,15 @@
 
 log(measured / predicted) = offset + a term for each choice of a candidate + noise, all with Gaussian priors, so one
 trial moves every prediction, more trials tell the choices apart, and uncertainty shrinks with each (Bishop, Pattern
-Recognition and Machine Learning, section 3.3).
+Recognition and Machine Learning, section 3.3). A dozen terms need no linear algebra library, whose last bits differ
+between processors: residuals are learned one after the other, in plain arithmetic.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from autotune.schema import MAX_RESIDUAL, Candidate, Prediction, Residual, TrialResult
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 OFFSET, DOUBLING = "offset", "batch>"
 PRIOR_TIME_DATASHEET = 0.35
@@ -29,6 +24,8 @@ DOUBLING_SHARE = 0.3
 """The same for a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks (see the log)."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
+DIGITS = 9
+"""Decimals that are kept of what was learned: logarithms' last bits differ between processors and C libraries."""
 
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
@@ -76,13 +73,14 @@ class Posterior:
 
     def tempered(self, weight: float) -> "Posterior":
         """As far as it holds for something else: terms there and here correlate by `weight` in [0, 1]."""
-        own = np.diag([self.sigma(name) ** 2 for name in self.index])
-        covariance = weight**2 * np.array(self.covariance).reshape(own.shape) + (1 - weight**2) * own
-        return Posterior(self.prior, self.index, tuple(weight * mean for mean in self.mean), _rows(covariance))
+        covariance = [[weight**2 * value for value in row] for row in self.covariance]
+        for name, i in self.index.items():
+            covariance[i][i] += (1 - weight**2) * self.sigma(name) ** 2
+        return Posterior(self.prior, self.index, tuple(weight * mean for mean in self.mean), _frozen(covariance))
 
 
-def _rows(matrix: "NDArray[np.floating[Any]]") -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(row) for row in matrix.tolist())
+def _frozen(rows: Iterable[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in rows)
 
 
 def fit(before: Posterior, noise: float, candidates: Sequence[Candidate], residuals: Sequence[float]) -> Posterior:
@@ -92,17 +90,23 @@ def fit(before: Posterior, noise: float, candidates: Sequence[Candidate], residu
     index = dict(before.index)
     for name in sorted({name for c in candidates for name in features_of(c)}):
         index.setdefault(name, len(index))
-    mean, known = np.zeros(len(index)), len(before.index)
-    mean[:known] = before.mean
-    covariance = np.diag([before.sigma(name) ** 2 for name in index])
-    covariance[:known, :known] = np.array(before.covariance).reshape(known, known)
-    precision = np.linalg.inv(covariance)
-    rows = np.zeros((len(candidates), len(index)))
-    for row, candidate in zip(rows, candidates, strict=True):
-        row[[index[name] for name in features_of(candidate)]] = 1.0
-    covariance = np.linalg.inv(precision + rows.T @ rows / noise**2)
-    mean = covariance @ (precision @ mean + rows.T @ np.array(residuals) / noise**2)
-    return Posterior(before.prior, index, tuple(mean.tolist()), _rows(covariance))
+    new = [name for name in index if name not in before.index]
+    mean = [*before.mean, *[0.0] * len(new)]
+    covariance = [[*row, *[0.0] * len(new)] for row in before.covariance]
+    for name in new:
+        covariance.append([0.0] * len(index))
+        covariance[-1][index[name]] = before.sigma(name) ** 2
+    for candidate, residual in zip(candidates, residuals, strict=True):
+        terms = [index[name] for name in features_of(candidate)]
+        shared = [math.fsum(row[i] for i in terms) for row in covariance]  # covariance of each term with this residual
+        variance = math.fsum(shared[i] for i in terms) + noise**2
+        surprise = residual - math.fsum(mean[i] for i in terms)
+        mean = [value + share / variance * surprise for value, share in zip(mean, shared, strict=True)]
+        covariance = [
+            [value - share * other / variance for value, other in zip(row, shared, strict=True)]
+            for row, share in zip(covariance, shared, strict=True)
+        ]
+    return Posterior(before.prior, index, tuple(round(value, DIGITS) for value in mean), _frozen(covariance))
 
 
 @dataclass(frozen=True)

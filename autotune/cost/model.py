@@ -1,11 +1,11 @@
 """The traced side of a prediction: everything that depends on the model and the workload, cached by what decides it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from autotune.cost.allocator import waste_share
 from autotune.cost.kernels import DeviceRules, kernel_for, substitutes
@@ -19,8 +19,10 @@ from autotune.cost.trace.passes import (
     trace_inference,
     trace_pass,
 )
+from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, Parts, add_adapter, build_on_meta
 from autotune.knobs import Checkpointing, torch_dtype
+from autotune.runtime import is_out_of_memory
 from autotune.schema import Bucket, Workload
 from autotune.weights import attribute_tensors, cast_as_loaded
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 
 ALLOCATORS = ("default", "expandable")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,23 +90,43 @@ class TracedModel:
         """Blocks of each kind in the full model."""
         shorten(family, self._template, TRACED_BLOCKS)
         self.traced_counts = self._counts(self._template)
-        self.model, self.traced = cache(self._model), cache(self._traced)
-        self.storage, self.vae_cost = cache(self._storage), cache(self._vae_cost)
+        self.model, self.traced = self._cached(self._model), self._cached(self._traced)
+        self.storage, self.vae_cost = cache(self._storage), self._cached(self._vae_cost)
         self.in_shape = cache(self._in_shape)
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
         """The same model under images of one size and captions of one length."""
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
         other.workload = self.workload.changed(buckets=(bucket,), **changes)
-        other.model, other.traced = cache(other._model), cache(other._traced)
+        other.model, other.traced = other._cached(other._model), other._cached(other._traced)
         return other
+
+    def _cached(self, function: Callable[P, T]) -> Callable[P, T]:
+        """`function`, called once for each argument; its failures on what nobody published are the configuration's.
+
+        Raises InvalidInput for those: classes are built from most configurations, and fail when they run.
+        """
+
+        def call(*arguments: P.args, **options: P.kwargs) -> T:
+            try:
+                return function(*arguments, **options)
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                published = (dict(self.family.transformer_config), self.family.parts)
+                if is_out_of_memory(error) or (dict(self.config), self.parts) == published:
+                    raise
+                raise InvalidInput(
+                    f"a model of this configuration does not run: {first_line(error) or type(error).__name__}",
+                    hint="compare config.json in transformer/ and vae/ with those that were published",
+                ) from error
+
+        return cache(call)  # type: ignore[return-value]
 
     def with_rules(self, rules: DeviceRules) -> "TracedModel":
         """The same model with the kernels of a kind of device: itself, if these are its own."""
         return self if rules == self.rules else TracedModel(self.family, self.config, self.workload, rules, self.parts)
 
     def _counts(self, transformer: Any) -> tuple[int, ...]:
-        return tuple(len(getattr(transformer, name)) for name in self.family.block_lists)
+        return tuple(len(blocks) for blocks in self.family.find_block_lists(transformer).values())
 
     def masked(self, micro_batch_size: int) -> bool:
         """Whether attention gets a mask."""
@@ -122,16 +146,11 @@ class TracedModel:
         """Let modules make the rotary tables that they keep, or the first trace would count them as its own."""
         import torch
 
-        blocks = {name: getattr(transformer, name) for name in self.family.block_lists}
         batch = meta_batch(self.family, self.config, self.workload, size=1, masked=self.masked(1), dtype=dtype)
         noise = torch.empty_like(batch["latents"])
-        for name in blocks:
-            setattr(transformer, name, torch.nn.ModuleList())
         kernel = kernel_for("native", self.rules, self.masked(1))
         with substitutes(kernel, self.rules), torch.no_grad():
             self.family.predict(transformer, noise, torch.empty(1, device="meta"), batch)
-        for name, kept in blocks.items():
-            setattr(transformer, name, kept)
 
     def _traced(
         self, precision: str, quantization: str, kernel: str, size: int, checkpointed: int, *, train: bool = True
@@ -166,7 +185,7 @@ class TracedModel:
         latents = self.family.sample_shapes(self.config, bucket, 1)["latents"]
         calls = (
             lambda: self.family.encode_pixels(SimpleNamespace(vae=vae), pixels),
-            lambda: vae.decode(self._decodable(vae, torch.empty(1, *latents, dtype=dtype, device="meta"))),
+            lambda: vae.decode(self.family.decodable(torch.empty(1, *latents, dtype=dtype, device="meta"))),
         )
         weight_bytes = sum(p.numel() * p.element_size() for p in vae.parameters())
         encode = trace_inference(calls[0], vae, self.rules)
@@ -175,10 +194,6 @@ class TracedModel:
         decode = trace_inference(calls[1], vae, self.rules)
         moved = sum(count * work[3] for work, count in encode.work.items())
         return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved)
-
-    def _decodable(self, vae: Any, latents: Any) -> Any:
-        """Latents as the autoencoder takes them: those of images have no frames."""
-        return latents[:, :, 0] if type(vae).__name__ == "AutoencoderKL" else latents
 
     def _storage(self, precision: str, quantization: str) -> ModelBytes:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""

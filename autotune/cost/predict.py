@@ -1,6 +1,7 @@
 """Predict memory and step time of any candidate: traces once, then answers by arithmetic."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -53,6 +54,8 @@ class CostModel:
     """How many processes train together."""
     calibration: Calibration | None = None
     """What trials taught; None if none did."""
+    process_bytes: int | None = None
+    """What a process that trains on a CPU took besides its tensors in trials; None if none told."""
 
     @classmethod
     def build(
@@ -85,7 +88,7 @@ class CostModel:
             InvalidInput: a pin cannot be.
         """
         if parts is None:
-            parts = family.parts if dict(config) == dict(family.transformer_config) else Parts()
+            parts = next((each.parts for each in family.models if dict(config) == dict(each.config)), Parts())
         tables = PassTables(TracedModel(family, config, workload, rules_of(hardware), parts), hardware)
         budget = memory_budget or hardware.device.budget
         context = TuningContext(hardware, family, workload, budget)
@@ -135,7 +138,16 @@ class CostModel:
         pairs = [(trial.candidate, residual) for trial in trials if (residual := self.residual(trial))]
         rates = [self.tables.rates_of(candidate) for candidate, _ in pairs] or [self.tables.usual_rates]
         measured = all(each.measured for each in rates)
-        return replace(self, calibration=Calibration.of(pairs, rates_measured=measured, priors=priors))
+        calibration = Calibration.of(pairs, rates_measured=measured, priors=priors)
+        return replace(self, calibration=calibration, process_bytes=self._measured_process_bytes(trials))
+
+    def _measured_process_bytes(self, trials: Sequence[TrialResult]) -> int | None:
+        if self.hardware.device.kind != "cpu":
+            return None
+        besides = [
+            t.host_memory_bytes - t.peak_memory_bytes for t in trials if t.host_memory_bytes and t.peak_memory_bytes
+        ]
+        return max(0, round(statistics.median(besides))) if besides else None
 
     def with_parallel(self, parallel: Parallel) -> Self:
         """The same cost model when so many processes train together."""
@@ -161,6 +173,10 @@ class CostModel:
         storage = self.model.storage(candidate.precision, candidate.quantization)
         return self.parallel.weight_bytes(storage) - away_bytes(storage, candidate.swapped_blocks)
 
+    def host_memory_bytes(self, candidate: Candidate) -> int:
+        """Bytes that a run takes of the host's memory."""
+        return self.tables.resident_of(candidate, self.caching, self.parallel).host_memory_bytes
+
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
         calibration = self.calibration or Calibration.of((), rates_measured=self.tables.rates_of(candidate).measured)
@@ -174,6 +190,8 @@ class CostModel:
         accumulation = -(-self.workload.effective_batch_size // candidate.micro_batch_size)
         composed = self.tables.pass_of(candidate, accumulates=accumulation > 1)
         resident = self.tables.resident_of(candidate, self.caching, self.parallel)
+        if self.process_bytes is not None:
+            resident = replace(resident, overhead_bytes=self.process_bytes)
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
         phases = phases_of(resident, composed, self.tables.waste_bytes(candidate, composed), factor)
         train = phases[PHASES.index("train")]

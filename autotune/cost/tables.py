@@ -1,5 +1,6 @@
 """What one traced model takes on one device, by candidate, before anything is learned from trials."""
 
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import NamedTuple, Self
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from autotune.cost.allocator import Waste, waste_of
 from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
 from autotune.cost.kernels import kernel_for
-from autotune.cost.memory import Resident, resident_of
+from autotune.cost.memory import HOST_PROCESS_BYTES, Resident, resident_of
 from autotune.cost.model import TracedModel
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
@@ -53,7 +54,7 @@ class PassTables:
         self._num_blocks, self._num_traced = sum(model.counts), sum(model.traced_counts)
         self._rates, self._table = cache(self._find_rates), cache(self._find_table)
         self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)
-        self._typical_shares = cache(self._find_typical_shares)
+        self._pass, self._typical_shares = cache(self._find_pass), cache(self._find_typical_shares)
         self._residents: dict[tuple[object, ...], Resident] = {}
 
     @cached_property
@@ -91,7 +92,7 @@ class PassTables:
         """One micro-batch of the full model; `accumulates` if gradients of an earlier one are already there."""
         return self._pass(PassChoice.of(candidate), candidate.checkpointed_blocks, accumulates)
 
-    def _pass(self, choice: PassChoice, checkpointed: int, accumulates: bool) -> ComposedPass:
+    def _find_pass(self, choice: PassChoice, checkpointed: int, accumulates: bool) -> ComposedPass:
         k = min(checkpointed, self._num_blocks)
         plain = self._table(choice, 0)
         mixed = plain if k == 0 else self._table(choice, self._num_traced - (k < self._num_blocks))
@@ -160,6 +161,8 @@ class PassTables:
             stay, encoder_bytes = caching.residency == "keep", self.encoder_size.device_bytes(caching)
             known = (self.hardware, self.model, candidate)
             alone = resident_of(*known, encoder_bytes=encoder_bytes, encoders_stay=stay)
+            encoding = HOST_PROCESS_BYTES + self.encoder_size.host_bytes(caching)  # before the transformer is loaded
+            alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
             self._residents[key] = parallel.resident(alone, self.model.storage(*stored))
         return self._residents[key]
 

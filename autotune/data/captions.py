@@ -1,15 +1,20 @@
 """Captions and weights of images: `metadata.jsonl`, a text file per image, one caption for all, a trigger word."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.data.files import Media
+from autotune.runtime import read_bounded
 
 METADATA = "metadata.jsonl"
 MAX_REPEATS = 1000
+MAX_METADATA_BYTES = 64 << 20
+MAX_CAPTION_BYTES = 1 << 20
+"""Far above what any text encoder reads."""
 
 EMPTY_CAPTION = ""
 """What a sample is conditioned on if its caption is dropped."""
@@ -21,8 +26,8 @@ class MetadataLine:
 
     text: str | None
     """Caption; None leaves it to the file's own text file."""
-    repeats: int = 1
-    """Number of times that the file is seen per epoch."""
+    repeats: int | None = None
+    """Number of times that the file is seen per epoch; None leaves it to its folder's name."""
 
 
 class UnreadableCaption(ValueError):
@@ -38,7 +43,13 @@ def read_metadata(folder: Path) -> tuple[Mapping[str, MetadataLine], tuple[str, 
     lines: dict[str, MetadataLine] = {}
     problems: list[str] = []
     path = folder / METADATA
-    raw_lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n") if path.is_file() else []
+    try:
+        content = read_bounded(path, MAX_METADATA_BYTES)
+    except FileNotFoundError:
+        return {}, ()
+    except OSError as error:
+        return {}, (f"cannot be read: {error.strerror}",)
+    raw_lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     for number, raw in enumerate(raw_lines, start=1):
         if not raw.strip():
             continue
@@ -61,10 +72,10 @@ def _parse_line(raw: bytes) -> tuple[str, MetadataLine]:
         raise ValueError("not JSON, or not UTF-8") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
         raise ValueError("no `file_name`")
-    text, repeats = entry.get("text"), entry.get("repeats", 1)
+    text, repeats = entry.get("text"), entry.get("repeats")
     if not isinstance(text, str) and not (text is None and "repeats" in entry):
         raise ValueError("no `text`")
-    if type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS:
+    if "repeats" in entry and (type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"`repeats` is not a whole number from 1 to {MAX_REPEATS}")
     return entry["file_name"].removeprefix("./"), MetadataLine(text, repeats)
 
@@ -78,9 +89,9 @@ def read_caption(media: Media, metadata: Mapping[str, MetadataLine]) -> str:
     line = metadata.get(media.name)
     text = line.text if line else None
     file = media.path.parent / f"{Path(media.stem).name}.txt"
-    if text is None and file.is_file():
+    if text is None and os.path.lexists(file):
         try:
-            text = file.read_text(encoding="utf-8-sig")
+            text = read_bounded(file, MAX_CAPTION_BYTES).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not UTF-8 text"
             raise UnreadableCaption(f"its caption {file.name} {reason}") from error

@@ -19,6 +19,8 @@ class DataReport(Frozen):
     folder: PrintableStr
     resolution_px: int = PositiveInt
     num_usable: int = NaturalInt
+    epoch_size: int = NaturalInt
+    """Images per epoch, repeats included."""
     num_unverified: int = NaturalInt
     """Images whose headers are fine but whose pixels were not decoded, since time ran out."""
     num_with_controls: int = NaturalInt
@@ -61,6 +63,7 @@ def check_dataset(
         folder=str(folder),
         resolution_px=resolution_px,
         num_usable=len(dataset.items),
+        epoch_size=dataset.epoch_size,
         num_unverified=dataset.num_unverified,
         num_with_controls=sum(bool(item.control_paths) for item in dataset.items),
         problems=dataset.problems,

@@ -9,9 +9,9 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +25,7 @@ from autotune.data.captions import (
     read_caption,
     read_metadata,
 )
-from autotune.data.files import Media, find_media, find_unsupported, match_controls
+from autotune.data.files import Media, find_media, find_runs, find_unsupported, match_controls
 from autotune.data.pixels import read_size
 from autotune.errors import InvalidInput
 from autotune.schema import Frozen
@@ -39,7 +39,9 @@ VERIFY_SECONDS = 120.0
 MAX_LISTED_PROBLEMS = 5
 """Unusable files that a summary names one by one."""
 
-ProblemKind = Literal["broken", "tiny", "duplicate", "captionless", "control", "metadata", "unsupported", "short"]
+ProblemKind = Literal[
+    "broken", "tiny", "duplicate", "captionless", "control", "metadata", "unsupported", "short", "run"
+]
 PrintableStr = Annotated[str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())]
 """Text for people; a file name in it may hold bytes that are not UTF-8."""
 OnProgress = Callable[[int, int], None]
@@ -102,7 +104,7 @@ class Dataset:
         lines = ["left out of the data: " + ", ".join(f"{number} {kind}" for kind, number in counts.items())]
         lines += [f"{problem.file}: {problem.message}" for problem in self.problems[:MAX_LISTED_PROBLEMS]]
         if (more := len(self.problems) - MAX_LISTED_PROBLEMS) > 0:
-            lines.append(f"and {more} more: `autotune data check` names all")
+            lines.append(f"and {more} more: `autotune data check --json` names all")
         return tuple(lines)
 
 
@@ -164,8 +166,12 @@ def scan_dataset(
     line_problems += tuple(f"no image {name}" for name in metadata if name in unmatched)
     problems = [Problem(file=METADATA, kind="metadata", message=message) for message in line_problems]
     problems += [
-        Problem(file=name, kind="unsupported", message="its format is not read: convert it to png, jpeg or webp")
-        for name in find_unsupported(folder, exclude=control)
+        Problem(file=name, kind="unsupported", message=message)
+        for name, message in find_unsupported(folder, exclude=control).items()
+    ]
+    problems += [
+        Problem(file=run.relative_to(folder).as_posix(), kind="run", message="the output folder of a run, not data")
+        for run in find_runs(folder)
     ]
     controls = {one.stem: one.path for one in find_media(control, clips=False)} if control else {}
     reader = _ItemReader(options, metadata, controls, time.monotonic() + VERIFY_SECONDS)
@@ -175,14 +181,18 @@ def scan_dataset(
             items.append((one.name, result))
         else:
             problems.append(result)
-    unique, duplicates = _drop_duplicates(items)
-    return Dataset(unique, (*problems, *duplicates), reader.num_unverified)
+    unique, duplicates = _drop_duplicates(items, reader.captioned)
+    problems += [
+        Problem(file=name, kind="captionless", message="has no caption") for name, item in unique if not item.caption
+    ]
+    usable = tuple(item for _, item in unique if item.caption)
+    return Dataset(usable, (*problems, *duplicates), reader.num_unverified)
 
 
 def _locate_control(folder: Path, control: Path) -> Path:
     """The control folder, spelled below the data folder if it lies there, so that its images are not taken for data."""
     _require_folder(control, "control")
-    data, inside = folder.resolve(), control.resolve()
+    data, inside = Path(os.path.realpath(folder)), Path(os.path.realpath(control))
     if data.is_relative_to(inside):
         raise InvalidInput(
             f"the control folder {control} holds the data folder {folder}",
@@ -225,6 +235,8 @@ class _ItemReader:
     deadline: float
     """Monotonic time after which pixels are no longer decoded."""
     num_unverified: int = 0
+    captioned: set[str] = field(default_factory=set)
+    """Names of what has a caption of its own."""
 
     def read(self, media: Media) -> Item | Problem:
         try:
@@ -251,7 +263,7 @@ class _ItemReader:
             width_px=sizes[0][0],
             height_px=sizes[0][1],
             control_paths=controls,
-            repeats=line.repeats if line else 1,
+            repeats=(line and line.repeats) or media.folder_repeats,
             frame_paths=frames if media.is_clip else (),
         )
 
@@ -260,10 +272,9 @@ class _ItemReader:
             own = read_caption(media, self.metadata)
         except UnreadableCaption as error:
             raise _Unusable("broken", str(error)) from error
-        text = complete_caption(own, caption=self.options.caption, trigger=self.options.trigger)
-        if not text:
-            raise _Unusable("captionless", "has no caption")
-        return text
+        if own:
+            self.captioned.add(media.name)
+        return complete_caption(own, caption=self.options.caption, trigger=self.options.trigger)
 
 
 def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
@@ -278,23 +289,26 @@ def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
     return width, height
 
 
-def _drop_duplicates(items: list[tuple[str, Item]]) -> tuple[tuple[Item, ...], tuple[Problem, ...]]:
-    """Keep the first of items whose files (controls too) have equal bytes."""
+def _drop_duplicates(
+    items: list[tuple[str, Item]], captioned: Collection[str]
+) -> tuple[list[tuple[str, Item]], list[Problem]]:
+    """Keep one of items whose files (controls too) have equal bytes: the first that is `captioned`, if any is."""
     files = [(*item.pixel_paths, *item.control_paths) for _, item in items]
     sizes = [tuple(path.stat().st_size for path in paths) for paths in files]
     num_of_sizes = Counter(sizes)
     first: dict[tuple[str, ...], str] = {}
-    unique: list[Item] = []
+    unique: list[tuple[str, Item]] = []
     problems: list[Problem] = []
-    for (name, item), paths, size in zip(items, files, sizes, strict=True):
+    known = sorted(zip(items, files, sizes, strict=True), key=lambda one: one[0][0] not in captioned)
+    for (name, item), paths, size in known:
         is_alone = num_of_sizes[size] == 1  # then it need not be read
         original = name if is_alone else first.setdefault(tuple(map(file_digest, paths)), name)
         if original == name:
-            unique.append(item)
+            unique.append((name, item))
         else:
             message = f"the same image as {original}: `repeats` in {METADATA} weighs it"
             problems.append(Problem(file=name, kind="duplicate", message=message))
-    return tuple(unique), tuple(problems)
+    return sorted(unique, key=lambda one: one[0]), problems
 
 
 def file_digest(path: Path) -> str:

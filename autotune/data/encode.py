@@ -21,7 +21,7 @@ from autotune.data.encoders import Encoders
 from autotune.data.entries import CacheEntry, ItemEntries, make_item_entries
 from autotune.data.pixels import open_image, to_rgb
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.families import Sample
+from autotune.families import ResolvedModel, Sample
 from autotune.schema import Bucket
 
 MEMORY_BYTES = 512 * 1024**2
@@ -147,12 +147,13 @@ class _EntryStore:
     memory_bytes: int = 0
     num_done: int = 0
 
-    def find(self, key: str) -> bool:
-        """Whether the cache holds an undamaged entry."""
-        tensors = self.cache.read(key)
-        if tensors is not None:
-            self._keep(key, tensors)
-        return tensors is not None
+    def find(self, entry: CacheEntry, model: ResolvedModel) -> bool:
+        """Whether the cache holds the entry, undamaged and as `model` would encode it."""
+        tensors = self.cache.read(entry.key)
+        if tensors is None or not _is_sample_of(model, entry, tensors):
+            return False
+        self._keep(entry.key, tensors)
+        return True
 
     def add(self, key: str, tensors: Mapping[str, Tensor], *, num_left: int) -> None:
         """Store a new entry; `num_left` more of its kind follow."""
@@ -176,10 +177,23 @@ class _EntryStore:
 
 def _encode_missing(encoders: Encoders, store: _EntryStore, entries: Iterable[CacheEntry]) -> dict[str, str]:
     """Find or make every entry; returns by key why an entry could not be made from its files."""
-    missing = [entry for entry in entries if not store.find(entry.key)]
+    missing = [entry for entry in entries if not store.find(entry, encoders.model)]
     unreadable = _encode_each(encoders, store, [entry for entry in missing if entry.caption is not None])
     encoders.release_text()
     return unreadable | _encode_each(encoders, store, [entry for entry in missing if entry.caption is None])
+
+
+def _is_sample_of(model: ResolvedModel, entry: CacheEntry, tensors: Tensors) -> bool:
+    """Whether names and shapes are those of a sample: a digest that fits tells only that nothing changed since."""
+    prompt = tensors.get("prompt_embeds")
+    num_tokens = prompt.shape[0] if prompt is not None and prompt.ndim else 1
+    shapes = model.family.sample_shapes(model.config, entry.bucket, num_tokens)
+    if entry.caption is None:
+        wanted = {"latents": shapes["latents"]}
+    else:
+        wanted = {name: shape for name, shape in shapes.items() if "latents" not in name}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return found == wanted and all(tensor.isfinite().all() for tensor in tensors.values())
 
 
 class _Unreadable(Exception):

@@ -62,9 +62,10 @@ class Encoders:
         names = self.model.family.text_encoders  # which only serve `encode_prompt`
         if self._pipeline is None or (with_text and getattr(self._pipeline, names[0]) is None):
             parts = {name: self._load_text_encoder(name) if with_text else None for name in names}
+            parts[self.model.family.denoiser] = None
             parts["vae"], folder = self.load_vae(self.device), self.model.weights
             try:
-                pipeline = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, transformer=None, **parts)
+                pipeline = self.model.family.load_pipeline(folder, torch_dtype=self.dtype, **parts)
             except Exception as error:  # tokenizers and schedulers raise anything for damaged files
                 if is_out_of_memory(error):
                     raise

@@ -2,16 +2,20 @@
 
 import os
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.schema import RUN_PLAN_FILE
+
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
-UNSUPPORTED_SUFFIXES = frozenset(
-    {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".mp4", ".mov", ".mkv", ".webm", ".avi"}
-)
+VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
+UNSUPPORTED_SUFFIXES = VIDEO_SUFFIXES | {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
 """Images and videos that people expect to be read and that are not: they are named instead of ignored."""
+REPEATS = re.compile(r"(\d{1,3})_.+")
+"""A folder's name by which kohya's trainers show its images so many times per epoch, e.g. `10_dog`."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,18 @@ class Media:
         """Name that its caption and its control images share, below their folders."""
         return self.name if self.is_clip else Path(self.name).with_suffix("").as_posix()
 
+    @property
+    def folder_repeats(self) -> int:
+        """Times that it is shown per epoch by the name of the nearest folder that tells; 1 if none does."""
+        matches = (REPEATS.fullmatch(parent.name) for parent in Path(self.name).parents)
+        return max(1, next((int(match[1]) for match in matches if match), 1))
+
 
 def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tuple[Media, ...]:
     """Find the images below `folder`, sorted by name; with `clips`, each folder of images below it is one clip.
 
-    Hidden files and folders are ignored, and so is everything below `exclude` (a control folder inside the data).
+    Hidden files and folders are ignored, and so is everything below `exclude` (a control folder inside the data) or in
+    the output folder of a run.
     """
     paths = [path for path in _list_files(folder, exclude) if path.suffix.lower() in IMAGE_SUFFIXES]
     frames: defaultdict[Path, list[Path]] = defaultdict(list)
@@ -53,18 +64,30 @@ def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tup
     return tuple(sorted(media, key=lambda one: one.name))
 
 
-def find_unsupported(folder: Path, *, exclude: Path | None = None) -> tuple[str, ...]:
-    """Names of media files in a format that is not read."""
+def find_unsupported(folder: Path, *, exclude: Path | None = None) -> dict[str, str]:
+    """Media files in a format that is not read, by name, with what to do about each."""
     paths = (path for path in _list_files(folder, exclude) if path.suffix.lower() in UNSUPPORTED_SUFFIXES)
-    return tuple(path.relative_to(folder).as_posix() for path in paths)
+    return {path.relative_to(folder).as_posix(): _explain_unsupported(path) for path in paths}
+
+
+def _explain_unsupported(path: Path) -> str:
+    if path.suffix.lower() not in VIDEO_SUFFIXES:
+        return "its format is not read: convert it to png, jpeg or webp"
+    file, frames = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
+    return f"videos are read as folders of frames: mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
+
+
+def find_runs(folder: Path) -> tuple[Path, ...]:
+    """Output folders of runs below `folder`: their pictures are no training data."""
+    return tuple(sorted(file.parent for file in folder.rglob(RUN_PLAN_FILE) if file.parent != folder))
 
 
 def _list_files(folder: Path, exclude: Path | None) -> list[Path]:
-    files = []
+    files, excluded = [], {*find_runs(folder), exclude}
     for path in folder.rglob("*"):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         is_file = os.path.isfile(path) or path.is_symlink()  # noqa: PTH113  Path's raises without permission
-        if not is_hidden and is_file and (exclude is None or exclude not in path.parents):
+        if not is_hidden and is_file and excluded.isdisjoint(path.parents):
             files.append(path)
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 

@@ -1,6 +1,9 @@
 """From image files to pixels: sizes from headers, decoding that proves a file whole, conversion to 8-bit RGB."""
 
 import stat
+import threading
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -13,18 +16,34 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 """Pillow goes by a file's content, whatever its name: one of its other decoders would start Ghostscript."""
 
 
+MAX_PIXELS = 1 << 26
+"""Pixels of an image, 8,192 x 8,192: decoded, and converted band by band, it takes up to 600 MiB. Pillow itself opens
+180 million, for which a file of some 100 KiB is enough."""
+LARGE_PIXELS = 1 << 24
+"""Images from this size on are decoded one at a time, whatever the number of threads."""
+BAND_PIXELS = 1 << 20
+"""Pixels that are converted at a time."""
+_large_image = threading.Lock()
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our limit is lower
+
+
 def open_image(path: Path) -> Image.Image:
     """Open a png, jpeg or webp file; only its header is read.
 
     Raises:
-        OSError: it has another format, cannot be read, or is a pipe or device that might be read without end.
+        OSError: it has another format, is too large, cannot be read, or is a pipe or device that might be read without
+            end.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is not a regular file")
     try:
-        return Image.open(path, formats=FORMATS)
+        image = Image.open(path, formats=FORMATS)
     except UnidentifiedImageError as error:
         raise OSError("it is not a png, jpeg or webp image") from error
+    if image.width * image.height > MAX_PIXELS:
+        image.close()
+        raise OSError(f"its {image.width} x {image.height} px are over {MAX_PIXELS >> 20} megapixels: make it smaller")
+    return image
 
 
 def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
@@ -45,13 +64,23 @@ def read_size(path: Path, *, decode: bool) -> tuple[int, int]:
         if decode:
             # JPEG reads all data at any scale; an eighth saves most of the inverse transform.
             image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
-            image.load()
+            with _large_image if image.width * image.height >= LARGE_PIXELS else nullcontext():
+                image.load()
     return (height, width) if orientation in TRANSPOSED_ORIENTATIONS else (width, height)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB: rotated as EXIF says, transparency on white, 16-bit gray scaled rather than clipped."""
     image = ImageOps.exif_transpose(image)
+    converted = Image.new("RGB", image.size)
+    height = max(1, BAND_PIXELS // image.width)
+    for top in range(0, image.height, height):
+        band = image.crop((0, top, image.width, min(top + height, image.height)))
+        converted.paste(_band_to_rgb(band), (0, top))
+    return converted
+
+
+def _band_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # of the formats read only PNG has these modes, with samples of 16 bits
         return image.convert("I").point(lambda value: value / 257 + 0.5).convert("L").convert("RGB")
     if image.has_transparency_data:

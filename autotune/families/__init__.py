@@ -6,16 +6,16 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.families.adapter import ADAPTER_NAME, add_adapter, disable_dropout, find_dropout_layers
-    from autotune.families.base import VIEWS_PER_IMAGE, Batch, Family, Parts, Sample
-    from autotune.families.loss import flow_matching_loss
+    from autotune.families.base import VIEWS_PER_IMAGE, Batch, Family, Parts, PublishedModel, Sample
+    from autotune.families.loss import denoising_loss
+    from autotune.families.noise import FLOW_MATCHING, NoiseProcess
     from autotune.families.packing import PATCH
-    from autotune.families.registry import FAMILIES, get_family
+    from autotune.families.registry import FAMILIES, find_published, get_family
     from autotune.families.resolve import (
         ResolvedModel,
         build_on_meta,
         check_weights,
         fetch_model,
-        is_family_name,
         is_on_hub,
         read_parts,
         resolve_model,

@@ -1,10 +1,9 @@
 """What a model family must implement, so that everything else can stay ignorant of model names.
 
-A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, what the transformer is
-called with. It knows nothing of devices, memory or search. To add one: one file, and one line in the registry.
+A family knows its own pipeline: which layers repeat, how captions and pixels become tensors, how noise is mixed in and
+what the denoiser is called with. It knows nothing of devices, memory or search. To add one: docs/adding-a-family.md.
 
-Every family is trained by flow matching: noisy = (1 - sigma) * clean + sigma * noise, and the transformer
-predicts the velocity noise - clean.
+The model that is trained is called the transformer throughout, though a family's may be a UNet.
 
 Every command imports families, so torch and diffusers are imported inside methods.
 """
@@ -15,10 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.schema import Bucket, TextPadding
+from autotune.families.noise import FLOW_MATCHING, NoiseProcess
+from autotune.schema import Bucket, TextPadding, TimestepSampling
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -48,10 +49,11 @@ class Defaults:
     resolution_px: int
     text_tokens: int
     """Assumed length of an encoded caption if there is no data yet."""
-    timestep_shift: float
     preview_steps: int
     sampling_guidance: float
     """Guidance scale of the model's card or pipeline."""
+    timestep_shift: float = 1.0
+    timestep_sampling: TimestepSampling = "logit_normal"
     rank: int = 16
     lora_alpha: float = 16.0
     weight_decay: float = 1e-3
@@ -98,6 +100,25 @@ class Parts:
     """Constructor arguments of the published autoencoder."""
 
 
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model of a family, as it is published."""
+
+    hub_id: str
+    config: Config
+    """Arguments that build its transformer without downloading anything."""
+    parts: Parts
+    """The other models of its pipeline."""
+    name: str = ""
+    """What it may be called instead of its hub id; the family's first model is called as the family."""
+    license: str = ""
+    """As its card says."""
+    source: str = ""
+    """Where its size is published, if the transformer that `config` builds was compared with it."""
+    note: str = ""
+    """What whoever trains it should know."""
+
+
 FLUX_VAE: Mapping[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -131,24 +152,40 @@ def build_empty_pipeline(pipeline_class: str) -> Any:
     return stock(**{name: None for name in inspect.signature(stock.__init__).parameters if name != "self"})
 
 
-def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
-    """Length of each text in tokens, by the tokenizer in a model's folder."""
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a model's folder."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
-    return [len(ids) for ids in tokenizer(list(texts))["input_ids"]]
+    return AutoTokenizer.from_pretrained(folder / "tokenizer", trust_remote_code=False)
+
+
+def count_tokens(folder: Path, texts: Sequence[str]) -> list[int]:
+    """Length of each text in tokens, by the tokenizer in a model's folder."""
+    return [len(ids) for ids in load_tokenizer(folder)(list(texts))["input_ids"]]
+
+
+def count_chat_tokens(folder: Path, captions: Sequence[str], *, enable_thinking: bool) -> list[int]:
+    """Length of each caption as a user's message in the chat template of a model's tokenizer."""
+    tokenizer = load_tokenizer(folder)
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": enable_thinking}
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": caption}], **options) for caption in captions]
+    return [len(ids) for ids in tokenizer(chats)["input_ids"]]
 
 
 class Family(ABC):
     """One model family. Stateless: instances live in the registry."""
 
     name: ClassVar[str]
-    hub_id: ClassVar[str]
+    models: ClassVar[tuple[PublishedModel, ...]]
+    """Its published models; the first is meant by the family's name."""
     pipeline_class: ClassVar[str]
     """Class name in diffusers, as in `model_index.json`."""
+    denoiser: ClassVar[str] = "transformer"
+    """The pipeline's component, and so the folder, of the model that is trained."""
     transformer_class: ClassVar[str]
-    transformer_config: ClassVar[Config]
-    """Arguments that build the published model without downloading anything."""
+    """Class name in diffusers of the model that is trained."""
+    noise: ClassVar[NoiseProcess] = FLOW_MATCHING
+    """How the published models are noised."""
     obsolete_config: ClassVar[frozenset[str]] = frozenset()
     """Keys of published configurations that the class no longer takes and that never had an effect. Any other unknown
     key would be another model."""
@@ -163,20 +200,45 @@ class Family(ABC):
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]]
     """Named sets of adapted layers, each in the form that peft's `target_modules` takes."""
     block_lists: ClassVar[tuple[str, ...]]
-    """Attributes of the transformer that hold its repeated blocks, in the order they run."""
+    """Names in `named_modules` of what holds the transformer's repeated blocks, in the order they run."""
+    excluded: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Knobs that stay at their defaults with this family, and why."""
+    patch: ClassVar[int] = 2
+    """Latents that one token stands for, along each side."""
     max_text_tokens: ClassVar[int]
     """Maximum length of an encoded caption: the pipeline cuts it there, or the transformer has no more positions."""
     max_controls: ClassVar[int] = 0
     """Maximum number of control images of an item; if it is not 0, every item needs at least one."""
-    parts: ClassVar[Parts]
-    """The other models of the published pipeline."""
+    separates_prompts: ClassVar[bool] = False
+    """Whether the transformer takes each prompt of a batch by itself, at its own length."""
     casts_to_weight_dtype: ClassVar[bool] = False
     """Whether a text encoder casts activations to the dtype of a weight, as T5 does: it would take bitsandbytes' packed
     bytes for numbers, without an error."""
     max_side_px: ClassVar[int] = 8192
     """Maximum side of a picture: as many positions as the transformer knows, and no more than anybody trains."""
+    frames_per_latent: ClassVar[int] = 1
+    """Temporal factor of a video VAE: frames of one latent, after the first frame, which has one of its own."""
     max_frames: ClassVar[int] = 1
     """Maximum number of frames of an item."""
+
+    @property
+    def hub_id(self) -> str:
+        """Repository of the model that is meant by the family's name."""
+        return self.models[0].hub_id
+
+    @property
+    def transformer_config(self) -> Config:
+        """Arguments that build that model's transformer."""
+        return self.models[0].config
+
+    @property
+    def parts(self) -> Parts:
+        """The other models of its pipeline."""
+        return self.models[0].parts
+
+    def noise_of(self, scheduler: Config) -> NoiseProcess:
+        """The noise process of a model whose pipeline has a scheduler of this configuration."""
+        return self.noise
 
     @property
     def can_train_clips(self) -> bool:
@@ -201,17 +263,25 @@ class Family(ABC):
         model: nn.Module = cls(**known)
         return model
 
+    def find_block_lists(self, transformer: "nn.Module") -> dict[str, list["nn.Module"]]:
+        """Blocks by the name of what holds them, a list or a single block, in the order they run: of one list, all but
+        the first and the last are alike. Each can be checkpointed."""
+        from torch import nn
+
+        parts = {name: transformer.get_submodule(name) for name in self.block_lists}
+        return {name: list(part) if isinstance(part, nn.ModuleList) else [part] for name, part in parts.items()}
+
     def blocks(self, transformer: "nn.Module") -> list["nn.Module"]:
-        """The repeated blocks that can be checkpointed, in the order they run."""
-        return [block for name in self.block_lists for block in getattr(transformer, name)]
+        """All blocks, in the order they run."""
+        return [block for blocks in self.find_block_lists(transformer).values() for block in blocks]
 
     def last_block(self, transformer: "nn.Module") -> str:
         """Name in `named_modules` of the block that runs last.
 
         Double-stream models make nothing of the text that comes out of it, so some of its layers never get a gradient.
         """
-        name = self.block_lists[-1]
-        return f"{name}.{len(getattr(transformer, name)) - 1}"
+        last = self.blocks(transformer)[-1]
+        return next(str(name) for name, module in transformer.named_modules() if module is last)
 
     def target_set(self, name: str) -> Sequence[str] | str:
         """The set of adapted layers with that name. Raises InvalidInput if there is none."""
@@ -220,12 +290,24 @@ class Family(ABC):
             raise InvalidInput(f"{self.name} has no target set called {name!r}", hint=hint)
         return self.target_sets[name]
 
+    def shift_at(self, shape: Sequence[int]) -> float:
+        """The timestep shift for latents of `shape` (channels, frames, height, width), if the family has one."""
+        return self.defaults.shift_at(math.prod(shape[1:]) // self.patch**2)
+
     def check_num_frames(self, number: int) -> None:
         """Raise InvalidInput if an item cannot have that many frames."""
         if number > self.max_frames:
             makes = f"takes up to {self.max_frames} frames" if self.can_train_clips else "makes images"
             hint = f"use --frames {self.max_frames}; in a plan's job, num_frames is {self.max_frames}"
             raise InvalidInput(f"{self.name} {makes}, not a clip of {number}", hint=hint)
+        below = (number - 1) // self.frames_per_latent * self.frames_per_latent + 1
+        if number != below:
+            above = min(below + self.frames_per_latent, self.max_frames)
+            raise InvalidInput(
+                f"{number} frames do not suit {self.name}: its VAE makes a latent of the first frame and of each "
+                f"{self.frames_per_latent} that follow",
+                hint=f"use --frames {below} or --frames {above}",
+            )
 
     def check_num_controls(self, number: int, of: str) -> None:
         """Raise InvalidInput if `of`, an item or a prompt, cannot have that many control images."""
@@ -271,10 +353,15 @@ class Family(ABC):
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         """Latents (channels, frames, height, width), normalized, of pixels (3, frames, height, width) in [-1, 1]."""
 
+    def decodable(self, latents: "Tensor") -> "Tensor":
+        """Latents (batch, channels, frames, height, width) in the shape that the autoencoder decodes."""
+        return latents
+
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Stack every tensor; prompts are padded with zeros at the end to the longest.
 
-        If prompts differ in length, `prompt_mask` (batch, longest) is True on their own tokens.
+        If prompts differ in length, `prompt_mask` (batch, longest) is True on their own tokens. With
+        `separates_prompts` they stay as they are, in `prompt_embeds_0`, `prompt_embeds_1` and so on.
 
         Raises RuntimeError if other tensors differ in shape: the samples are not of one bucket.
         """
@@ -284,6 +371,8 @@ class Family(ABC):
         others = [name for name in samples[0] if name != "prompt_embeds"]
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in others}
         prompts = [sample["prompt_embeds"] for sample in samples]
+        if self.separates_prompts:
+            return {**batch, **{f"prompt_embeds_{number}": prompt for number, prompt in enumerate(prompts)}}
         lengths = [len(prompt) for prompt in prompts]
         batch["prompt_embeds"] = pad_sequence(prompts, batch_first=True)
         if min(lengths) < max(lengths):
@@ -292,10 +381,10 @@ class Family(ABC):
         return batch
 
     @abstractmethod
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
-        """The predicted velocity, in the shape of `noisy` (batch, channels, frames, height, width).
+    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+        """What the model predicts, in the shape of `noisy` (batch, channels, frames, height, width).
 
-        `sigmas` (batch,) in [0, 1] is the share of noise. A `guidance` (batch,) in `batch` takes the place of the
+        `levels` (batch,) are the noise process's, of fp32. A `guidance` (batch,) in `batch` takes the place of the
         default's.
         """
 

@@ -4,7 +4,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import FLUX_VAE, Batch, Config, Defaults, Family, Parts, Sample, Shapes, Sizes, unwrap_model
+from autotune.families.base import (
+    FLUX_VAE,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    unwrap_model,
+)
+from autotune.families.latents import encode_image
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.schema import Bucket
 
@@ -22,11 +35,18 @@ class Flux1Dev(Family):
     """Text to image. Latents are packed in 2x2 patches; prompts always have the same length."""
 
     name = "flux1-dev"
-    hub_id = "black-forest-labs/FLUX.1-dev"
+    models = (
+        PublishedModel(
+            "black-forest-labs/FLUX.1-dev",
+            {"guidance_embeds": True},
+            Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE),
+            license="flux-1-dev-non-commercial-license",
+            source="the configuration on the hub",
+        ),
+    )
     pipeline_class = "FluxPipeline"
     transformer_class = "FluxTransformer2DModel"
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
-    transformer_config: ClassVar[Config] = {"guidance_embeds": True}
     tiny_config: ClassVar[Config] = {
         "num_layers": 1,
         "num_single_layers": 1,
@@ -52,7 +72,6 @@ class Flux1Dev(Family):
         },
     )
     casts_to_weight_dtype = True
-    parts = Parts(text_encoder_parameters=(123_060_480, 4_762_310_656), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
     size_multiple_px = VAE_FACTOR * PATCH
     max_text_tokens = TEXT_TOKENS
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
@@ -78,12 +97,12 @@ class Flux1Dev(Family):
         return [TEXT_TOKENS] * len(captions)
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        vae = pipeline.vae
-        latents: Tensor = vae.encode(pixels[:, 0][None].to(vae.dtype)).latent_dist.mode()[0, :, None]
-        shift, scale = float(vae.config.shift_factor), float(vae.config.scaling_factor)
-        return (latents.to(pixels.dtype) - shift) * scale
+        return encode_image(pipeline.vae, pixels)
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
+    def decodable(self, latents: "Tensor") -> "Tensor":
+        return latents[:, :, 0]
+
+    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         import torch
 
         prompt = batch["prompt_embeds"]
@@ -91,11 +110,11 @@ class Flux1Dev(Family):
         # An image token's position is (0, row, column); text has none.
         grid = torch.meshgrid(torch.arange(1), torch.arange(rows), torch.arange(columns), indexing="ij")
         positions = torch.stack(grid, dim=-1).reshape(rows * columns, 3).to(noisy)
-        default = torch.full_like(sigmas, self.defaults.training_guidance or 1.0, dtype=torch.float32)
+        default = torch.full_like(levels, self.defaults.training_guidance or 1.0, dtype=torch.float32)
         takes_guidance = unwrap_model(transformer).config.guidance_embeds
         velocity: Tensor = transformer(
             hidden_states=pack(noisy),
-            timestep=sigmas.to(noisy.dtype),
+            timestep=levels.to(noisy.dtype),
             guidance=batch.get("guidance", default) if takes_guidance else None,
             pooled_projections=batch["pooled_prompt_embeds"],
             encoder_hidden_states=prompt,

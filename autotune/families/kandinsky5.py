@@ -16,6 +16,7 @@ from autotune.families.base import (
     Defaults,
     Family,
     Parts,
+    PublishedModel,
     Sample,
     Shapes,
     Sizes,
@@ -38,6 +39,9 @@ POSITIONS = 128
 
 LITE_CONFIG: Config = {"in_visual_dim": 16, "out_visual_dim": 16, "time_dim": 512, "num_text_blocks": 2}
 """Constructor arguments that both Lite models share."""
+
+TEXT_ENCODERS = (8_292_166_656, 123_060_480)
+"""Parameters of Qwen2.5-VL and of CLIP."""
 
 BLOCK = r"(text|visual)_transformer_blocks\.\d+"
 ATTENTION = r"(self|cross)_attention\.(to_query|to_key|to_value|out_layer)"
@@ -80,7 +84,7 @@ class Kandinsky5(Family):
     def load_pipeline(self, folder: Path, **components: Any) -> Any:
         from autotune.families.qwen_processor import Qwen2VLProcessor
 
-        processor = Qwen2VLProcessor.from_pretrained(folder / "tokenizer")
+        processor = Qwen2VLProcessor.from_pretrained(folder / "tokenizer", trust_remote_code=False)
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
@@ -104,22 +108,22 @@ class Kandinsky5(Family):
         # The pipeline cuts characters of a prompt that is too long, so a token or two fewer may remain.
         return [min(length - stock.prompt_template_encode_start_idx, MAX_TEXT_TOKENS) for length in lengths]
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
+    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         import torch
 
         if "prompt_mask" not in batch:
-            return self._predict_one_length(transformer, noisy, sigmas, batch)
+            return self._predict_one_length(transformer, noisy, levels, batch)
         lengths = batch["prompt_mask"].sum(dim=1)
         velocity = torch.empty_like(noisy)
         for length in sorted(set(lengths.tolist())):
             chosen = lengths == length
             prompts = batch["prompt_embeds"][chosen, :length]
             part = {"prompt_embeds": prompts, "pooled_prompt_embeds": batch["pooled_prompt_embeds"][chosen]}
-            velocity[chosen] = self._predict_one_length(transformer, noisy[chosen], sigmas[chosen], part)
+            velocity[chosen] = self._predict_one_length(transformer, noisy[chosen], levels[chosen], part)
         return velocity
 
     def _predict_one_length(
-        self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch
+        self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch
     ) -> "Tensor":
         import torch
 
@@ -133,7 +137,7 @@ class Kandinsky5(Family):
             hidden_states=visual,
             encoder_hidden_states=prompt,
             pooled_projections=batch["pooled_prompt_embeds"],
-            timestep=(sigmas * 1000).to(noisy.dtype),
+            timestep=(levels * 1000).to(noisy.dtype),
             visual_rope_pos=[
                 torch.arange(length, device=noisy.device) for length in (frames, height // PATCH, width // PATCH)
             ],
@@ -157,16 +161,22 @@ class Kandinsky5Image(Kandinsky5):
     """Image Lite, text to image: 50 visual blocks, and FLUX's VAE."""
 
     name = "kandinsky5-image-lite"
-    hub_id = "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers"
     pipeline_class = "Kandinsky5T2IPipeline"
-    transformer_config: ClassVar[Config] = {
-        **LITE_CONFIG,
-        "model_dim": 2560,
-        "ff_dim": 10240,
-        "num_visual_blocks": 50,
-        "axes_dims": (32, 48, 48),
-    }
-    parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKL", vae_config=FLUX_VAE)
+    models = (
+        PublishedModel(
+            "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
+            {
+                **LITE_CONFIG,
+                "model_dim": 2560,
+                "ff_dim": 10240,
+                "num_visual_blocks": 50,
+                "axes_dims": (32, 48, 48),
+            },
+            Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
+            license="mit",
+            source="the configuration on the hub",
+        ),
+    )
     defaults = Defaults(
         learning_rate=1e-4,
         resolution_px=1024,
@@ -187,6 +197,9 @@ class Kandinsky5Image(Kandinsky5):
         # The pipeline undoes the scale alone and knows no shift, unlike FLUX with the same VAE.
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
+    def decodable(self, latents: "Tensor") -> "Tensor":
+        return latents[:, :, 0]
+
     def sampling_arguments(
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
@@ -200,17 +213,24 @@ class Kandinsky5Video(Kandinsky5):
     which packs four frames into one: of a clip, the first 4k + 1 frames are used."""
 
     name = "kandinsky5-video-lite"
-    hub_id = "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers"
     pipeline_class = "Kandinsky5T2VPipeline"
-    transformer_config: ClassVar[Config] = {
-        **LITE_CONFIG,
-        "model_dim": 1792,
-        "ff_dim": 7168,
-        "num_visual_blocks": 32,
-        "axes_dims": (16, 24, 24),
-        "visual_cond": True,
-    }
-    parts = Parts(text_encoder_parameters=(8_292_166_656, 123_060_480), vae_class="AutoencoderKLHunyuanVideo")
+    models = (
+        PublishedModel(
+            "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
+            {
+                **LITE_CONFIG,
+                "model_dim": 1792,
+                "ff_dim": 7168,
+                "num_visual_blocks": 32,
+                "axes_dims": (16, 24, 24),
+                "visual_cond": True,
+            },
+            Parts(TEXT_ENCODERS, "AutoencoderKLHunyuanVideo"),
+            license="mit",
+            source="the configuration on the hub",
+        ),
+    )
+    frames_per_latent = FRAMES_PER_LATENT
     max_frames = FRAMES_PER_LATENT * (POSITIONS - 1) + 1
     defaults = Defaults(
         learning_rate=6e-5,

@@ -1,31 +1,36 @@
-"""The loss of every family: predict the velocity of a flow. Shared by training, trials and tracing."""
+"""The loss of every family: mix in noise, let the model predict, compare. Shared by training, trials and tracing."""
 
 from torch import Tensor, nn
 
 from autotune.families.base import Batch, Family
+from autotune.families.noise import NoiseProcess
+from autotune.schema import Weighting
 
 
-def flow_matching_loss(
-    family: Family, transformer: nn.Module, batch: Batch, noise: Tensor, sigmas: Tensor, weighting: str = "none"
+def denoising_loss(
+    family: Family,
+    transformer: nn.Module,
+    batch: Batch,
+    noise: Tensor,
+    levels: Tensor,
+    process: NoiseProcess | None = None,
+    weighting: Weighting = "none",
 ) -> Tensor:
-    """Mean squared error of the predicted velocity, averaged in fp32 over a micro-batch.
+    """Mean squared error of the prediction, averaged in fp32 over a micro-batch.
 
     Args:
-        family: predicts the velocity.
+        family: predicts by the model.
         transformer: the model that it calls.
         batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning.
         noise: standard normal, in the shape of the latents.
-        sigmas: (batch,) share of noise in [0, 1]: noisy = (1 - sigma) * clean + sigma * noise.
-        weighting: how images weigh by their noise, under diffusers' names: `none`, `sigma_sqrt` or `cosmap`.
+        levels: (batch,) of noise, as `process` counts them.
+        process: the model's, by default the family's.
+        weighting: how images weigh by their noise; one of the process's.
     """
-    clean = batch["latents"]
-    share = sigmas.view(-1, *[1] * (clean.ndim - 1)).to(clean.dtype)
-    noisy = (1 - share) * clean + share * noise
-    velocity = family.predict(transformer, noisy, sigmas, batch)
+    process, clean = process or family.noise, batch["latents"]
+    noisy = process.add_noise(clean, noise, levels)
+    predicted = family.predict(transformer, noisy, levels, batch)
     if weighting == "none":
-        return nn.functional.mse_loss(velocity.float(), (noise - clean).float())
-    from diffusers.training_utils import compute_loss_weighting_for_sd3  # takes seconds
-
-    errors = (velocity.float() - (noise - clean).float()).square().flatten(1).mean(dim=1)
-    weighted: Tensor = (compute_loss_weighting_for_sd3(weighting, sigmas) * errors).mean()
-    return weighted
+        return nn.functional.mse_loss(predicted.float(), process.target(clean, noise, levels).float())
+    errors = (predicted.float() - process.target(clean, noise, levels).float()).square().flatten(1).mean(dim=1)
+    return (process.weights(levels, weighting) * errors).mean()

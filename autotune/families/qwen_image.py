@@ -10,12 +10,14 @@ from autotune.families.base import (
     Defaults,
     Family,
     Parts,
+    PublishedModel,
     Sample,
     Shapes,
     Sizes,
     build_empty_pipeline,
     count_tokens,
 )
+from autotune.families.latents import encode_standardized
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.schema import Bucket, TextPadding
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 BLOCK = r"transformer_blocks\.\d+"
 CONTROL = "control_latents_"
 """Prefix of control images in a sample, before a number from 1; nine at most, so that names sort in order."""
+QWEN_PARTS = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
+QWEN_SOURCE = "the configuration on the hub; the class's own defaults are that model"
 MLP = r"(img|txt)_mlp\.net\.(0\.proj|2)"
 
 
@@ -33,11 +37,12 @@ class QwenImage(Family):
     """Text to image. Latents are packed in 2x2 patches; prompts are encoded at their own length."""
 
     name = "qwen-image"
-    hub_id = "Qwen/Qwen-Image"
+    models: ClassVar[tuple[PublishedModel, ...]] = (
+        PublishedModel("Qwen/Qwen-Image", {}, QWEN_PARTS, license="apache-2.0", source=QWEN_SOURCE),
+    )
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"
     components: ClassVar[tuple[str, ...]] = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-    transformer_config: ClassVar[Config] = {}  # the class's own defaults are the published model
     obsolete_config = frozenset({"pooled_projection_dim"})  # unused, and gone before a release had it
     tiny_config: ClassVar[Config] = {
         "num_layers": 2,
@@ -58,7 +63,6 @@ class QwenImage(Family):
             "timestep_shift": "musubi-tuner's guide",
         },
     )
-    parts = Parts(text_encoder_parameters=(8_292_166_656,), vae_class="AutoencoderKLQwenImage")
     size_multiple_px = VAE_FACTOR * PATCH
     max_text_tokens = 1024
     target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
@@ -86,13 +90,9 @@ class QwenImage(Family):
         return [min(n - stock.prompt_template_encode_start_idx, stock.tokenizer_max_length) for n in lengths]
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
-        vae = pipeline.vae
-        mean = pixels.new_tensor(vae.config.latents_mean).view(-1, 1, 1, 1)
-        std = pixels.new_tensor(vae.config.latents_std).view(-1, 1, 1, 1)
-        latents: Tensor = vae.encode(pixels[None].to(vae.dtype)).latent_dist.mode()[0]
-        return (latents.to(pixels.dtype) - mean) / std
+        return encode_standardized(pipeline.vae, pixels)
 
-    def predict(self, transformer: "nn.Module", noisy: "Tensor", sigmas: "Tensor", batch: Batch) -> "Tensor":
+    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
         import torch
 
         images = [noisy, *(batch[name] for name in sorted(batch) if name.startswith(CONTROL))]
@@ -101,7 +101,7 @@ class QwenImage(Family):
             hidden_states=torch.cat(tokens, dim=1),
             encoder_hidden_states=batch["prompt_embeds"],
             encoder_hidden_states_mask=batch.get("prompt_mask"),
-            timestep=sigmas.to(noisy.dtype),
+            timestep=levels.to(noisy.dtype),
             img_shapes=[[(1, image.shape[3] // PATCH, image.shape[4] // PATCH) for image in images]] * len(noisy),
             return_dict=False,
         )[0]

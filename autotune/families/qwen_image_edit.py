@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
-from autotune.families.base import Sample, Sizes, build_empty_pipeline
-from autotune.families.qwen_image import QwenImage
+from autotune.families.base import PublishedModel, Sample, Sizes, build_empty_pipeline
+from autotune.families.qwen_image import QWEN_PARTS, QWEN_SOURCE, QwenImage
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class QwenImageEdit(QwenImage):
     """One control image. The text encoder sees it at one megapixel, so captions take some 1,400 tokens."""
 
     name = "qwen-image-edit"
-    hub_id = "Qwen/Qwen-Image-Edit"
+    models = (PublishedModel("Qwen/Qwen-Image-Edit", {}, QWEN_PARTS, license="apache-2.0", source=QWEN_SOURCE),)
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
     max_controls = 1
@@ -106,7 +106,7 @@ class QwenImageEditPlus(QwenImageEdit):
     """One to three control images; the text encoder sees each with 384 x 384 pixels."""
 
     name = "qwen-image-edit-plus"
-    hub_id = "Qwen/Qwen-Image-Edit-2509"
+    models = (PublishedModel("Qwen/Qwen-Image-Edit-2509", {}, QWEN_PARTS, license="apache-2.0", source=QWEN_SOURCE),)
     pipeline_class = "QwenImageEditPlusPipeline"
     max_controls = 3  # the model's card: best with one to three
     defaults = replace(QwenImage.defaults, text_tokens=384)
@@ -122,4 +122,4 @@ class QwenImageEditPlus(QwenImageEdit):
 def _load_processor(folder: Path) -> Any:
     from autotune.families.qwen_processor import Qwen2VLProcessor
 
-    return Qwen2VLProcessor.from_pretrained(folder / "processor")
+    return Qwen2VLProcessor.from_pretrained(folder / "processor", trust_remote_code=False)

@@ -1,28 +1,82 @@
-"""The families that autotune supports, by name. To add one: its file, and one line in this table."""
+"""The families that autotune supports, by name. To add one: its file, and one line in this table; or, from another
+distribution, an entry point in the group `autotune.families` that names the class or an instance."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families.base import Family
+from autotune.families.base import Family, PublishedModel
 from autotune.families.flux1_dev import Flux1Dev
+from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
 from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from autotune.families.sdxl import StableDiffusionXL
+from autotune.families.z_image import ZImage
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        family.name: family
-        for family in (
-            QwenImage(),
-            QwenImageEdit(),
-            QwenImageEditPlus(),
-            Flux1Dev(),
-            Kandinsky5Image(),
-            Kandinsky5Video(),
-        )
-    }
+ENTRY_POINTS = "autotune.families"
+
+
+class Families(Mapping[str, Family]):
+    """Families by name: autotune's own, then those of other distributions, which are loaded at the first look-up."""
+
+    def __init__(self, *own: Family) -> None:
+        self._families = {family.name: family for family in own}
+        self._is_complete = False
+
+    def __getitem__(self, name: str) -> Family:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def add(self, family: Family) -> None:
+        """Add a family to this process. Trials run in others: what a plan is to train needs an entry point.
+
+        Raises:
+            TypeError: it is no family.
+            ValueError: there is another one of its name, or of its pipeline class, by which folders are recognized.
+        """
+        if not isinstance(family, Family):
+            raise TypeError(f"not a Family: {family!r}")
+        known = self._families.values()
+        if any(family.name == other.name or family.pipeline_class == other.pipeline_class for other in known):
+            raise ValueError(f"there is already a family {family.name}, or one with a {family.pipeline_class}")
+        self._families[family.name] = family
+
+    def _all(self) -> Mapping[str, Family]:
+        if not self._is_complete:
+            self._is_complete = True
+            for point in entry_points(group=ENTRY_POINTS):
+                try:
+                    found = point.load()
+                    self.add(found() if isinstance(found, type) else found)
+                except Exception as error:
+                    warnings.warn(f"{point.value} adds no family to autotune: {error}", stacklevel=2)
+        return self._families
+
+
+FAMILIES = Families(
+    QwenImage(),
+    QwenImageEdit(),
+    QwenImageEditPlus(),
+    Flux1Dev(),
+    Kandinsky5Image(),
+    Kandinsky5Video(),
+    ZImage(),
+    StableDiffusionXL(),
+    Flux2Klein(),
 )
+
+
+def find_published(name: str) -> tuple[Family, PublishedModel] | None:
+    """The published model of that name or hub id, with its family; by its family's name the first one."""
+    known = ((family, each) for family in FAMILIES.values() for each in family.models)
+    return next((found for found in known if name in (found[1].name or found[0].name, found[1].hub_id)), None)
 
 
 def get_family(name: str) -> Family:

@@ -14,12 +14,14 @@ import torch
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
 from autotune.families.base import Family, Parts
-from autotune.families.registry import FAMILIES
+from autotune.families.noise import NoiseProcess
+from autotune.families.registry import FAMILIES, find_published
 from autotune.schema import ModelSpec, digest_of
 from autotune.weights import (
     build_empty_component,
     component_class,
     fetch,
+    limit_tensors,
     missing_files,
     open_weights,
     read_config,
@@ -27,7 +29,7 @@ from autotune.weights import (
     snapshot_in_cache,
 )
 
-CHECK_CONFIG = "check transformer/config.json, or update diffusers"
+CHECK_CONFIG = "check the config.json of what is trained, or update diffusers"
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on the hub."""
 REVISION = re.compile(r"\w[\w./-]*")
@@ -47,6 +49,12 @@ class ResolvedModel:
     """Folder with configurations and tokenizers, or None if only the architecture is known."""
     revision: str | None = None
     """Commit of the files on the hub."""
+
+    @property
+    def noise(self) -> NoiseProcess:
+        """How its latents are noised: the scheduler in its folder decides. Raises InvalidInput if that is unusable."""
+        path = self.config_folder / "scheduler" / "scheduler_config.json" if self.config_folder else None
+        return self.family.noise_of(read_config(path)) if path and path.exists() else self.family.noise
 
     @property
     def weights(self) -> Path:
@@ -69,16 +77,19 @@ def resolve_model(model: str) -> ResolvedModel:
     """
     if not is_on_hub(model):
         folder = _expand(model)
-        return _resolve_folder(folder, folder.resolve().name)
+        return _resolve_folder(folder, Path(os.path.realpath(folder)).name)
     family, repo, revision = _parse_name(model)
     is_cached = bool(revision or not family) and REPO.fullmatch(repo)
     snapshot = snapshot_in_cache(repo, revision or "main") if is_cached else None
     if snapshot is not None:
         return _resolve_folder(snapshot, repo, snapshot.name)
-    if family is None:
-        hint = f"{suggest_nearest(model, FAMILIES)}; or a hub id, owner/name"
+    found = find_published(model.partition("@")[0])
+    if found is None:
+        names = [each.name or family.name for family in FAMILIES.values() for each in family.models]
+        hint = f"{suggest_nearest(model, names)}; or a hub id, owner/name"
         raise InvalidInput(f"{model!r} is neither a folder nor a known model", hint=hint)
-    return ResolvedModel(family, family.transformer_config, _build_spec(family, family.transformer_config, repo), None)
+    family, published = found
+    return ResolvedModel(family, published.config, _build_spec(family, published.config, repo), None)
 
 
 def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
@@ -116,17 +127,8 @@ def _parse_name(model: str) -> tuple[Family | None, str, str]:
     name, at, revision = model.partition("@")
     if at and (not REVISION.fullmatch(revision) or ".." in revision):  # joined to the cache's folder it might leave it
         raise InvalidInput(f"{revision!r} is no revision of {name}", hint="name a commit, branch or tag after the @")
-    family = _find_family(name)
-    return family, family.hub_id if family else name, revision
-
-
-def is_family_name(model: str) -> bool:
-    """Whether `model` names a known family, whose architecture needs no file."""
-    return _find_family(model) is not None
-
-
-def _find_family(name: str) -> Family | None:
-    return next((family for family in FAMILIES.values() if name in (family.name, family.hub_id)), None)
+    found = find_published(name)
+    return (found[0], found[1].hub_id, revision) if found else (None, name, revision)
 
 
 def check_weights(model: ResolvedModel) -> None:
@@ -136,7 +138,7 @@ def check_weights(model: ResolvedModel) -> None:
         InvalidInput: the weights are not on this machine.
         BadWeights: a file is missing, cut off or damaged.
     """
-    for part in ("transformer", "vae", *model.family.text_encoders):
+    for part in (model.family.denoiser, "vae", *model.family.text_encoders):
         open_weights(model.weights / part)
 
 
@@ -149,8 +151,10 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     """
     family, folder = model.family, model.folder
     if folder is None:
-        is_published = _build_spec(family, family.transformer_config, model.spec.name) == model.spec
-        return family.parts if is_published else None
+        name = model.spec.name
+        return next(
+            (each.parts for each in family.models if _build_spec(family, each.config, name) == model.spec), None
+        )
     vae_class = component_class(folder, "vae")[1]
     with torch.device("meta"):
         build_empty_component(folder, "vae", dtype=torch.float32)
@@ -175,7 +179,7 @@ def _resolve_folder(folder: Path, name: str, revision: str | None = None) -> Res
                 f"the model folder {folder} is incomplete: it has no {part}/",
                 hint="download the whole model again; a pipeline in the diffusers layout has one folder per component",
             )
-    config = _public(read_config(folder / "transformer" / "config.json"))
+    config = _public(read_config(folder / family.denoiser / "config.json"))
     is_complete = revision is None or not missing_files(folder, family.components)
     spec = _build_spec(family, config, name)
     return ResolvedModel(family, config, spec, folder if is_complete else None, config_folder=folder, revision=revision)
@@ -214,7 +218,7 @@ def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
     """
     getattr(diffusers, family.transformer_class)  # an error of this import would not be the configuration's
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), limit_tensors():
             return family.build_transformer(config)
     except Exception as error:  # classes raise anything for a configuration that makes no sense
         reason = first_line(error)

@@ -6,7 +6,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.hardware.capabilities import NO_BF16
-    from autotune.hardware.catalog import CatalogGpu, find_gpu, load_catalog, profile_of_gpu
+    from autotune.hardware.catalog import CatalogGpu, find_gpu, load_catalog, profile_of_gpu, with_host_memory
     from autotune.hardware.device_lock import DeviceLock, lock_for_run, lock_path
     from autotune.hardware.diagnosis import Finding, diagnose
     from autotune.hardware.memory import (
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         process_overhead_bytes,
         shares_host_memory,
     )
-    from autotune.hardware.probing import probe, with_budget
+    from autotune.hardware.probing import may_have_gpu, probe, with_budget
     from autotune.hardware.sources import memory_bytes, memory_limits
     from autotune.hardware.store import NOT_SAVED, cached_profile, hardware_named
 else:

@@ -207,6 +207,20 @@ def profile_of_gpu(gpu: CatalogGpu) -> HardwareProfile:
     )
 
 
+def with_host_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfile:
+    """The profile of the same card in a host with so much memory, of which a tenth is taken to be in use.
+
+    Raises:
+        InvalidInput: the device has no memory of its own, or the host is not an assumed one.
+    """
+    if profile.origin != "catalog" or profile.device.memory_kind == "integrated":
+        what = "it is this device's own memory" if profile.device.memory_kind == "integrated" else "it was measured"
+        raise InvalidInput(f"the host's memory cannot be described: {what}", hint="leave --host-memory out")
+    host = profile.host.changed(memory_bytes=num_bytes, available_memory_bytes=int(0.9 * num_bytes))
+    old, new = (f"{size / 2**30:.0f} GiB of host memory" for size in (profile.host.memory_bytes, num_bytes))
+    return profile.changed(host=host, notes=tuple(note.replace(old, new) for note in profile.notes))
+
+
 def _device(gpu: CatalogGpu) -> Device:
     total = gpu.memory_bytes
     major, minor = gpu.compute_capability.split(".")

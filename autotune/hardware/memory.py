@@ -19,6 +19,9 @@ MAX_SHARED_RESERVE_BYTES = 16 * GIB
 MAX_HOST_RESERVE_BYTES = 4 * GIB
 CUDA_CONTEXT_BYTES = 500 << 20
 """Context, loaded kernels and library handles of a PyTorch process: 400 to 600 MiB on recent cards."""
+CPU_PROCESS_BYTES = 420 << 20
+"""Memory of a process that trains on the CPU besides its tensors: Python, torch, diffusers and transformers. 390 to 440
+MiB were measured (`benchmarks/run_memory.py`); the first trial replaces this figure by its own."""
 
 
 def classify_memory(
@@ -131,9 +134,12 @@ def shares_host_memory(kind: MemoryKind) -> bool:
 
 
 def process_overhead_bytes(hardware: HardwareProfile) -> int:
-    """Device memory that a process takes before its first tensor: measured, else a GPU's usual context."""
+    """Device memory that a process takes besides its tensors: measured, else a GPU's usual context. On a CPU, where the
+    device's memory is the host's, the libraries' part."""
+    if hardware.device.kind == "cpu":
+        return CPU_PROCESS_BYTES
     if hardware.device.kind != "cuda":
-        return 0  # the host's memory is counted separately
+        return 0
     measured = hardware.rate("process.overhead")
     return int(measured) if measured is not None else CUDA_CONTEXT_BYTES
 

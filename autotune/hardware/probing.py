@@ -12,7 +12,7 @@ from autotune.hardware.catalog import find_gpu
 from autotune.hardware.facts import read_device, read_host, read_versions
 from autotune.hardware.reader import Reader
 from autotune.hardware.sources import RealSystem
-from autotune.hardware.system import System
+from autotune.hardware.system import System, Unavailable
 from autotune.runtime import silence_libraries
 from autotune.schema import Device, HardwareProfile, Rate, Versions
 
@@ -51,6 +51,16 @@ def read_profile(system: System, index: int = 0) -> HardwareProfile:
         notes=_notes(reader, device, versions),
         provenance=tuple(reader.provenance),
     )
+
+
+def may_have_gpu() -> bool:
+    """False if there certainly is no GPU to train on: Linux without a working CUDA driver. Loads no torch."""
+    if sys.platform != "linux":
+        return True
+    try:
+        return bool(RealSystem().query("driver", "count"))
+    except Unavailable:
+        return False
 
 
 def _notes(reader: Reader, device: Device, versions: Versions) -> tuple[str, ...]:

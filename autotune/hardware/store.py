@@ -13,8 +13,10 @@ from pydantic import ValidationError
 from autotune.errors import InvalidInput
 from autotune.hardware.catalog import gpu_named, is_gpu_name, profile_of_gpu
 from autotune.hardware.probing import RATE_NOTES, measure_rates, probe
-from autotune.runtime import cache_path, write_text_atomic
+from autotune.runtime import cache_path, read_bounded, write_text_atomic
 from autotune.schema import HardwareProfile, digest_of, from_schema_1
+
+MAX_PROFILE_BYTES = 4 << 20
 
 POWER_TOLERANCE = 0.1
 """Share by which a GPU's power limit may change before its rates are measured again: laptops change it constantly."""
@@ -23,19 +25,25 @@ NOT_SAVED = "rates are not saved for the next command"
 
 
 def cached_profile(
-    *, index: int = 0, fresh: bool = False, on_progress: Callable[[str], None] | None = None
+    *,
+    index: int = 0,
+    fresh: bool = False,
+    on_progress: Callable[[str], None] | None = None,
+    on_facts: Callable[[HardwareProfile], None] = lambda facts: None,
 ) -> HardwareProfile:
     """This machine's profile: facts and budget as they are now, rates from the last probe while they are valid.
 
     Rates are measured again if `fresh`, or if the saved file is absent, damaged or of another device, or if the match
     keys, the GPU's power limit or the number of cores that train have changed. If the cache folder cannot be written,
-    they are measured every time, with a note.
+    they are measured every time, with a note. `on_facts` gets the profile before any rate is measured: what it raises
+    saves that time.
 
     Raises:
         InvalidInput: there is no such device, or AUTOTUNE_MEMORY_KIND is no kind of memory.
         AutotuneError: no source reports how much memory the host or the device has.
     """
     now = probe(index=index, on_progress=on_progress)
+    on_facts(now)
     path = profile_path(now)
     saved = None if fresh else _load_sound(path)
     if saved is not None and has_valid_rates(saved, now):
@@ -80,7 +88,7 @@ def load_profile(path: Path | str) -> HardwareProfile:
     """
     hint = "write a new one with `autotune probe`"
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(read_bounded(Path(path), MAX_PROFILE_BYTES))
         if content["digest"] != digest_of(content["profile"]):  # as written: an older profile has other fields
             raise InvalidInput(f"{path} was damaged or edited: its digest does not match", hint=hint)
         return HardwareProfile.model_validate_json(json.dumps(from_schema_1(content["profile"])))

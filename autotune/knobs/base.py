@@ -90,6 +90,16 @@ class Knob(ABC):
     def choices(self, context: TuningContext) -> Choices:
         """The values worth trying in this context, those that need less memory first."""
 
+    def choices_for_family(self, context: TuningContext) -> Choices:
+        """`choices`; the knob's default alone if the family excludes the others."""
+        choices, reason = self.choices(context), context.family.excluded.get(self.name)
+        if reason is None:
+            return choices
+        field = Candidate.model_fields[self.name]
+        default = 0 if field.is_required() else field.default
+        rejected = {**dict.fromkeys((*choices.admitted, *choices.on_request), reason), **choices.rejected}
+        return Choices((default,), {choice: why for choice, why in rejected.items() if choice != default})
+
     def unusable_reason(self, choice: Choice, hardware: HardwareProfile) -> str | None:
         """Why `choice` does not work on this machine at all; None if it may."""
         return unavailable_reason(hardware, f"{self.name}.{choice}")

@@ -57,6 +57,10 @@ class EncoderSize:
         stored = 1 - quantized + quantized * weight_format.bytes_per_parameter / self.element_bytes
         return round((stored + WORKING_SHARE) * self.plain_bytes)
 
+    def host_bytes(self, caching: CachingSettings) -> int:
+        """What encoding captions takes of the host's memory beside a GPU's own."""
+        return self.plain_bytes if caching.text_encoder_device == "cpu" else 0
+
 
 def size_of(parts: Parts, precision: str, vae_bytes: int) -> EncoderSize:
     """The size of the models around the transformer."""

@@ -1,6 +1,5 @@
 """torch.compile of each repeated block: faster steps after a start-up that the job has to pay back."""
 
-import math
 from typing import TYPE_CHECKING
 
 from autotune.families import Family
@@ -16,11 +15,6 @@ ELEMENTWISE_SHARE = 0.6
 """Share of the time of elementwise kernels that is left once they are fused. Not measured."""
 LAUNCH_SHARE = 0.4
 """Share of the launches that is left."""
-SAVED_SHARE = 0.1
-"""Share of a step that is saved, for the payback alone: published savings of regional compilation range from none to a
-quarter."""
-REACHED_FLOPS_SHARE = 0.4
-"""Share of the dense peak that steps reach."""
 
 
 class Compile(Knob):
@@ -37,7 +31,9 @@ class Compile(Knob):
         capability = context.hardware.capability("compile")
         if not capability.available:
             return Choices(("off",), rejected={"block": capability.reason})
-        return Choices(("off",), on_request={"block": _payback(context)})
+        startup = startup_seconds(context.family, context.workload)
+        why = f"compiling takes about {startup:.0f} s here, and what it saves has to be measured: pin it to try"
+        return Choices(("off",), on_request={"block": why})
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         if candidate.compile != "off" and candidate.quantization != "none":
@@ -60,20 +56,3 @@ def startup_seconds(family: Family, workload: Workload) -> float:
     """Seconds to compile all blocks, for the first shape and once more for all others; blocks of one kind share it."""
     has_one_shape = len(workload.buckets) == 1 and workload.text_padding == "exact"
     return STARTUP_SECONDS * len(family.block_lists) * (1 if has_one_shape else 2)
-
-
-def _payback(context: TuningContext) -> str:
-    """After how many steps compiling pays, as far as is known."""
-    workload = context.workload
-    num_steps = context.family.defaults.num_steps(max(1, sum(bucket.num_items for bucket in workload.buckets)))
-    startup = startup_seconds(context.family, workload)
-    cost = f"compiling takes about {startup:.0f} s here"
-    sheet = context.hardware.datasheet
-    if sheet is None or sheet.bf16_flops_per_second is None:
-        return f"{cost}, and what it saves has to be measured"
-    bucket = workload.largest_bucket
-    patches = context.family.tokens_per_frame(bucket) * bucket.num_frames
-    tokens = workload.effective_batch_size * (patches + workload.max_text_tokens)
-    step = 6 * workload.model.num_parameters * tokens / (REACHED_FLOPS_SHARE * sheet.bf16_flops_per_second)
-    paid = math.ceil(startup / (SAVED_SHARE * step))
-    return f"{cost}, which {paid} steps might pay back at {SAVED_SHARE:.0%} saved; this much data asks for {num_steps}"

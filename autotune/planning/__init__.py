@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.planning.elsewhere import CatalogPrediction, NoGpu
     from autotune.planning.planner import PlanningResult, make_plan
-    from autotune.planning.problem import list_choices
+    from autotune.planning.problem import list_choices, require_devices
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
-    from autotune.planning.request import PlanRequest, request_from
+    from autotune.planning.request import PlanRequest, ResolvedRequest, request_from
     from autotune.planning.sealing import measured_here
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

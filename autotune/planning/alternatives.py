@@ -23,8 +23,6 @@ SMALLER_SIDES = (0.75, 0.5)
 """Shares of the resolution's side that are tried."""
 LARGER_BATCHES = (2, 4)
 """Multiples of the effective batch that are tried."""
-LAST_RESORT = "swapped_blocks"
-"""The knob whose values on request are tried if nothing else fits."""
 MIN_GAIN = 1.05
 """Factor of images per second from which a larger batch is mentioned."""
 
@@ -44,11 +42,25 @@ def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     host = cost.hardware.host
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
-    fitting = [c for c in space.candidates if not c.swapped_blocks or cost.predict(c).host_memory_bytes <= room]
+    fitting = [c for c in space.candidates if not c.swapped_blocks or cost.host_memory_bytes(c) <= room]
     numbers = {candidate.swapped_blocks for candidate in fitting}
     why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
     dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if k not in numbers}
     return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting)) if fitting else space
+
+
+def drop_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
+    """The part of the space that several processes can use.
+
+    Raises:
+        InvalidInput: blocks are to be swapped.
+    """
+    why = "several processes shard the weights instead"
+    space = drop_values(space, "swapped_blocks", {number: why for number in space.choices["swapped_blocks"] if number})
+    if not space.candidates:
+        what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
+        raise InvalidInput(what, hint="leave one of them out")
+    return space
 
 
 def keep_shardable(space: SearchSpace) -> SearchSpace:
@@ -108,9 +120,10 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
         caching_pins=request.caching_pins,
         parallel=cost.parallel,
     )
-    space = request.space(own.context, also=LAST_RESORT if number == 1 else None)
+    space = request.space(own.context)
     ways = {own.parallel: space}
     if number > 1:
+        space = drop_block_swap(space, number)
         ways = {Parallel("ddp", number): space, Parallel("fsdp2", number): keep_shardable(space)}
     needed = []
     for parallel, admitted in ways.items():

@@ -15,8 +15,14 @@ from autotune.trials import ProcessTrialRunner, check_parity
 
 
 def _trial_runner(model: str, cost: CostModel) -> ProcessTrialRunner:
-    budget = cost.training_budget
-    return ProcessTrialRunner(cost.hardware, model, cost.workload, budget=budget, predict=cost.predict)
+    return ProcessTrialRunner(
+        cost.hardware,
+        model,
+        cost.workload,
+        budget=cost.training_budget,
+        resident_bytes=cost.resident_encoder_bytes,
+        predict=cost.predict,
+    )
 
 
 @contextmanager
@@ -50,4 +56,4 @@ class PlannerBackend:
     rehearse: Callable[[str, CostModel, Candidate, float], TrialResult | None] = rehearse_in_child_process
     """Tries a winner for at most so many seconds of steps; None if that is not possible."""
     recorded_trials: tuple[TrialResult, ...] | None = None
-    """All trials of a search, in order, if it is over and not to be repeated."""
+    """All trials of a search that is over, in order; then none is started."""

@@ -12,7 +12,7 @@ from autotune.schema import Candidate, TrialResult
 from autotune.search import choose_fallbacks, choose_winner, score_finalists, score_trials
 
 MAX_CONFIRMATIONS = 3
-"""Winners that are tried for longer, if the first fails or turns out slower than the next."""
+"""Winners that are tried for longer, if the first turns out slower than the next; those that fail do not count."""
 SHARE_OF_SEARCH = 0.1
 """Share of the time that the search may take, for the steps of the longer trial."""
 MIN_SECONDS = 5.0
@@ -29,7 +29,8 @@ def confirm_winner(
 ) -> Trials:
     """`trials` and the longer ones: the winner's, and if it loses by that, those of the candidates that win instead."""
     objective = problem.workload.objective
-    for _ in range(MAX_CONFIRMATIONS):
+    confirmed = 0
+    while confirmed < MAX_CONFIRMATIONS:
         best = choose_winner(score_trials(trials), objective)
         tried = {trial.candidate for trial in trials if trial.confirms}
         sure = choose_winner([score for score in score_finalists(trials) if score.candidate in tried], objective)
@@ -41,6 +42,7 @@ def confirm_winner(
         if longer is None:
             break
         trials = (*trials, longer)
+        confirmed += longer.outcome == "ok"
     return trials
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from autotune.cost import CostModel, Parallel, job_time
+from autotune.hardware import shares_host_memory
 from autotune.schema import Expected, HardwareProfile, Job, MemoryBudget, PlannedHardware, TrialResult, Workload
 from autotune.search import Score
 
@@ -38,10 +39,11 @@ def build_expectation(
         cost: of the work of one process.
         workload: of all processes.
         job: what the settings are for.
-        price_per_hour: of the machine.
+        price_per_hour: of one device.
     """
     cost = cost.with_calibration(trials)
-    rehearsals = [trial for trial in trials if trial.confirms and trial.candidate == best.candidate]
+    own = [trial for trial in trials if trial.candidate == best.candidate]
+    rehearsals = [trial for trial in own if trial.confirms]
     phases = rehearsals[-1].phases if rehearsals else ()
     prediction = cost.predict(best.candidate)
     peak = best.peak_memory_bytes if trials else prediction.allocated_memory_bytes
@@ -50,28 +52,31 @@ def build_expectation(
     room = cost.training_budget.num_bytes - largest
     if trials and room > 0:  # they ran within the budget, so that they need no more than it
         overhead = min(overhead, room)
-    if not any(phase.name == "caching" for phase in phases):  # the others are only predicted
+    host, kept = max([t.host_memory_bytes or 0 for t in own], default=0), cost.resident_encoder_bytes
+    on_cpu, is_complete = cost.hardware.device.kind == "cpu", any(phase.name == "caching" for phase in phases)
+    if on_cpu and own:  # where the process as a whole was measured
+        overhead = max([phase.host_bytes or 0 for phase in phases] or [own[-1].host_memory_bytes or 0]) - peak
+        kept = 0 if phases else kept  # they were there
+    if not is_complete:  # the others are only predicted
         others = [phase.peak_memory_bytes for phase in prediction.phases if phase.name != "train"]
         overhead = max([overhead, *(needed - largest for needed in others)])
-    if cost.hardware.device.kind == "cpu":
-        host = max((t.host_memory_bytes or 0 for t in trials if t.candidate == best.candidate), default=0)
-        overhead = host - best.peak_memory_bytes
     if trials:  # which ran in one process
         alone = cost.single_process().predict(best.candidate)
         overhead += prediction.allocated_memory_bytes - alone.allocated_memory_bytes
+    num_images = sum(bucket.num_items for bucket in workload.buckets)
+    around = job_time(cost, prediction, num_steps=0, num_images=num_images, num_previews=job.num_previews)
     return Expected(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,
         images_per_second=workload.effective_batch_size / best.step_seconds,
         peak_memory_bytes=peak,
-        process_memory_bytes=max(0, overhead) + cost.resident_encoder_bytes,
+        process_memory_bytes=max(0, overhead) + kept,
         phases=phases,
-        other_seconds=job_time(
-            cost,
-            prediction,
-            num_steps=0,
-            num_images=sum(bucket.num_items for bucket in workload.buckets),
-            num_previews=job.num_previews,
-        ).total_seconds,
+        host_memory_bytes=None
+        if shares_host_memory(cost.hardware.device.memory_kind)
+        else max(host, prediction.host_memory_bytes),
+        time_uncertainty=None if trials else prediction.time_uncertainty,
+        memory_uncertainty=None if trials else prediction.memory_uncertainty,
+        other_seconds=round(around.total_seconds, 3),
         price_per_hour=price_per_hour,
     )

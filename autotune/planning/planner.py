@@ -5,11 +5,13 @@
 Where the machine is not at hand (a GPU of the catalog), predictions take the place of trials and the plan says so.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import optuna
 
+from autotune.errors import InvalidInput
 from autotune.hardware import shares_host_memory
 from autotune.planning.alternatives import advise_larger_batch, suggest_relaxation
 from autotune.planning.backend import PlannerBackend
@@ -22,7 +24,7 @@ from autotune.planning.confirming import (
 )
 from autotune.planning.expectation import build_expectation, planned_hardware
 from autotune.planning.problem import PlanningProblem
-from autotune.planning.request import PlanRequest
+from autotune.planning.request import PlanRequest, ResolvedRequest
 from autotune.planning.resuming import kept_study
 from autotune.runtime import interrupt_on_signal
 from autotune.schema import (
@@ -34,9 +36,11 @@ from autotune.schema import (
     Notice,
     OnEvent,
     Prediction,
+    Progressed,
     RecordsMatched,
     Residual,
     SearchSpaceBuilt,
+    StatusChanged,
     TrainingPlan,
     TrialFinished,
     TrialResult,
@@ -47,6 +51,7 @@ from autotune.schema import (
 )
 from autotune.search import (
     ResidualSearch,
+    TrialFunction,
     best_seconds,
     choose_fallbacks,
     explain_choices,
@@ -81,7 +86,7 @@ class PlanningResult:
 
 
 def make_plan(
-    request: PlanRequest,
+    asked: PlanRequest | ResolvedRequest,
     hardware: HardwareProfile,
     on_event: OnEvent = ignore_event,
     backend: PlannerBackend | None = None,
@@ -96,14 +101,15 @@ def make_plan(
         AutotuneError: the study's storage failed.
     """
     backend = backend or PlannerBackend()
-    problem = PlanningProblem.build(request, hardware, backend)
+    on_event(StatusChanged(text="reading model and data"))
+    problem = PlanningProblem.build(asked, hardware, backend)
     for line in problem.left_out:
         on_event(Notice(text=line, level="warning"))
     for note in problem.notes:
         on_event(Notice(text=note))
     on_event(SearchSpaceBuilt(workload=problem.global_workload, num_candidates=len(problem.space.candidates)))
     if not problem.can_try:
-        predictions = tuple(problem.cost.predict(candidate) for candidate in problem.space.candidates)
+        predictions = _predict(problem, on_event)
         on_event(CandidatesPredicted(predictions=predictions, budget_bytes=problem.budget_bytes))
         return PlanningResult(_plan(problem, backend.autotune_version, predictions), problem.hardware)
 
@@ -113,18 +119,31 @@ def make_plan(
     matches = NO_MATCHES
     # Killed by a signal, it would seem to have been taken down by what it tried.
     with interrupt_on_signal(), kept_study(problem, backend.autotune_version, on_note) as study:
-        published = published_plan(study) if request.study else None
+        published = published_plan(study) if problem.request.study else None
         if published is None:
             matches, warm_start = _find_warm_start(problem, backend, on_event)
-            trials = _search(problem, backend, warm_start, study, on_event)
-            if not warm_start.is_reproduced(trials):  # else a record has confirmed them
-                trials = _confirm(problem, backend, trials, study, on_event)
+            trials = _follow_recording(problem, backend.recorded_trials, on_event)
+            if backend.recorded_trials is None:
+                trials = _search(problem, backend, warm_start, study, on_event)
+                if not warm_start.is_reproduced(trials):  # else a record has confirmed them
+                    trials = _confirm(problem, backend, trials, study, on_event)
+            for line in warm_start.contradictions(trials):
+                on_event(Notice(text=line, topic="profiles"))
             own = _plan(problem, backend.autotune_version, (), trials, warm_start).model_dump_json()
             first = publish_plan(study, own)
-            published = first if request.study else own
+            published = first if problem.request.study else own
     plan = parse_plan(published)
     residuals = tuple(problem.cost.residual(trial) for trial in plan.frozen.trials)
     return PlanningResult(plan, problem.hardware, matches, residuals)
+
+
+def _predict(problem: PlanningProblem, on_event: OnEvent) -> tuple[Prediction, ...]:
+    """Of every candidate, with progress: the first of each kind are traced."""
+    candidates, predictions = problem.space.candidates, []
+    for done, candidate in enumerate(candidates):
+        on_event(Progressed(name="predicting", done=done, total=len(candidates)))
+        predictions.append(problem.cost.predict(candidate))
+    return tuple(predictions)
 
 
 def _find_warm_start(
@@ -139,6 +158,25 @@ def _find_warm_start(
     kind = found.records[0].match.kind if found.records else "none"
     on_event(RecordsMatched(kind=kind, num_records=len(found.records), stale=found.stale, refused=found.refused))
     return found, warm_start
+
+
+def _follow_recording(
+    problem: PlanningProblem, recorded: Sequence[TrialResult] | None, on_event: OnEvent
+) -> tuple[TrialResult, ...]:
+    """What a search tried that is over, in its order: what comes of it depends on no processor's last bits.
+
+    Raises:
+        InvalidInput: the question does not admit what was tried.
+    """
+    admitted = frozenset(problem.space.candidates)
+    for trial in recorded or ():
+        if trial.candidate not in admitted:
+            raise InvalidInput(
+                f"the recording tried {trial.candidate.label()}, which this question does not admit",
+                hint="ask the question that was recorded with the same version, or record again: --record FILE",
+            )
+        on_event(TrialFinished(result=trial))
+    return tuple(recorded or ())
 
 
 def _search(
@@ -164,22 +202,38 @@ def _search(
             on_event(TrialStarted(candidate=candidate))
             return run(candidate)
 
-        if backend.recorded_trials is None:
-            trials = run_search(
-                search, run_trial, problem.limits, on_trial, is_enough=warm_start.is_reproduced, study=study
-            )
-        else:
-            trials = backend.recorded_trials
-            for trial in trials:
-                on_trial(trial)
-        is_over = backend.recorded_trials is not None or warm_start.is_reproduced(trials)
-        fallback = None if is_over else choose_untried_fallback(trials, problem)
+        trials = run_search(
+            search, run_trial, problem.limits, on_trial, is_enough=warm_start.is_reproduced, study=study
+        )
+        trials = _try_doubtful_again(search, trials, study, run_trial, on_trial)
+        fallback = None if warm_start.is_reproduced(trials) else choose_untried_fallback(trials, problem)
         result = memoize(study, FALLBACK, fallback, run_trial) if fallback is not None else None
         if result is not None:
             trials = (*trials, result)
             on_trial(result)
-    for line in warm_start.contradictions(trials):
-        on_event(Notice(text=line, topic="profiles"))
+    return trials
+
+
+def _try_doubtful_again(
+    search: ResidualSearch,
+    trials: tuple[TrialResult, ...],
+    study: optuna.Study,
+    run_trial: TrialFunction,
+    on_trial: Callable[[TrialResult], None],
+) -> tuple[TrialResult, ...]:
+    """The trials, each that contradicts the others replaced by a repetition if that is faster: noise only slows."""
+    repeated: set[Candidate] = set()
+    while (doubtful := search.find_doubtful(trials)) and doubtful.candidate not in repeated:
+        repeated.add(doubtful.candidate)
+        again = memoize(study, "again", doubtful.candidate, run_trial)
+        if again is None or again.outcome != "ok":
+            break
+        on_trial(again)
+        seconds = [trial.median_step_seconds or math.inf for trial in (again, doubtful)]
+        if seconds[0] < seconds[1]:
+            cost = (again.wall_seconds or 0.0) + (doubtful.wall_seconds or 0.0)
+            kept = again.changed(wall_seconds=cost)
+            trials = tuple(kept if trial is doubtful else trial for trial in trials)
     return trials
 
 

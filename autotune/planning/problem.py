@@ -4,30 +4,23 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from autotune.cost import ONE_PROCESS, CostModel, Parallel
-from autotune.errors import InvalidInput, NothingFits
-from autotune.families import (
-    ResolvedModel,
-    check_weights,
-    fetch_model,
-    is_family_name,
-    is_on_hub,
-    read_parts,
-    resolve_model,
-)
+from autotune.errors import NothingFits
+from autotune.families import ResolvedModel, find_published, read_parts
+from autotune.hardware import shares_host_memory
 from autotune.knobs import TuningContext
 from autotune.planning.alternatives import (
-    LAST_RESORT,
     drop_beyond_host,
+    drop_block_swap,
     keep_shardable,
     min_required_bytes,
     suggest_relaxation,
 )
 from autotune.planning.backend import PlannerBackend
-from autotune.planning.request import PlanRequest, build_job, read_data
+from autotune.planning.elsewhere import NoGpu
+from autotune.planning.request import PlanRequest, ResolvedRequest, read_data, resolve_request_model
 from autotune.schema import Choice, HardwareProfile, Job, MemoryBudget, Workload, digest_of
 from autotune.search import SearchLimits, SearchSpace, drop_values
-from autotune.training import KEY_NAMES, describe_workload, device_misfits, require_even_shares
-from autotune.weights import BadWeights
+from autotune.training import KEY_NAMES, describe_workload, device_misfits
 
 
 @dataclass(frozen=True)
@@ -53,28 +46,27 @@ class PlanningProblem:
     """What is wrong with files of the data folder, one line each."""
 
     @classmethod
-    def build(cls, request: PlanRequest, hardware: HardwareProfile, backend: PlannerBackend) -> Self:
+    def build(cls, asked: PlanRequest | ResolvedRequest, hardware: HardwareProfile, backend: PlannerBackend) -> Self:
         """Resolve model and data, check parity, enumerate what may be tried, and build the cost model.
 
         Raises:
             InvalidInput: the model or the data cannot be used.
             NothingFits: the weights alone are too large in every format, or nothing can be tried on this machine.
         """
-        model, notes = _resolve(request)
-        if backend.needs_weights:
-            _require_weights_and_gpu(model, hardware)
-        dataset = read_data(request, model)
-        drops_captions = request.drops_captions
-        global_workload = describe_workload(model, dataset, request.workload_overrides, drops_captions=drops_captions)
-        require_even_shares(global_workload, request.num_processes)
+        needs_weights = backend.needs_weights
+        if isinstance(asked, PlanRequest):
+            asked = ResolvedRequest.build(asked, needs_weights=needs_weights)
+        request, model, global_workload, job = asked.request, asked.model, asked.workload, asked.job
+        if needs_weights:
+            require_devices(asked, hardware)
         workload = global_workload.share(request.num_processes)
         budget = request.memory_budget or hardware.device.budget
         if request.is_local:
             context = TuningContext(hardware, model.family, workload, budget)
-            choices = request.space(context, also=LAST_RESORT).choices
+            choices = request.space(context).choices
             hardware = backend.check_parity(context, choices, model)
         cost, space = _choose_strategy(request, model, workload, hardware, _share_of_budget(request, hardware, budget))
-        job = build_job(request, model, dataset, global_workload.effective_batch_size)
+        _require_host_memory(space, cost)
         return cls(
             replace(request, model=job.pinned_model),
             hardware,
@@ -84,8 +76,8 @@ class PlanningProblem:
             space,
             cost,
             job,
-            notes,
-            dataset.problem_summary if dataset else (),
+            asked.notes,
+            asked.dataset.problem_summary if asked.dataset else (),
         )
 
     @property
@@ -115,46 +107,51 @@ class PlanningProblem:
         return {**keys, **own, "processes": processes}
 
 
+def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
+    """Raise NothingFits if the host is too small for any run, whatever the device holds."""
+    host, kind = cost.hardware.host, cost.hardware.device.memory_kind
+    if shares_host_memory(kind) or not space.candidates:
+        return
+    least = min(space.candidates, key=lambda candidate: candidate.swapped_blocks)
+    needed, there = cost.predict(least).host_memory_bytes, host.available_memory_bytes
+    if needed > there:
+        raise NothingFits(
+            f"a run needs {needed / 2**30:.1f} GiB of the host's memory, {there / 2**30:.1f} GiB are available",
+            hint="close other programs, or take a host with more memory (of a GPU by name: --host-memory)",
+        )
+
+
 def list_choices(request: PlanRequest, hardware: HardwareProfile) -> SearchSpace:
     """What a search for the request could choose on this machine, and what it could not and why."""
-    model, _ = _resolve(request)
+    model, _ = resolve_request_model(request)
     data, drops_captions = read_data(request, model), request.drops_captions
     workload = describe_workload(model, data, request.workload_overrides, drops_captions=drops_captions)
     return request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 
-def _resolve(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
-    """The model; from the hub come its tokenizers, if there are captions to count, and unknown architectures."""
-    known = is_family_name(request.model)
-    if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
-        return resolve_model(request.model), ()
-    try:
-        return fetch_model(request.model, weights=False), ()
-    except BadWeights as error:
-        if not known:
-            raise
-        note = f"captions are assumed to have the usual length: {error.message}"
-        return resolve_model(request.model), (note,)
+def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> None:
+    """Whether the request can be tried on this machine at all, by facts alone: no rate need be measured for that.
 
-
-def _require_weights_and_gpu(model: ResolvedModel, hardware: HardwareProfile) -> None:
-    if model.folder is not None:
-        check_weights(model)
-    elif hardware.device.kind == "cpu":
-        spec = model.spec
-        raise NothingFits(
-            f"{spec.name} ({spec.num_parameters / 1e9:.1f}B parameters) cannot be tried here: this machine has no GPU",
-            hint=f"plan for a GPU by name: autotune plan --model {model.family.name} --hardware nvidia-rtx-4090 "
-            "(all: autotune probe --list)",
-        )
+    Raises:
+        NothingFits: a published model asks for a GPU, or more processes for more GPUs than there are.
+        InvalidInput: a knob or a value that is pinned or excluded does not exist.
+    """
+    request, model = resolved.request, resolved.model
+    if model.folder is None and hardware.device.kind == "cpu":
+        _, published = find_published(request.model) or (model.family, model.family.models[0])
+        raise NoGpu.build(model.family, published, request.text("data"))
+    if not request.is_local:
+        return
+    if request.num_processes > 1 and (misfits := device_misfits(request.num_processes, hardware)):
+        raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
+    workload = resolved.workload.share(request.num_processes)
+    request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 
 def _share_of_budget(request: PlanRequest, hardware: HardwareProfile, budget: MemoryBudget) -> MemoryBudget:
     """What one process may take: each has a device of its own, but on CPU they share the memory."""
-    number = request.num_processes
-    if number > 1 and request.is_local and (misfits := device_misfits(number, hardware)):
-        raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
-    return budget.changed(num_bytes=budget.num_bytes // number) if hardware.device.kind == "cpu" else budget
+    is_shared = hardware.device.kind == "cpu"
+    return budget.changed(num_bytes=budget.num_bytes // request.num_processes) if is_shared else budget
 
 
 def _choose_strategy(
@@ -177,11 +174,8 @@ def _choose_strategy(
     )
     space = request.space(cost.context)
     if number == 1:
-        if not _fits(space, cost, cautious=request.is_local):
-            wider = drop_beyond_host(request.space(cost.context, also=LAST_RESORT), cost)
-            space = wider if _fits(wider, cost) else space
-        return cost, _drop_too_heavy(request, space, cost)
-    space = _without_block_swap(space, number)
+        return cost, drop_beyond_host(_drop_too_heavy(request, space, cost), cost)
+    space = drop_block_swap(space, number)
     try:
         lighter = _drop_too_heavy(request, space, cost)
         if _fits(lighter, cost):
@@ -196,21 +190,11 @@ def _choose_strategy(
     return cost, _drop_too_heavy(request, plain, cost)
 
 
-def _without_block_swap(space: SearchSpace, num_processes: int) -> SearchSpace:
-    why = "several processes shard the weights instead"
-    dropped: dict[Choice, str] = {number: why for number in space.choices["swapped_blocks"] if number}
-    space = drop_values(space, "swapped_blocks", dropped)
-    if not space.candidates:
-        what = f"blocks cannot be swapped with --gpus {num_processes}: {why}"
-        raise InvalidInput(what, hint="leave one of them out")
-    return space
-
-
-def _fits(space: SearchSpace, cost: CostModel, *, cautious: bool = False) -> bool:
-    """Whether anything is predicted to fit, `cautious` as a search is before its first trial."""
+def _fits(space: SearchSpace, cost: CostModel) -> bool:
+    """Whether anything is predicted to fit."""
     budget = cost.training_budget.num_bytes
     light = [candidate for candidate in space.candidates if cost.weight_bytes(candidate) <= budget]
-    return bool(light) and min_required_bytes(light, cost, cautious=cautious) <= budget
+    return bool(light) and min_required_bytes(light, cost) <= budget
 
 
 def _drop_too_heavy(request: PlanRequest, space: SearchSpace, cost: CostModel) -> SearchSpace:

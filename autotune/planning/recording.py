@@ -1,23 +1,21 @@
 """A search as a file, to plan from again without the machine: `autotune plan --record FILE`, later `--replay FILE`.
 
 JSON lines. The first holds the versions and the hardware; each other one a record of another search that was at hand,
-or a trial. Planning from it is a pure function: the same file and request give the same plan, byte for byte.
+or a trial. Planning from it is a pure function: its trials are taken in their order, not chosen anew, so that the same
+file and request give the same plan, byte for byte, on any machine.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.cost import CostModel
 from autotune.errors import InvalidInput
 from autotune.planning.backend import PlannerBackend
-from autotune.runtime import write_text_atomic
+from autotune.runtime import read_bounded, write_text_atomic
 from autotune.schema import (
     SCHEMA_VERSION,
-    Candidate,
     HardwareProfile,
     MemoryBudget,
     TrainingPlan,
@@ -25,7 +23,6 @@ from autotune.schema import (
     Workload,
     migrate,
 )
-from autotune.search import TrialFunction
 from autotune.sharing import MatchedRecord, Record, StoreMatches, compare, usable_trials
 
 MAX_RECORDING_BYTES = 64 << 20
@@ -40,8 +37,6 @@ class Recording:
     records: tuple[tuple[str, Record], ...]
     """Of other searches, with their names."""
     trials: tuple[TrialResult, ...]
-    shared: bool = False
-    """Whether several workers may have searched: what each tried went by what the others were at, which is gone."""
     memory_budget: MemoryBudget | None = None
     """What a run might use of the device; None for what the device left."""
 
@@ -51,19 +46,17 @@ def recording_of(
     hardware: HardwareProfile,
     known: Sequence[MatchedRecord],
     *,
-    shared: bool = False,
     memory_budget: MemoryBudget | None = None,
 ) -> Recording:
     """What it takes to make `plan` again, of what was `known` then."""
     records = tuple((item.name, item.record) for item in known if item.name in plan.frozen.records)
-    return Recording(plan.frozen.autotune_version, hardware, records, plan.frozen.trials, shared, memory_budget)
+    return Recording(plan.frozen.autotune_version, hardware, records, plan.frozen.trials, memory_budget)
 
 
 def write_recording(path: Path, recording: Recording) -> None:
     """Write it whole or not at all."""
     head = {
         "schema_version": SCHEMA_VERSION,
-        **({"shared": True} if recording.shared else {}),
         "autotune_version": recording.autotune_version,
         "hardware": recording.hardware.model_dump(mode="json", exclude_defaults=True),
     }
@@ -82,9 +75,7 @@ def read_recording(path: Path) -> Recording:
     """
     hint = "recordings are written by `autotune plan --record FILE`"
     try:
-        if path.stat().st_size > MAX_RECORDING_BYTES:
-            raise InvalidInput(f"{path} is too large for a recording", hint=hint)
-        content = path.read_bytes()
+        content = read_bounded(path, MAX_RECORDING_BYTES)
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint=hint) from error
     try:
@@ -103,7 +94,6 @@ def _parse_recording(content: bytes) -> Recording:
         hardware=_parsed(HardwareProfile, head["hardware"]),
         records=tuple((str(line["name"]), _parsed(Record, line["record"])) for line in lines if "record" in line),
         trials=tuple(_parsed(TrialResult, line["trial"]) for line in lines if "record" not in line),
-        shared=head.get("shared") is True,
         memory_budget=_parsed(MemoryBudget, head["memory_budget"]) if "memory_budget" in head else None,
     )
 
@@ -113,21 +103,7 @@ def _parsed(kind: Any, data: object) -> Any:
 
 
 def replayed(recording: Recording) -> PlannerBackend:
-    """PlannerBackend in which everything goes as it went then."""
-    results = {trial.candidate: trial for trial in recording.trials if not trial.confirms}
-    confirmed = {trial.candidate: trial for trial in recording.trials if trial.confirms}
-
-    def run(candidate: Candidate) -> TrialResult:
-        if candidate not in results:
-            raise InvalidInput(
-                f"the recording has no trial of {candidate.label()}, which this search asks for",
-                hint="ask the question that was recorded with the same version, or record again: --record FILE",
-            )
-        return results[candidate]
-
-    @contextmanager
-    def trials(model: str, cost: CostModel) -> Iterator[TrialFunction]:
-        yield run
+    """PlannerBackend in which everything is as it was then; it starts no trial."""
 
     def find_matches(hardware: HardwareProfile, workload: Workload, budget_bytes: int) -> StoreMatches:
         return StoreMatches(
@@ -145,11 +121,9 @@ def replayed(recording: Recording) -> PlannerBackend:
         )
 
     return PlannerBackend(
-        trials,
-        find_matches,
-        recording.autotune_version,
+        find_matches=find_matches,
+        autotune_version=recording.autotune_version,
         needs_weights=False,
         check_parity=lambda context, choices, model: context.hardware,
-        rehearse=lambda model, cost, candidate, max_seconds: confirmed.get(candidate),
-        recorded_trials=tuple(results.values()) if recording.shared else None,
+        recorded_trials=recording.trials,
     )

@@ -1,16 +1,24 @@
 """What a user asks of a planner, and the job that comes with the answer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from autotune.data import Dataset, DatasetOptions, read_dataset
-from autotune.families import ResolvedModel
+from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext
-from autotune.schema import Job, MemoryBudget, TrainingPlan, job_from
+from autotune.schema import Job, MemoryBudget, TrainingPlan, Workload, job_from
 from autotune.search import SearchSpace, StudyLocation, build_search_space
-from autotune.training import WorkloadOverrides, check_job, overrides_from
+from autotune.training import (
+    WorkloadOverrides,
+    check_job,
+    describe_workload,
+    overrides_from,
+    require_even_shares,
+    require_separate_output,
+)
+from autotune.weights import BadWeights
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,14 @@ class PlanRequest:
         """Fields of `CachingSettings` that are pinned."""
         return {name.removeprefix(PIN): value for name, value in self.pins if name.startswith(PIN)}
 
-    def space(self, context: TuningContext, also: str | None = None) -> SearchSpace:
-        """What may be tried for `context`, with the values on request of the knob `also`.
+    def space(self, context: TuningContext) -> SearchSpace:
+        """What may be tried for `context`.
 
         Raises:
             InvalidInput, NothingFits: as `build_search_space`.
         """
         pins = [pin for pin in self.pins if not pin[0].startswith(PIN)]
-        return build_search_space(context, pins, self.exclusions, also=also)
+        return build_search_space(context, pins, self.exclusions)
 
     @property
     def drops_captions(self) -> bool:
@@ -113,6 +121,7 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
         "learning_rate": defaults.learning_rate,
         "weight_decay": defaults.weight_decay,
         "max_grad_norm": 1.0,
+        "timestep_sampling": defaults.timestep_sampling,
         "timestep_shift": defaults.timestep_shift,
         "guidance_scale": defaults.training_guidance,
         "seed": 0,
@@ -129,3 +138,60 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
         job = job.changed(num_steps=job.steps_on(dataset.epoch_size, effective_batch_size))
     check_job(job, model.family)
     return job
+
+
+@dataclass(frozen=True)
+class ResolvedRequest:
+    """A request with its model, data and job, read and found sound: all that can be wrong whatever the machine."""
+
+    request: PlanRequest
+    model: ResolvedModel
+    dataset: Dataset | None
+    workload: Workload
+    """Of all processes that train together."""
+    job: Job
+    notes: tuple[str, ...]
+    """What the user should know about how the request was understood."""
+
+    @classmethod
+    def build(cls, request: PlanRequest, *, needs_weights: bool = True) -> "ResolvedRequest":
+        """Read what the request names; with `needs_weights`, the headers of a local model's weights too.
+
+        Raises:
+            InvalidInput, InvalidPlan: the model, the data or a value of the job cannot be used.
+        """
+        model, notes = resolve_request_model(request)
+        if needs_weights and model.folder is not None:
+            check_weights(model)
+        dataset = read_data(request, model)
+        request, rounded = _with_even_batch(request, model.family.defaults.effective_batch_size)
+        overrides, drops_captions = request.workload_overrides, request.drops_captions
+        workload = describe_workload(model, dataset, overrides, drops_captions=drops_captions)
+        require_even_shares(workload, request.num_processes)
+        job = build_job(request, model, dataset, workload.effective_batch_size)
+        require_separate_output(job)
+        return cls(request, model, dataset, workload, job, (*notes, *rounded))
+
+
+def _with_even_batch(request: PlanRequest, default: int) -> tuple[PlanRequest, tuple[str, ...]]:
+    """The request with an effective batch that its processes can share, if the user named none; and a note of that."""
+    number, overrides = request.num_processes, request.workload_overrides
+    if overrides.effective_batch_size is not None or default % number == 0:
+        return request, ()
+    batch = -(-default // number) * number
+    note = f"an effective batch of {batch}: {number} GPUs cannot share the usual {default} evenly; --batch sets another"
+    return replace(request, workload_overrides=replace(overrides, effective_batch_size=batch)), (note,)
+
+
+def resolve_request_model(request: PlanRequest) -> tuple[ResolvedModel, tuple[str, ...]]:
+    """The model; from the hub come its tokenizers, if there are captions to count, and unknown architectures."""
+    known = find_published(request.model) is not None
+    if not is_on_hub(request.model) or (known and not (request.is_local and request.path("data"))):
+        return resolve_model(request.model), ()
+    try:
+        return fetch_model(request.model, weights=False), ()
+    except BadWeights as error:
+        if not known:
+            raise
+        note = f"captions are assumed to have the usual length: {error.message}"
+        return resolve_model(request.model), (note,)

@@ -54,4 +54,10 @@ def _quantize_rows(rows: torch.Tensor, config: Any) -> "tuple[Any, dict[str, tor
     # Taken out of the layer: torchao binds a method to it, a cycle that lives until the collector comes by.
     quantized: Any = layer._parameters.pop("weight")
     names, context = quantized.__tensor_flatten__()
-    return type(quantized), {name: getattr(quantized, name) for name in names}, context
+    parts = {name: getattr(quantized, name) for name in names}
+    if not rows.is_meta and parts["qdata"].dtype == torch.float8_e4m3fn:
+        # torchao scales a row by its largest value, so rows of zeros became 0 / 0. Rows with NaN keep their own scale.
+        is_empty = parts["scale"] == 0
+        parts["scale"].masked_fill_(is_empty, 1)
+        parts["qdata"].view(torch.uint8).masked_fill_(is_empty, 0)  # the bits of zero
+    return type(quantized), parts, context

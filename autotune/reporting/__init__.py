@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.reporting.audit import audit_lines, audit_markdown
+    from autotune.reporting.configs import export_lines, import_lines
     from autotune.reporting.data import data_report_lines
     from autotune.reporting.difference import difference_lines, differences
+    from autotune.reporting.elsewhere import elsewhere_lines
     from autotune.reporting.estimate import estimate_text
     from autotune.reporting.hardware import catalog_view, findings_view, profile_view
     from autotune.reporting.models import model_lines
@@ -21,11 +24,12 @@ if TYPE_CHECKING:
         plan_lines,
         prediction_lines,
         records_lines,
+        train_hint,
         trial_row,
         workload_lines,
     )
     from autotune.reporting.records import record_difference_lines, record_lines, record_list_lines
-    from autotune.reporting.run import report_lines, step_text
+    from autotune.reporting.run import after_training_lines, report_lines, step_text
     from autotune.reporting.text import count_text, cut, memory_text, printable, printable_lines, seconds_text, wrapped
     from autotune.reporting.weights import weights_lines
 else:

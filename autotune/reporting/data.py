@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 from autotune.data import MAX_CROP, MAX_UPSCALING, DataReport
-from autotune.reporting.text import wrapped
+from autotune.reporting.text import capped, wrapped
+
+MAX_NAMED = 20
+"""Files of a kind, and shapes, that are listed one by one."""
 
 TITLES = {
     "captionless": "without a caption (write NAME.txt, or give --caption or --trigger)",
@@ -12,6 +15,7 @@ TITLES = {
     "duplicate": "the same as another, left out",
     "control": "without a control image, left out",
     "short": "too short for a clip, left out",
+    "run": "the output of training, left out",
     "unsupported": "of a format that is not read, left out",
     "metadata": "wrong in metadata.jsonl",
 }
@@ -28,6 +32,8 @@ def _texts(report: DataReport) -> Iterator[str]:
     yield f"{report.folder}: {report.num_usable} usable image(s)" + (
         "" if report.can_train else f", cannot be trained on{why}"
     )
+    if report.epoch_size != report.num_usable:
+        yield f"  an epoch shows {report.epoch_size}: repeats of folders such as 10_dog, or of metadata.jsonl"
     if report.num_with_controls:
         yield f"  {report.num_with_controls} with control images"
     if report.caption_words:
@@ -36,9 +42,12 @@ def _texts(report: DataReport) -> Iterator[str]:
     if report.buckets:
         yield ""
         yield f"Shapes at {report.resolution_px} px"
-    for bucket in report.buckets:
-        frames = f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else ""
-        yield f"  {bucket.width_px:>5} x {bucket.height_px:<5}{frames} {bucket.num_items:>6}"
+    frames = [f" x {bucket.num_frames} frames" if bucket.num_frames > 1 else "" for bucket in report.buckets]
+    shapes = [
+        f"{bucket.width_px:>5} x {bucket.height_px:<5}{clip} {bucket.num_items:>6}"
+        for bucket, clip in zip(report.buckets, frames, strict=True)
+    ]
+    yield from (f"  {line}" for line in capped(shapes, MAX_NAMED, " shapes: --json lists all"))
     yield from _remarks(report)
     yield from _problems(report)
 
@@ -47,7 +56,7 @@ def _remarks(report: DataReport) -> Iterator[str]:
     if report.num_enlarged:
         yield f"  {report.num_enlarged} scaled up more than {MAX_UPSCALING}x: use larger originals or less resolution"
     if report.cropped:
-        named = ", ".join(report.cropped[:3]) + (", ..." if len(report.cropped) > 3 else "")
+        named = ", ".join(capped(report.cropped, 3, ""))
         yield f"  {len(report.cropped)} cropped by more than {MAX_CROP:.0%} of the area: {named}"
     if report.num_unverified:
         yield f"  {report.num_unverified} not decoded for lack of time: damage shows when they are encoded"
@@ -59,4 +68,5 @@ def _problems(report: DataReport) -> Iterator[str]:
         if of_kind:
             yield ""
             yield f"{len(of_kind)} {title}"
-        yield from (f"  {problem.file}: {problem.message}" for problem in of_kind)
+        lines = [f"{problem.file}: {problem.message}" for problem in of_kind]
+        yield from (f"  {line}" for line in capped(lines, MAX_NAMED, ": --json names all"))

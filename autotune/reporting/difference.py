@@ -51,7 +51,7 @@ def _facts(plan: TrainingPlan, price_per_hour: float | None) -> Iterator[tuple[s
     yield "num_steps", plan.job.num_steps
     yield "run_seconds", plan.job_seconds
     if price_per_hour is not None:
-        yield "cost", price_per_hour * plan.job_seconds / 3600
+        yield "cost", plan.cost_at(price_per_hour)
     yield "search_seconds", frozen.search_seconds
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from autotune.reporting.text import WIDTH, memory_text, seconds_text, wrapped
+from autotune.reporting.text import WIDTH, memory_text, seconds_text, uncertainty_text, wrapped
 from autotune.schema import Estimate
 
 PARTS = {
@@ -47,14 +47,14 @@ def estimate_text(estimate: Estimate) -> str:
         f"  adapter     rank {workload.rank} on {workload.targets}, effective batch {workload.effective_batch_size}",
         *_settings(estimate),
         "",
-        f"Training step: {memory_text(prediction.peak_memory_bytes)} (+-{prediction.memory_uncertainty:.0%})",
+        f"Training step: {memory_text(prediction.peak_memory_bytes)}{uncertainty_text(prediction.memory_uncertainty)}",
         *_table({PARTS[k]: v for k, v in train.breakdown if v}, memory_text),
         "",
         "Phases",
         *_table({phase.name: phase.peak_memory_bytes for phase in prediction.phases}, memory_text),
         f"  {'host memory':24}{memory_text(prediction.host_memory_bytes):>14}",
         "",
-        f"Step time: {prediction.step_seconds:.3g} s (+-{prediction.time_uncertainty:.0%}),"
+        f"Step time: {prediction.step_seconds:.3g} s{uncertainty_text(prediction.time_uncertainty)},"
         f" {prediction.images_per_second:.3g} images/s",
         *_table({KINDS[k]: v for k, v in prediction.step_time if k in KINDS and v > 0}, seconds_text),
         *([f"  of which recomputing    {seconds_text(recompute):>14}"] if recompute else []),
@@ -87,7 +87,8 @@ def _table(values: dict[str, float], form: Callable[[float], str]) -> list[str]:
 def _job(estimate: Estimate) -> list[str]:
     job = estimate.job
     lines = [
-        f"Job of {estimate.num_steps} steps: {seconds_text(job.total_seconds)}",
+        f"Job of {estimate.num_steps} steps: {seconds_text(job.total_seconds)}"
+        f"{uncertainty_text(estimate.prediction.time_uncertainty)}",
         *([f"  compile {seconds_text(job.compile_seconds)}"] if job.compile_seconds else []),
         f"  load {seconds_text(job.load_seconds)}, caches {seconds_text(job.cache_seconds)},"
         f" previews {seconds_text(job.preview_seconds)}, saves {seconds_text(job.save_seconds)}",

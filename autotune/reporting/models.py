@@ -12,5 +12,6 @@ def model_lines(models: Sequence[ModelSpec]) -> list[str]:
     for model in models:
         defaults = FAMILIES[model.family].defaults
         size = f"{model.num_parameters / 1e9:>10.2f}B{model.num_blocks:>8}"
-        lines.append(f"{model.family:<24}{size}  rank {defaults.rank}, {defaults.resolution_px} px")
+        doubt = "" if FAMILIES[model.family].models[0].source else "  (unverified: built from diffusers' classes)"
+        lines.append(f"{model.family:<24}{size}  rank {defaults.rank}, {defaults.resolution_px} px{doubt}")
     return lines

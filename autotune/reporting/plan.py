@@ -1,13 +1,16 @@
 """A plan and its trials as text for a terminal of 80 columns."""
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from autotune.knobs import KNOBS, describe_caching
-from autotune.reporting.text import count_text, memory_text, seconds_text, wrapped
+from autotune.reporting.text import capped, count_text, memory_text, seconds_text, uncertainty_text, wrapped
 from autotune.schema import (
     Bucket,
     Candidate,
     CheckResult,
+    Expected,
     Prediction,
     RecordsMatched,
     TrainingPlan,
@@ -40,7 +43,7 @@ def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
     """The workload that is planned for, shown before the first trial."""
     model, largest = workload.model, workload.largest_bucket
     count = sum(b.num_items for b in workload.buckets)
-    sizes = ", ".join(f"{_size(b)} ({b.num_items})" for b in workload.buckets)
+    sizes = ", ".join(capped([f"{_size(b)} ({b.num_items})" for b in workload.buckets], MAX_SIZES, " sizes"))
     kind = "image" if largest.num_frames == 1 else "clip"
     data = f"{count} {kind}s: {sizes}" if count > 1 else f"one {kind} of {_size(largest)}"
     longest, usual = workload.max_text_tokens, mean_text_tokens(workload)
@@ -64,7 +67,8 @@ def prediction_lines(predictions: Sequence[Prediction], budget_bytes: int) -> li
     ordered = sorted(predictions, key=lambda prediction: prediction.step_seconds)
     fitting = [p for p in ordered if p.required_memory_bytes <= budget_bytes]
     others = [p for p in ordered if p.required_memory_bytes > budget_bytes]
-    lines = [f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {memory_text(budget_bytes)}"]
+    times = f"; times{uncertainty_text(ordered[0].time_uncertainty)}" if ordered else ""
+    lines = [f"{len(fitting)} of {len(ordered)} candidates are predicted to fit in {memory_text(budget_bytes)}{times}"]
     lines.append(TRIAL_HEADER.replace("step mem outcome", " run mem verdict"))
     nearest = sorted(others, key=lambda prediction: prediction.required_memory_bytes)
     rows = [(p, "fits") for p in fitting[:5]] + [(p, _neediest(p)) for p in (others if fitting else nearest)[:3]]
@@ -80,6 +84,8 @@ def _neediest(prediction: Prediction) -> str:
     return f"no: {phase.name}"
 
 
+MAX_SIZES = 8
+"""Sizes of images that are named one by one."""
 MAX_REASONS = 5
 """Records of a kind that are named one by one."""
 
@@ -93,9 +99,7 @@ def records_lines(event: RecordsMatched) -> list[str]:
     }
     texts = [found[event.kind]] if event.kind in found else []
     for reasons, command in ((event.stale, "list --why"), (event.refused, "verify")):
-        texts += reasons[:MAX_REASONS]
-        if len(reasons) > MAX_REASONS:
-            texts.append(f"... and {len(reasons) - MAX_REASONS} more: `autotune profiles {command}`")
+        texts += capped(reasons, MAX_REASONS, f": `autotune profiles {command}`")
     lines = [note_text(text, "profiles") for text in texts]
     return [*lines, ""] if lines else []
 
@@ -110,9 +114,11 @@ def knob_lines(space: SearchSpace) -> list[str]:
     lines = []
     for name, choices in space.choices.items():
         lines.append(f"{name}: {', '.join(map(str, choices))}")
+        against: dict[tuple[str, str], list[str]] = {}
         for one in space.rejected[name]:
             word = "to pin" if one.choice in space.on_request[name] else "not"
-            lines.append(f"    {word} {one.choice}: {one.reason}")
+            against.setdefault((word, one.reason), []).append(str(one.choice))
+        lines += [f"    {word} {', '.join(values)}: {reason}" for (word, reason), values in against.items()]
     return [part for line in lines for part in wrapped(line, 4)]
 
 
@@ -129,24 +135,44 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
         *settings_lines(plan.frozen.settings, plan.frozen.workload.share(hardware.num_processes)),
         f"text encoder   {describe_caching(plan.frozen.caching)}",
         *(several if hardware.num_processes > 1 else ()),
-        f"speed          {seconds_text(expected.step_seconds)} per step, {expected.images_per_second:.2f} images/s"
+        f"speed          {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per step,"
+        f" {expected.images_per_second:.2f} images/s"
         f" ({expected.evidence})",
         f"step memory    {memory_text(expected.peak_memory_bytes)} at the peak of a training step",
         f"run memory     {memory_text(expected.required_memory_bytes)} in the phase that needs most;"
         f" a run may take {memory_text(hardware.budget_bytes)}",
+        *_host_line(expected),
         job_line(plan),
         _search_line(plan),
         *_notes(plan),
     ]
 
 
+def _host_line(expected: Expected) -> list[str]:
+    if expected.host_memory_bytes is None:
+        return []
+    return [f"host memory    {memory_text(expected.host_memory_bytes)} of the computer's own, in the neediest phase"]
+
+
+def train_hint(plan: TrainingPlan, file: Path) -> str:
+    """Where the plan was written, and the command that trains it, with what the plan does not name."""
+    job, words = plan.job, ["autotune", "train", str(file)]
+    words += ["--data", "FOLDER"] if job.data is None else []
+    words += ["--control", "FOLDER"] if plan.frozen.workload.num_control_images and job.control is None else []
+    where = f"on {plan.frozen.hardware.device_name} " if plan.frozen.expected.evidence == "predicted" else ""
+    return f"written to {file}; {where}train it with: {shlex.join(words)}"
+
+
 def job_line(plan: TrainingPlan) -> str:
     """How long the job will take, from loading to the last checkpoint, and its cost if the plan has a price."""
     cost = plan.job_cost
-    price = f", {cost:.2f} at {plan.frozen.expected.price_per_hour:.2f} an hour" if cost is not None else ""
+    number = plan.frozen.hardware.num_processes
+    gpus = f"{number} GPUs, each " if number > 1 else ""
+    price = f", {cost:.2f} for {gpus}{plan.frozen.expected.price_per_hour:.2f} an hour" if cost is not None else ""
+    total = seconds_text(plan.job_seconds) + uncertainty_text(plan.frozen.expected.time_uncertainty)
     if plan.job.num_train_epochs is not None:  # how many steps they take, the data will tell
         return f"the job        {plan.job.num_train_epochs} epochs"
-    return f"the job        {plan.job.num_steps} steps, {seconds_text(plan.job_seconds)} in all{price}"
+    return f"the job        {plan.job.num_steps} steps, {total} in all{price}"
 
 
 def _notes(plan: TrainingPlan) -> list[str]:
@@ -159,25 +185,14 @@ def _search_line(plan: TrainingPlan) -> str:
     if plan.frozen.expected.evidence == "predicted":
         return "the search     predictions alone; nothing has run"
     count = sum(not trial.confirms for trial in plan.frozen.trials)
-    cost = f"{count} trial{'s' * (count > 1)} in {seconds_text(plan.frozen.search_seconds)}"
-    return f"the search     {cost}{_saving(plan)}"
+    return f"the search     {count} trial{'s' * (count > 1)} in {seconds_text(plan.frozen.search_seconds)}"
 
 
-def _saving(plan: TrainingPlan) -> str:
-    """Time saved compared with the first trial that ran, whose settings need no measurement."""
-    ran = (t.median_step_seconds for t in plan.frozen.trials if t.outcome == "ok" and t.median_step_seconds)
-    per_step = next(ran, 0.0) - plan.frozen.expected.step_seconds
-    saved = per_step * plan.job.num_steps
-    if saved < 1:
-        return "; the safest settings are no slower"
-    return f"; saves {seconds_text(saved)} of the run"
-
-
-def check_lines(result: CheckResult, plan_file: str) -> list[str]:
-    """Whether the plan of this file fits, or each reason why it does not."""
+def check_lines(result: CheckResult, plan_file: str, machine: str = "this machine") -> list[str]:
+    """Whether the plan of this file fits the machine, or each reason why it does not."""
     if result.fits:
-        return [f"{plan_file} is valid and fits this machine"]
-    return [line for misfit in result.misfits for line in wrapped(f"does not fit: {misfit}")]
+        return [f"{plan_file} is valid and fits {machine}"]
+    return [line for misfit in result.misfits for line in wrapped(f"does not fit {machine}: {misfit}")]
 
 
 def explain_lines(plan: TrainingPlan) -> list[str]:

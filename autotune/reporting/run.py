@@ -1,5 +1,7 @@
 """A training run's report as text: promised against measured, and a verdict on the adapter."""
 
+import shlex
+from pathlib import Path
 from statistics import median
 
 from autotune.reporting.text import memory_text, seconds_text, wrapped
@@ -33,6 +35,20 @@ def report_lines(report: RunReport) -> list[str]:
         *(f"warning: {warning}" for warning in report.warnings),
     ]
     return [part for line in lines for part in wrapped(line)]
+
+
+def after_training_lines(report: RunReport, output: Path, report_to: str) -> list[str]:
+    """Where the adapter is, and the commands that come next."""
+    folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
+    converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
+    curves = [("curves", f"tensorboard --logdir {folder}")] if report_to == "tensorboard" else []
+    steps = [
+        ("adapter", str(output / report.adapter)),
+        ("more pictures", f"autotune sample {folder} --prompt TEXT"),
+        ("for ComfyUI", f"autotune weights convert {adapter} {converted} --format comfyui"),
+        *curves,
+    ]
+    return [f"{title:<15}{command}" for title, command in steps]  # not wrapped: commands are copied
 
 
 def error_lines(error: QuantizationError, storage: str) -> list[str]:

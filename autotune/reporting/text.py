@@ -1,6 +1,7 @@
 """Numbers in short form with units, and lines that fit a terminal."""
 
 import textwrap
+from collections.abc import Sequence
 
 WIDTH = 80
 
@@ -37,11 +38,22 @@ def seconds_text(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def uncertainty_text(share: float | None) -> str:
+    """` ±25%`, to follow a predicted quantity; nothing if it was measured."""
+    return "" if share is None else f" ±{share:.0%}"
+
+
 def wrapped(text: str, hanging: int = 2) -> list[str]:
     """`text` in lines of `WIDTH`, later ones indented by `hanging` more; one empty line if it is empty."""
     plain = printable(text)
     indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
     return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def capped(lines: Sequence[str], limit: int, rest: str) -> list[str]:
+    """The first `limit` lines; of more, how many there are, and in the words of `rest` where to find them."""
+    more = len(lines) - limit
+    return [*lines[:limit], f"... and {more} more{rest}"] if more > 0 else list(lines)
 
 
 def cut(text: str) -> str:

@@ -6,22 +6,32 @@ from autotune.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.runtime.failures import error_from, error_line, explain_error
-    from autotune.runtime.files import atomic_write, require_writable, write_text_atomic
+    from autotune.runtime.files import (
+        PART_FILES,
+        atomic_write,
+        open_regular,
+        read_bounded,
+        require_writable,
+        write_text_atomic,
+    )
     from autotune.runtime.launching import ignore_other_launchers, is_first_process, launch, started_by_launcher
     from autotune.runtime.lazy import lazy_exports
     from autotune.runtime.memory import (
         allocated_bytes,
         device_peak_bytes,
+        drop_mapped_pages,
         host_peak_bytes,
         measure_peak_memory,
         release_memory,
         reset_host_peak,
+        trim_heap,
     )
     from autotune.runtime.paths import cache_path, data_path, shipped_path
     from autotune.runtime.process import prepare_process
     from autotune.runtime.quiet import redirect_stderr, silence_libraries, silence_progress_bars
     from autotune.runtime.resources import is_out_of_memory, require_free_disk, reraise_disk_full, reraise_oom
     from autotune.runtime.signals import catch_stop_signals, interrupt_on_signal, preempt_on_signal
+    from autotune.runtime.urls import ESCAPE_CHARACTERS, SCHEME, describe_url, is_clear_url, quote_error
     from autotune.runtime.version import __version__
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

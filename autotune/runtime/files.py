@@ -1,11 +1,16 @@
-"""Writes files atomically: a file that is only partly written never has the name that readers look for."""
+"""Writes files atomically, so that what readers look for is never half written; reads untrusted ones within limits."""
 
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+PART_FILES = f".*.{'[0-9a-f]' * 16}.part"
+"""Pattern for files that `atomic_write` was writing when its process was killed."""
 
 
 @contextmanager
@@ -34,6 +39,35 @@ def write_text_atomic(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that may be untrusted: reading it never waits, as for a pipe, nor goes on for ever, as for a device.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """The content of a file that may be untrusted; never more than the limit is held in memory.
+
+    Raises:
+        OSError: as `open_regular`, or it is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than the {max_bytes >> 10:,} KiB that are read of such a file", str(path))
+    return content
 
 
 def _new_part(path: Path) -> Path:

@@ -38,20 +38,28 @@ OUT_OF_MEMORY_MESSAGES = (
     "out of memory",
     "not enough memory",
     "alloc_failed",
+    "error_out_of_memory",
+    "errormemoryallocation",
+    "err 2 != cuda_success",
     "can't allocate memory",
     "cannot allocate memory",
+    "bad_alloc",
+    "can't start new thread",
     "failed to map segment",
     "resource temporarily unavailable",
     "unable to find an engine to execute this computation",
 )
 """Parts of the messages of errors of other types, in lower case. `alloc_failed`: cuBLAS and cuDNN, whose first product
-on a full card finds no room for a handle. The last three: loading a library and starting a thread under a memory limit,
-and a convolution of cuDNN that finds no room for the workspace of any engine (aten/src/ATen/native/cudnn/Conv_v8.cpp,
-`try_configs`)."""
+on a full card finds no room for a handle. The next three: `CUDA_ERROR_OUT_OF_MEMORY` of the driver, by its name or
+number, and `cudaErrorMemoryAllocation` of the runtime. The others: C++, loading a library and
+starting a thread under a memory limit, and a convolution of cuDNN that finds no room for the workspace of any engine
+(aten/src/ATen/native/cudnn/Conv_v8.cpp, `try_configs`)."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the host ran out of memory. Imports no torch, whose `OutOfMemoryError` goes by its name."""
+    if error.__cause__ is not None and is_out_of_memory(error.__cause__):  # libraries wrap what an import raises
+        return True
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error).lower()

@@ -61,7 +61,17 @@ if TYPE_CHECKING:
         Strategy,
         TrainingPlan,
     )
-    from autotune.schema.plan_file import job_from, parse_plan, plan_text, read_plan, seal, with_job, write_plan
+    from autotune.schema.plan_file import (
+        RUN_PLAN_FILE,
+        BoundedLoader,
+        job_from,
+        parse_plan,
+        plan_text,
+        read_plan,
+        seal,
+        with_job,
+        write_plan,
+    )
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport
     from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult

@@ -161,7 +161,8 @@ class Rate(Frozen):
 
     name: str
     """Dotted: what, variant, shape; e.g. `matmul.bf16.4096x3072x3072`."""
-    value: float = Field(gt=0)
+    value: float = Field(ge=1e-15, le=1e24)
+    """Far beyond anything that is measured the file is damaged, or a lie that arithmetic might choke on."""
     unit: Literal["FLOP/s", "B/s", "B", "s"]
     spread: float = Field(ge=0)
     """Interquartile range over the median."""
@@ -246,7 +247,7 @@ class HardwareProfile(Frozen):
             "memory_kind": self.device.memory_kind,
             "memory_model": self.host.memory_model,
             "torch": _minor(self.versions.torch),
-            "cuda": _major(self.versions.cuda_runtime),
+            "cuda": _major(self.versions.cuda_runtime) if self.device.kind == "cuda" else None,
             "torchao": self.versions.torchao,
             "bitsandbytes": self.versions.bitsandbytes,
             "trial_protocol": str(TRIAL_PROTOCOL_VERSION),

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 from autotune.schema.base import Frozen, PositiveInt
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
-Weighting = Literal["none", "sigma_sqrt", "cosmap"]
+Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr"]
 TimestepSampling = Literal["logit_normal", "uniform"]
 
 
@@ -81,8 +81,8 @@ class Job(Frozen):
     """Of this many checkpoints one is kept for good; 0 keeps none."""
     preview_prompts: tuple[Words, ...] = ()
     """Prompts of previews. The first `MAX_PREVIEW_PROMPTS` are sampled, each always from the same noise."""
-    preview_steps: int = PositiveInt
-    """Denoising steps of a preview."""
+    preview_steps: int = Field(ge=1, le=1000)
+    """Denoising steps of a preview; models know 1,000 noise levels."""
     preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
     """Training steps between previews; 0 samples only at the end."""
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"

@@ -53,10 +53,16 @@ class Expected(Frozen):
         )
         return max([self.peak_memory_bytes + self.process_memory_bytes, *(size or 0 for size in measured)])
 
+    host_memory_bytes: int | None = Field(default=None, ge=0, lt=2**63)
+    """What a run needs of the host's memory beside a GPU's own; None if the device shares it, or in older plans."""
+    time_uncertainty: float | None = Field(default=None, ge=0)
+    """Standard error of a predicted `step_seconds` as a share of it; None if it was measured."""
+    memory_uncertainty: float | None = Field(default=None, ge=0)
+    """The same of predicted memory."""
     other_seconds: float = Field(default=0.0, ge=0)
     """Predicted time of everything but the steps: loading, caching, compiling, previews, checkpoints."""
     price_per_hour: float | None = Field(default=None, ge=0)
-    """Price of the machine, in any currency; None if the user named none."""
+    """Price of one device, in any currency; None if the user named none."""
 
 
 class PlannedHardware(Frozen):
@@ -136,7 +142,11 @@ class TrainingPlan(Frozen):
     def job_cost(self) -> float | None:
         """Expected cost of the whole job; None if the plan has no price."""
         price = self.frozen.expected.price_per_hour
-        return None if price is None else price * self.job_seconds / 3600
+        return None if price is None else self.cost_at(price)
+
+    def cost_at(self, price_per_hour: float) -> float:
+        """Expected cost of the whole job at that price for an hour of each of its devices."""
+        return price_per_hour * self.frozen.hardware.num_processes * self.job_seconds / 3600
 
 
 class CheckResult(Frozen):

@@ -32,11 +32,14 @@ HEADER = """\
 # `frozen`, measured or predicted, is covered by `digest`; to change it, run `autotune plan` again.
 """
 
+RUN_PLAN_FILE = "run-plan.yaml"
+"""The plan in a run's output folder, by which such a folder is known."""
+
 PLAN_AGAIN = "make the plan again with `autotune plan`"
 
 
-class _PlanLoader(yaml.SafeLoader):
-    """SafeLoader without the features that a plan never needs: anchors, tags, dates, merge and repeated keys."""
+class BoundedLoader(yaml.SafeLoader):
+    """SafeLoader without what no plan or configuration needs: anchors, tags, dates, merge and repeated keys."""
 
     depth = nodes = 0
 
@@ -75,9 +78,9 @@ NUMBERS = {
 """As people write them, 1e-4 too, and no integer beyond any use. YAML 1.1 takes 1e-4 for text, 0100 for 64 and 1:30 for
 90, and a long row of `:1` takes it minutes."""
 
-_PlanLoader.yaml_implicit_resolvers = {
+BoundedLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in (*NUMBERS, "timestamp")]
-    for first, resolvers in _PlanLoader.yaml_implicit_resolvers.items()
+    for first, resolvers in BoundedLoader.yaml_implicit_resolvers.items()
 }
 
 
@@ -93,7 +96,7 @@ class _PlanDumper(yaml.SafeDumper):
 
 
 for _kind, _pattern in NUMBERS.items():
-    for _yaml in (_PlanLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
+    for _yaml in (BoundedLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
         _tag = f"tag:yaml.org,2002:{_kind}"
         _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
@@ -176,7 +179,7 @@ def _read_text(path: Path) -> str:
 
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
-        data = yaml.load(text, Loader=_PlanLoader)
+        data = yaml.load(text, Loader=BoundedLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise InvalidPlan(

@@ -7,7 +7,7 @@ from autotune.runtime import lazy_exports
 if TYPE_CHECKING:
     from autotune.search.residual import ResidualSearch, best_seconds, memory_upper_bound
     from autotune.search.space import SearchSpace, build_search_space, drop_values
-    from autotune.search.storage import StudyLocation, open_study, translate_storage_errors
+    from autotune.search.storage import StudyLocation, check_storage, open_study, translate_storage_errors
     from autotune.search.study import (
         SearchLimits,
         TrialFunction,

@@ -7,8 +7,11 @@ one that ran out of memory.
 
 import math
 import statistics
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autotune.cost import NOISE, CostModel, PriorResiduals, residual_of
 from autotune.schema import Candidate, Objective, Prediction, TrialResult
@@ -26,6 +29,10 @@ MAX_GROWTH = 1.5
 corrected by every trial, and stay right that near to it."""
 SAFE_SHARE = 0.5
 """Share of the budget that is safe to try: what is predicted to need less may be wrong by a factor of two and fits."""
+DOUBT_SIGMAS = 2.0
+"""Standard deviations by which a trial must be slower than expected from all others to be tried again."""
+MIN_WITNESSES = 4
+"""Trials that must have run before one of them is doubted."""
 BROKEN_OUTCOMES = ("unsupported", "numerics")
 """Outcomes that condemn a combination of backends rather than a size."""
 
@@ -85,6 +92,9 @@ class ResidualSearch:
     ) -> None:
         self.space, self.cost, self.budget_bytes = space, cost, budget_bytes
         self.priors, self.first, self.objective, self.ascending = priors, first, objective, ascending
+        candidates = sorted(space.candidates, key=lambda candidate: candidate.swapped_blocks)
+        self._by_swap = [(_without_swap(candidate), candidate) for candidate in candidates]
+        self._remaining = lru_cache(maxsize=4)(self._find_remaining)
 
     def next_candidate(
         self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
@@ -98,7 +108,8 @@ class ResidualSearch:
         if not remaining:
             return None
         if not any(result.outcome == "ok" for result in results):
-            return min(remaining, key=lambda scored: scored.required_bytes).candidate
+            least = min(remaining, key=lambda scored: (scored.candidate.swapped_blocks > 0, scored.required_bytes))
+            return least.candidate  # whatever fits without swapping calibrates as well, in less time
         best = self._best(results)
         apart = [scored for scored in remaining if not any(_teach_the_same(scored.candidate, c) for c in running)]
         promising = max(apart or remaining, key=lambda scored: (scored.expected_improvement(best), -scored.lower_bound))
@@ -107,22 +118,40 @@ class ResidualSearch:
     def remaining(
         self, results: Sequence[TrialResult], running: Collection[Candidate] = frozenset()
     ) -> list[ScoredCandidate]:
-        """Untried candidates that may run, with what is expected of them after `results`."""
+        """Untried candidates that may run, with what is expected of them after `results`.
+
+        Of candidates that swap more or fewer blocks and are the same otherwise, only the one with the fewest: a block
+        that stays never makes a step slower.
+        """
+        return self._remaining(tuple(results), frozenset(running))
+
+    def _find_remaining(self, results: tuple[TrialResult, ...], running: frozenset[Candidate]) -> list[ScoredCandidate]:
         cost = self._calibrate(results)
-        tried = {result.candidate for result in results} | set(running)
+        tried = {result.candidate for result in results} | running
+        fewest: dict[object, int] = defaultdict(lambda: sys.maxsize)
+        """Swapped blocks with which a candidate runs that is otherwise as the key says."""
+        if self.objective == "throughput":
+            for result in results:
+                if result.outcome == "ok":
+                    key = _without_swap(result.candidate)
+                    fewest[key] = min(fewest[key], result.candidate.swapped_blocks)
         broken = {(r.candidate.attention, r.candidate.quantization) for r in results if r.outcome in BROKEN_OUTCOMES}
         # Without a step it was the weights themselves that missed the quality floor: no attention changes that.
         too_coarse = {r.candidate.quantization for r in results if r.outcome == "numerics" and not r.step_seconds}
         limit, host_limit = self._memory_limit(results, cost), _host_memory_limit(results, cost)
         found = []
-        for candidate in self.space.candidates:
+        for key, candidate in self._by_swap:
             quantization = candidate.quantization
             if candidate in tried or quantization in too_coarse or (candidate.attention, quantization) in broken:
+                continue
+            if candidate.swapped_blocks > fewest[key]:
                 continue
             prediction = cost.predict(candidate)
             required = memory_upper_bound(prediction)
             if required < limit and prediction.host_memory_bytes <= host_limit:
                 found.append(self._score(prediction, required))
+                if self.objective == "throughput":
+                    fewest[key] = candidate.swapped_blocks
         # On a device with memory of its own a trial has a cap: trying the smallest that is predicted to fit costs
         # little, even if uncertainty alone speaks against it.
         return found if found or results or running or self.ascending else self._smallest_only(cost)
@@ -151,6 +180,24 @@ class ResidualSearch:
         if not remaining or not any(result.outcome == "ok" for result in results):
             return not remaining
         return min(scored.lower_bound for scored in remaining) > self._best(results) + math.log1p(-MIN_GAIN)
+
+    def find_doubtful(self, results: Sequence[TrialResult]) -> TrialResult | None:
+        """The result that is slower than all others let expect by most, if it would else have won; None if none is.
+
+        Another program that wanted the machine meanwhile explains it as well: it should be tried again.
+        """
+        running = [r for r in results if r.outcome == "ok" and r.median_step_seconds and not r.confirms]
+        if self.objective != "throughput" or len(running) < MIN_WITNESSES:
+            return None
+        best, doubts = best_seconds(results), []
+        for result in running:
+            others = [other for other in results if other.candidate != result.candidate]
+            expected = self._calibrate(others).predict(result.candidate)
+            ratio = (result.median_step_seconds or 0.0) / expected.step_seconds
+            sigma = math.hypot(expected.time_uncertainty, NOISE["time"])
+            if math.log(ratio) > DOUBT_SIGMAS * sigma and expected.step_seconds < (1 - MIN_GAIN) * best:
+                doubts.append((ratio, result))
+        return max(doubts, key=lambda doubt: doubt[0])[1] if doubts else None
 
     def is_overconfident(self, results: Sequence[TrialResult]) -> bool:
         """Whether predictions were too sure: each result against the prediction made from those before it.
@@ -206,6 +253,11 @@ def _host_memory_limit(results: Sequence[TrialResult], cost: CostModel) -> float
 
 def _required_bytes(result: TrialResult, cost: CostModel) -> float:
     return memory_upper_bound(cost.predict(result.candidate))
+
+
+def _without_swap(candidate: Candidate) -> tuple[object, ...]:
+    """All but how many blocks are swapped."""
+    return tuple(value for name, value in candidate if name != "swapped_blocks")
 
 
 def _teach_the_same(one: Candidate, other: Candidate) -> bool:

@@ -29,8 +29,6 @@ def build_search_space(
     context: TuningContext,
     pins: Sequence[KnobValue] = (),
     exclusions: Sequence[KnobValue] = (),
-    *,
-    also: str | None = None,
 ) -> SearchSpace:
     """Enumerate what may be tried.
 
@@ -38,16 +36,12 @@ def build_search_space(
         context: hardware, family and workload.
         pins: leave one value of a knob.
         exclusions: take one value of a knob away.
-        also: a knob whose values on request are tried, too.
 
     Raises:
         InvalidInput: there is no such knob or value, or what is left of them does not go together.
         NothingFits: some knob has no admissible value here.
     """
     per_knob = {knob.name: _choices_with_parity(knob, context) for knob in KNOBS}
-    if also is not None:
-        offered, usual = per_knob[also].on_request, per_knob[also].admitted
-        per_knob[also] = Choices((*offered, *usual), per_knob[also].rejected)
     for name, value in pins:
         per_knob[name] = _pin(name, value, _require_value(name, value, per_knob))
     for name, value in exclusions:
@@ -76,15 +70,15 @@ def _enumerate(
 ) -> tuple[tuple[Candidate, ...], Sequence[tuple[str, Rejected]]]:
     """All combinations of values without a conflict; and each value that had one, by knob, in the order found."""
     candidates = []
-    conflicts: dict[tuple[str, Rejected], None] = {}
+    conflicts: dict[tuple[str, Choice, str], None] = {}
     for values in itertools.product(*admitted.values()):
         candidate = Candidate.model_validate(dict(zip(admitted, values, strict=True)))
         found = [(knob.name, why) for knob in KNOBS if (why := knob.conflict(candidate, context))]
         if not found:
             candidates.append(candidate)
         for name, why in found:
-            conflicts[name, Rejected(choice=getattr(candidate, name), reason=why)] = None
-    return tuple(candidates), tuple(conflicts)
+            conflicts[name, getattr(candidate, name), why] = None
+    return tuple(candidates), [(name, Rejected(choice=choice, reason=why)) for name, choice, why in conflicts]
 
 
 def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
@@ -92,8 +86,9 @@ def _with_reasons(reasons: Mapping[Choice, str]) -> list[Rejected]:
 
 
 def _choices_with_parity(knob: Knob, context: TuningContext) -> Choices:
-    """The knob's choices less those whose gradients on this machine are known to differ from the reference's."""
-    choices, capabilities = knob.choices(context), context.hardware.capabilities
+    """The knob's choices less those that the family excludes, and those whose gradients on this machine are known to
+    differ from the reference's."""
+    choices, capabilities = knob.choices_for_family(context), context.hardware.capabilities
     unavailable = {capability.name: capability.reason for capability in capabilities if not capability.available}
     wrong = {
         choice: unavailable[name]

@@ -8,15 +8,14 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from urllib.parse import unquote, urlsplit
+from dataclasses import dataclass, field
 
 import optuna
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.runtime import data_path
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.runtime import ESCAPE_CHARACTERS, data_path, is_clear_url, quote_error
 from autotune.search.study import take_snapshot
 
 IDENTITY = "question"
@@ -26,6 +25,8 @@ GRACE_SECONDS = 30
 """A worker without a heartbeat for so long is dead."""
 CREATION_SECONDS = 3.0
 """Time that a study's creator has to store its identity."""
+CONNECT_SECONDS = 10
+"""A server that does not answer within so long is told to be away; by default TCP tries for two minutes."""
 MAX_ATTEMPTS = 5
 """Workers that create a database's tables at the same moment get into each other's way."""
 
@@ -35,10 +36,15 @@ class StudyLocation:
     """The name of a search and the storage that it is in."""
 
     name: str
-    url: str | None = None
+    url: str | None = field(default=None, repr=False)
     """SQLAlchemy's, e.g. `postgresql+psycopg://user:password@host/database`; None for a file of the user's own."""
     heartbeat_seconds: int = HEARTBEAT_SECONDS
     grace_seconds: int = GRACE_SECONDS
+
+    @property
+    def server_url(self) -> str | None:
+        """The URL, unless it is a file's, which holds no password."""
+        return None if self.url is None or self.url.startswith("sqlite:") else self.url
 
 
 def open_study(location: StudyLocation | None, identity: Mapping[str, str | None]) -> optuna.Study:
@@ -56,8 +62,6 @@ def open_study(location: StudyLocation | None, identity: Mapping[str, str | None
     if location is None:
         return optuna.create_study()
     name = location.name
-    if not re.fullmatch(r"[\w.-]{1,80}", name):
-        raise InvalidInput(f"{name!r} cannot name a study", hint="use up to 80 letters, digits, dots and dashes")
     with translate_storage_errors(location):
         try:
             storage = _connect(location)
@@ -69,9 +73,19 @@ def open_study(location: StudyLocation | None, identity: Mapping[str, str | None
                 _require_identity(study, location, identity)
                 take_snapshot(study)
         except (ValueError, LookupError) as error:  # damage in what is text to the database
-            reason = _without_password(first_line(error), location)
+            reason = quote_error(error, location.server_url)
             raise AutotuneError(f"the study {name!r} is damaged: {reason}", hint="name another --study") from None
     return study
+
+
+def check_storage(location: StudyLocation) -> None:
+    """Connect to the storage and leave it as it is, so that one that cannot be used is told before long work.
+
+    Raises:
+        InvalidInput, AutotuneError: as `open_study`.
+    """
+    with translate_storage_errors(location):
+        _connect(location)
 
 
 @contextmanager
@@ -91,9 +105,8 @@ def translate_storage_errors(location: StudyLocation | None) -> Iterator[None]:
             raise
         while failure.__cause__ is not None:  # the outer errors say it in SQL
             failure = failure.__cause__
-        reason = " ".join(str(failure).split())[:300]
         raise AutotuneError(
-            f"the storage of the search failed: {_without_password(reason, location)}",
+            f"the storage of the search failed: {quote_error(failure, location.server_url)}",
             hint="results of finished trials are kept; run the same command again once the storage can be reached. "
             "If its file is damaged, name another --study",
         ) from None  # the chain would show what was left out
@@ -107,6 +120,15 @@ def _find_storage_error(error: BaseException | None) -> BaseException | None:
 
 
 def _connect(location: StudyLocation) -> optuna.storages.RDBStorage:
+    if not re.fullmatch(r"[\w.-]{1,80}", location.name):
+        raise InvalidInput(
+            f"{location.name!r} cannot name a study", hint="use up to 80 letters, digits, dots and dashes"
+        )
+    if location.server_url and not is_clear_url(location.server_url):
+        raise InvalidInput(
+            "it is unclear which part of the URL of the shared search is the password",
+            hint=f"write it like postgresql+psycopg://user:password@host/database; {ESCAPE_CHARACTERS}",
+        )
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             return _create_storage(location)
@@ -119,6 +141,13 @@ def _connect(location: StudyLocation) -> optuna.storages.RDBStorage:
             raise InvalidInput(
                 "SQLAlchemy cannot read the URL of the shared search",
                 hint="write it like postgresql+psycopg://user:password@host/database",
+            ) from None
+        except RuntimeError as error:  # Optuna has no class of its own for a database of another version
+            if "table schema" not in str(error):
+                raise
+            raise AutotuneError(
+                f"the search {location.name!r} was begun with another version of Optuna",
+                hint="update it: pip install --upgrade optuna; or name another --study",
             ) from None
         except SQLAlchemyError as error:
             if attempt == MAX_ATTEMPTS or "exist" not in str(error).lower():
@@ -141,6 +170,7 @@ def _create_storage(location: StudyLocation) -> optuna.storages.RDBStorage:
         folder.mkdir(parents=True, exist_ok=True)
         url = f"sqlite:///{folder / (location.name + '.db')}"
     connect = {"timeout": 60} if url.startswith("sqlite:") else {}
+    connect |= {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgresql") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         return _StudyStorage(
@@ -164,11 +194,3 @@ def _require_identity(study: optuna.Study, location: StudyLocation, identity: Ma
             f"the search {location.name!r} is another one; {'; '.join(differing)}",
             hint="workers of one search have equal machines and ask the same; name a search of its own with --study",
         )
-
-
-def _without_password(text: str, location: StudyLocation) -> str:
-    netloc = urlsplit(location.url or "").netloc
-    password = netloc.rpartition("@")[0].partition(":")[2]
-    for secret in {password, unquote(password)} - {""}:
-        text = text.replace(secret, "***")
-    return text

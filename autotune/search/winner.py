@@ -1,16 +1,22 @@
 """Picks the winner among what was measured, or predicted if nothing can be measured, and says why: pure."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autotune.errors import NothingFits
+from autotune.knobs import KNOBS
 from autotune.schema import Candidate, Choice, Objective, Prediction, Reason, Rejected, TrialResult
 from autotune.search.space import SearchSpace
 
 GIB = 2**30
 MAX_FALLBACKS = 5
-MAX_FALLBACK_SHARE = 0.98
+MAX_FALLBACK_SHARE = 0.95
 """Memory of each fallback, relative to the settings before it."""
+TIE = 0.03
+"""Share by which a time or an amount of memory may exceed the best and still count as equal: `MIN_GAIN` of a search."""
+LOSSY = ("quantization", "precision")
+"""Knobs that decide how exactly the model is computed."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,30 @@ def _too_large(prediction: Prediction, budget_bytes: int) -> str:
 
 
 def choose_winner(scores: Sequence[Score], objective: Objective) -> Score | None:
-    """The best that runs: fastest, or smallest for `memory`; ties go to the smaller, then the earlier."""
+    """The best that runs: fastest, or smallest for `memory`.
 
-    def key(score: Score) -> tuple[float, float]:
-        time, memory = score.step_seconds, float(score.peak_memory_bytes)
-        return (time, memory) if objective == "throughput" else (memory, time)
+    Of those within `TIE` of it, the most exact wins, then the smallest (or fastest), then the simplest. So what may be
+    chosen from more is slower by `TIE` at most than what is chosen from less, and no slower if nothing ties.
+    """
+    time, memory = operator.attrgetter("step_seconds"), operator.attrgetter("peak_memory_bytes")
+    first, second = (time, memory) if objective == "throughput" else (memory, time)
+    left = [score for score in scores if score.failure is None]
+    for key, tie in ((first, TIE), (_inexactness, 0.0), (second, TIE), (_complexity, 0.0)):
+        best = min(map(key, left), default=0.0)
+        left = [score for score in left if key(score) <= (1 + tie) * best]
+    return min(left, key=lambda score: (first(score), second(score)), default=None)
 
-    return min((score for score in scores if score.failure is None), key=key, default=None)
+
+def _inexactness(score: Score) -> float:
+    """Relative error of gradients that weight format and precision may bring."""
+    chosen = (knob.parity(getattr(score.candidate, knob.name)) for knob in KNOBS if knob.name in LOSSY)
+    return sum(parity.tolerance for parity in chosen if parity)
+
+
+def _complexity(score: Score) -> int:
+    """Number of knobs that are not as in a plain training loop."""
+    plain = Candidate(micro_batch_size=score.candidate.micro_batch_size, checkpointed_blocks=0)
+    return sum(value != getattr(plain, name) for name, value in score.candidate)
 
 
 def require_winner(scores: Sequence[Score], objective: Objective, relaxation: Callable[[], str]) -> Score:
@@ -126,9 +149,17 @@ def _explain_choice(
         why = "the only value that is searched here"
     elif any(best.values()):
         why = f"part of the {'fastest' if objective == 'throughput' else 'smallest'} settings that run"
+        if any(_is_better(score, own, objective) for score in best.values() if score and not score.failure):
+            why += f", within {TIE:.0%}: such ties go to what is more exact, then smaller, then simpler"
     else:
         why = "its alternatives were not tried: trials went to what promised more"
     return Reason(knob=knob, chosen=chosen, why=why, rejected=tuple(rejected))
+
+
+def _is_better(score: Score, than: Score, objective: Objective) -> bool:
+    if objective == "throughput":
+        return score.step_seconds < than.step_seconds
+    return score.peak_memory_bytes < than.peak_memory_bytes
 
 
 def _best_with(knob: str, choice: Choice, scores: Sequence[Score], objective: Objective) -> Score | None:

@@ -1,5 +1,6 @@
 """What is done with whole stores: push and pull, export and import, verify, prune. Records keep their bytes."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, date, datetime, timedelta
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from autotune.errors import InvalidInput
-from autotune.runtime import atomic_write
+from autotune.runtime import atomic_write, open_regular
 from autotune.schema import TRIAL_PROTOCOL_VERSION
 from autotune.sharing.record import MAX_RECORD_BYTES, Record
 from autotune.sharing.store import MAX_RECORDS, MergeResult, RecordFile, Store, parse_file
@@ -50,8 +51,8 @@ def import_file(path: Path, store: Store) -> MergeResult:
         InvalidInput: the file cannot be read.
     """
     try:
-        _require_transferable(path.stat().st_size, str(path))
-        with path.open("rb") as lines:
+        with open_regular(path) as lines:
+            _require_transferable(os.fstat(lines.fileno()).st_size, str(path))
             return store.add_files(_parse_lines(lines), store.sizes())
     except OSError as error:
         raise InvalidInput(f"cannot read {path}: {error.strerror}", hint="give a file of `profiles export`") from error

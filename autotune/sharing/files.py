@@ -6,17 +6,16 @@ A write is all or nothing: a temporary name and a rename locally, a single PUT i
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 
 from autotune.errors import AutotuneError, InvalidInput
-from autotune.runtime import atomic_write
+from autotune.runtime import ESCAPE_CHARACTERS, atomic_write, describe_url, is_clear_url, quote_error
 
 KEY = re.compile(
     r"(?P<machine>[0-9a-f]{16})/(?P<architecture>[a-z0-9-]{1,64})/(?P<work>[a-z0-9-]{1,100})/"
@@ -93,21 +92,20 @@ class RemoteFiles:
     """Files behind an fsspec file system; every method may raise StoreUnreachable."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self.address = redact_url(url)
-        """For messages, without passwords."""
-        self.secrets = _secrets_in(url)
-        with translate_file_errors(self.address, self.secrets):
+        self.url, self.address = url, describe_url(url)
+        """The address is for messages, without passwords."""
+        with translate_file_errors(self.address, url):
             try:
                 self.fs, root = url_to_fs(url, **options)
             except (ImportError, ValueError) as error:
-                reason = _redacted_message(error, self.secrets)
                 hint = "install what fsspec needs for it, e.g. `pip install s3fs` for s3://"
-                raise InvalidInput(f"cannot use {self.address}: {reason}", hint=hint) from error
+                hint = hint if is_clear_url(url) else ESCAPE_CHARACTERS
+                raise InvalidInput(f"cannot use {self.address}: {quote_error(error, url)}", hint=hint) from None
         self.root = str(root).rstrip("/")
         self.has_folders = not isinstance(self.fs, AsyncFileSystem)  # object stores have none, and mkdir makes buckets
 
     def sizes(self) -> dict[str, int]:
-        with translate_file_errors(self.address, self.secrets):
+        with translate_file_errors(self.address, self.url):
             self.fs.invalidate_cache()
             try:
                 found = self.fs.find(self.root, detail=True)
@@ -117,7 +115,7 @@ class RemoteFiles:
         return {key: int(info.get("size") or 0) for key, info in items if KEY.fullmatch(key) and not info.get("islink")}
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, bytes | Exception]]:
-        with translate_file_errors(self.address, self.secrets):
+        with translate_file_errors(self.address, self.url):
             filled = {key: size for key, size in sizes.items() if size}  # an empty object has no range
             paths = [self._path(key) for key in filled]
             found = self.fs.cat_ranges(paths, [0] * len(paths), list(filled.values()), on_error="return")
@@ -128,14 +126,14 @@ class RemoteFiles:
         yield from zip(filled, found, strict=True)
 
     def write(self, contents: Mapping[str, bytes]) -> None:
-        with translate_file_errors(self.address, self.secrets):
+        with translate_file_errors(self.address, self.url):
             if self.has_folders:
                 for folder in {self._path(key).rpartition("/")[0] for key in contents}:
                     self.fs.makedirs(folder, exist_ok=True)
             self.fs.pipe({self._path(key): content for key, content in contents.items()})
 
     def delete(self, key: str) -> None:
-        with translate_file_errors(self.address, self.secrets):
+        with translate_file_errors(self.address, self.url):
             self.fs.rm_file(self._path(key))
 
     def _path(self, key: str) -> str:
@@ -145,20 +143,6 @@ class RemoteFiles:
 Files = LocalFiles | RemoteFiles
 
 
-def redact_url(url: str) -> str:
-    """The URL without what is before an `@` and after a `?`, which may be passwords and tokens."""
-    return re.sub(r"\?.*", "?***", re.sub(r"://.*@", "://***@", url))
-
-
-def _secrets_in(url: str) -> tuple[str, ...]:
-    """The parts of a URL that `redact_url` hides, longest first: messages of libraries repeat them."""
-    login = re.search(r"://(.*)@", url)
-    query = re.search(r"\?(.*)", url)
-    found = [group for part in (login, query) if part for group in (part[1], *re.split(r"[:&=]", part[1]))]
-    decoded = {text for part in found for text in (part, unquote(part)) if len(text) > 2}
-    return tuple(sorted(decoded, key=len, reverse=True))
-
-
 def _require_key(key: str) -> str:
     if not KEY.fullmatch(key):
         raise InvalidInput(f"{key!r} is not the path of a record", hint="only `autotune profiles` writes into a store")
@@ -166,22 +150,14 @@ def _require_key(key: str) -> str:
 
 
 @contextmanager
-def translate_file_errors(address: str, secrets: Sequence[str] = ()) -> Iterator[None]:
-    """Turn whatever a file system raises into one error that names the store and hides its passwords."""
+def translate_file_errors(address: str, url: str | None = None) -> Iterator[None]:
+    """Turn whatever a file system raises into one error that names the store and hides the secrets of its `url`."""
     try:
         yield
     except AutotuneError:
         raise
     except Exception as error:  # file systems raise what their libraries raise
         raise StoreUnreachable(
-            f"cannot reach {address}: {type(error).__name__}: {_redacted_message(error, secrets)}",
+            f"cannot reach {address}: {type(error).__name__}: {quote_error(error, url)}",
             hint="check the address, the network and your access, then run it again: what was written is whole",
-        ) from error
-
-
-def _redacted_message(error: Exception, secrets: Sequence[str]) -> str:
-    text = "".join(letter if letter.isprintable() else " " for letter in str(error))  # a server may send escapes
-    text = " ".join(text.split())[:300]
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    return text
+        ) from None  # the chain would show what was left out

@@ -20,6 +20,9 @@ SAME_BUDGET = 0.98
 """Their budget as a share of ours from which their OOMs are evidence for us."""
 MORE_MEMORY = 0.10
 """Share by which our budget exceeds theirs before other settings may win here."""
+NOISY_RATE_TOLERANCE = 0.30
+"""Relative difference of rates up to which two machines count as the same, if one was measured beside other work: five
+probes of one such machine differed by up to 19%."""
 MEMORY_BOUND = 0.8
 """Peak as a share of the budget from which memory has decided among settings."""
 
@@ -35,6 +38,8 @@ class SoftKey:
     """Relative difference of a quantity up to which two count as the same."""
     software: bool = False
     """Whether an upgrade changes it."""
+    is_rate: bool = False
+    """Whether it is measured, so that other work on the machine changes it."""
 
 
 class Difference(NamedTuple):
@@ -63,8 +68,8 @@ MACHINE_KEYS: tuple[SoftKey, ...] = (
     SoftKey("device", lambda machine: machine.device_name, 1.0),
     SoftKey("cores", _training_cores, 1.0),
     SoftKey("memory", lambda machine: machine.total_memory_bytes, 1.0, 0.03),
-    SoftKey("memory bandwidth", _rate("memory.bandwidth"), 2.0, 0.10),
-    SoftKey("bf16 matmul rate", _rate("matmul.bf16."), 2.0, 0.10),
+    SoftKey("memory bandwidth", _rate("memory.bandwidth"), 2.0, 0.10, is_rate=True),
+    SoftKey("bf16 matmul rate", _rate("matmul.bf16."), 2.0, 0.10, is_rate=True),
     SoftKey("power limit", lambda machine: machine.power_limit_watts, 1.0, 0.03),
     _version("driver", 0.1),
     _version("cudnn", 0.1),
@@ -141,7 +146,7 @@ def compare_machine(record: Record, hardware: HardwareProfile, budget_bytes: int
     if len(unusable) == len(record.trials):
         return Match("none", math.inf, libraries)
     found = (
-        *_differences(MACHINE_KEYS, record.machine, machine),
+        *_differences(MACHINE_KEYS, record.machine, machine, noisy=record.machine.noisy or machine.noisy),
         *_more_memory(record, _budget(hardware, budget_bytes)),
     )
     reasons = (*libraries, *(difference.reason for difference in found))
@@ -201,7 +206,7 @@ def usable_trials(
     )
 
 
-def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any) -> Iterator[Difference]:
+def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any, *, noisy: bool = False) -> Iterator[Difference]:
     """What differs between two machines or workloads. What one side does not know is no difference."""
     for key in keys:
         theirs, ours = key.value_of(there), key.value_of(here)
@@ -211,6 +216,8 @@ def _differences(keys: tuple[SoftKey, ...], there: Any, here: Any) -> Iterator[D
             yield Difference(key.weight, f"{key.name}: {theirs} there, {ours} here", key.software)
         elif theirs <= 0 or ours <= 0:
             yield Difference(key.weight, f"{key.name}: not a quantity", key.software)
-        elif abs(theirs - ours) > key.tolerance * min(theirs, ours):
+        elif abs(theirs - ours) > (NOISY_RATE_TOLERANCE if noisy and key.is_rate else key.tolerance) * min(
+            theirs, ours
+        ):
             distance = key.weight * abs(math.log2(theirs / ours))
             yield Difference(distance, f"{key.name}: {theirs / ours:.2f} times ours", key.software)

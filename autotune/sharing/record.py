@@ -53,8 +53,9 @@ TRIAL_FIELDS = frozenset(
 """Fields of a trial that are shared. A message may hold a path, and the loss tells about the data."""
 PRIVATE_DEFAULTS = {name: field.default for name, field in TrialResult.model_fields.items() if name not in TRIAL_FIELDS}
 """Fields of a trial that no record fills, with the values that they keep."""
-HUGE_INTEGER, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE]\+?\d{3}")
-"""Numbers that arithmetic might choke on: 10^21 and more as an integer, 10^100 and more as a float."""
+LONG_DIGITS, HUGE_EXPONENT = re.compile(r"\d{22}"), re.compile(r"[eE][+-]?(?:\d{3}|[3-9]\d)")
+"""Numbers that measure nothing and that arithmetic might choke on: of over 21 digits in a row, or an exponent of 30 and
+more on either side. What is left lies between 1e-50 and 1e50, so that no product or ratio of a few leaves a float."""
 
 
 class DamagedRecord(InvalidInput):
@@ -211,8 +212,8 @@ def _find_harm(text: str) -> str | None:
         return "a text in it is too long or not printable"
     rest = " ".join(parts[::2])
     long = [item for item in rest.split(",") if len(item) > 21]  # few: it saves most of the search
-    if HUGE_EXPONENT.search(rest) or any(map(HUGE_INTEGER.search, long)):
-        return "a number in it is too large"
+    if HUGE_EXPONENT.search(rest) or any(map(LONG_DIGITS.search, long)):
+        return "a number in it is too large or too small to be measured"
     return None
 
 

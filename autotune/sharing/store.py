@@ -6,23 +6,20 @@ Files come from elsewhere: a record is taken only if it is whole, unaltered, val
 """
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
-from autotune.runtime import data_path, shipped_path
+from autotune.runtime import SCHEME, data_path, shipped_path
 from autotune.schema import HardwareProfile, Residual, TrainingPlan
-from autotune.sharing.files import Files, LocalFiles, RemoteFiles
+from autotune.sharing.files import KEY, Files, LocalFiles, RemoteFiles
 from autotune.sharing.plausibility import find_impossibilities
 from autotune.sharing.record import MAX_RECORD_BYTES, DamagedRecord, ForeignRecord, Record, build_record, parse_record
 
 MAX_RECORDS = 100_000
 """Limit on one store or exported file."""
-NO_FOLDER = re.compile(r"(?P<login>[\w.+-]+@[\w.-]+:)|[a-z][a-z0-9+]+:/|$")
-"""How addresses begin that git or fsspec would know; or they are empty. A folder of such a name would be made here."""
 BATCH_SIZE = 64
 """Files read or written at once; object stores transfer them in parallel."""
 
@@ -79,6 +76,11 @@ class Store:
 
     def __init__(self, files: Files) -> None:
         self.files, self.address = files, files.address
+
+    @property
+    def is_missing_folder(self) -> bool:
+        """Whether it is a folder of this machine that does not exist; what is elsewhere is made when it is written."""
+        return isinstance(self.files, LocalFiles) and not self.files.root.exists()
 
     def sizes(self) -> Mapping[str, int]:
         """Bytes of every record by its path; opens no file.
@@ -180,6 +182,8 @@ def parse_file(name: str, content: bytes, key: str = "") -> RecordFile:
     except DamagedRecord as error:
         return RecordFile(name, content, None, error.message, key, isinstance(error, ForeignRecord))
     own_key = f"{record.folder}/{name}.json"
+    if not KEY.fullmatch(own_key):
+        return RecordFile(name, content, None, f"{name[:12]} belongs into no folder that a store has", key)
     if key not in ("", own_key):
         return RecordFile(name, content, None, f"{name[:12]} lies in a folder where it does not belong", key)
     return RecordFile(name, content, record, key=own_key)
@@ -193,13 +197,16 @@ def open_store(url: str, **options: Any) -> Store:
         StoreUnreachable: the store refuses.
     """
     protocol, separator, rest = url.partition("://")
-    if not separator and (wrong := NO_FOLDER.match(url)) and not os.path.lexists(url):
-        if wrong["login"]:
-            raise InvalidInput(f"{url!r} is an address of git", hint="clone it and name the checkout's folder")
-        raise InvalidInput(f"{url!r} is neither a folder nor a URL", hint="URLs have two slashes: s3://bucket/path")
-    if not separator or protocol in {"file", "local"}:
-        return Store(LocalFiles(Path(os.path.expanduser(rest if separator else url))))  # noqa: PTH111  Path's may raise
-    return Store(RemoteFiles(url, options))
+    if separator and protocol not in {"file", "local"}:
+        return Store(RemoteFiles(url, options))
+    path = os.path.expanduser(rest if separator else url)  # noqa: PTH111  Path's may raise
+    if not os.path.lexists(path) and (not path or "@" in path or SCHEME.match(path)):  # it would be made here
+        raise InvalidInput(
+            "the store's address is neither a folder nor a URL",  # which may hold a password
+            hint="URLs have two slashes, s3://bucket/path; of a git repository name the folder of your clone; "
+            "a new folder with @ in its name has to be made first",
+        )
+    return Store(LocalFiles(Path(path)))
 
 
 def shipped_store() -> Store:

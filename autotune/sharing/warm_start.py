@@ -8,8 +8,9 @@ own search space admits is ever a fallback.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from autotune.cost import CostModel, PriorResiduals
 from autotune.runtime import __version__
@@ -21,9 +22,13 @@ MAX_SOURCES = 3
 """Records of similar machines that a search stands on."""
 MAX_FIRST_CANDIDATES = 2
 """Settings that won on similar machines and are tried first."""
+MAX_RESIDUALS = 32
+"""Trials of a record that correct predictions: a search makes far fewer, and each costs time in every prediction."""
 MEMORY_TOLERANCE = 0.03
 TIME_TOLERANCE = 0.10
 """Relative difference up to which a local trial reproduces a measurement."""
+NOISY_TIME_TOLERANCE = 0.30
+"""The same for time, if one of the two machines was measured beside other work."""
 CREDIBLE_TIME_RATIO = (1 / 3, 10.0)
 CREDIBLE_MEMORY_RATIO = (1 / 1.5, 3.0)
 """Measured over predicted, lowest and highest, of a record that is tried. What is slow or large does no harm, and true
@@ -47,6 +52,11 @@ class WarmStartSource:
     """Those that local trials must reproduce to end the search, the winner's first; empty if another machine's."""
     prior_residuals: PriorResiduals
     """What its trials taught the cost model there."""
+    time_tolerance: float = TIME_TOLERANCE
+
+    def find_mismatch(self, recorded: TrialResult, local: Mapping[Candidate, TrialResult]) -> str | None:
+        """Why the local trial of the same settings does not reproduce a recorded one; None if it does."""
+        return find_mismatch(recorded, local[recorded.candidate], self.time_tolerance)
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ class WarmStart:
     def _find_contradiction(self, source: WarmStartSource, results: Sequence[TrialResult]) -> str | None:
         local = {result.candidate: result for result in results}
         for recorded in source.to_reproduce:
-            if recorded.candidate in local and (mismatch := find_mismatch(recorded, local[recorded.candidate])):
+            if recorded.candidate in local and (mismatch := source.find_mismatch(recorded, local)):
                 return f"does not hold here: {mismatch}"
         for candidate, prior in source.prior_residuals.residuals:
             residual = self.cost.residual(local[candidate]) if candidate in local else None
@@ -99,7 +109,7 @@ class WarmStart:
             needed = source.to_reproduce[:1] + tuple(
                 trial for trial in source.to_reproduce[1:] if trial.candidate in self.first_candidates
             )
-            if needed and all(t.candidate in local and not find_mismatch(t, local[t.candidate]) for t in needed):
+            if needed and all(t.candidate in local and not source.find_mismatch(t, local) for t in needed):
                 return source
         return None
 
@@ -131,13 +141,15 @@ def build_warm_start(
             break
         if item.record.settings not in space:
             continue
-        if reason := next(_find_implausible(item.record, workload, cost), None):
+        if reason := next(_find_implausible(item.record, space, workload, cost), None):
             refused.append(f"{item.name[:12]} is not credible: {reason}")
             continue
         used.append(item)
         local = tuple(trial for trial in item.trials if trial.candidate in space)
-        residuals = PriorResiduals(tuple(_residuals(item)), item.weight)
-        sources.append(WarmStartSource(item.name, local, _trials_to_reproduce(item), residuals))
+        residuals = PriorResiduals(tuple(islice(_residuals(item), MAX_RESIDUALS)), item.weight)
+        noisy = item.record.machine.noisy or cost.hardware.noisy
+        tolerance = NOISY_TIME_TOLERANCE if noisy else TIME_TOLERANCE
+        sources.append(WarmStartSource(item.name, local, _trials_to_reproduce(item), residuals, tolerance))
     proposed = [trial.candidate for source in sources for trial in source.to_reproduce]
     proposed = proposed or [item.record.settings for item in used]
     limit = BUDGET_MARGIN * budget_bytes
@@ -181,14 +193,19 @@ def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
                 yield trial.candidate, residual
 
 
-def _find_implausible(record: Record, workload: Workload, cost: CostModel) -> Iterator[str]:
-    """Trials that the cost model of the record's own machine contradicts. Other work is left to local trials."""
+def _find_implausible(
+    record: Record, space: frozenset[Candidate], workload: Workload, cost: CostModel
+) -> Iterator[str]:
+    """Trials that the cost model of the record's own machine contradicts. Other work is left to local trials.
+
+    Only settings of the local space are predicted: of those that it lacks nothing but a name may be known here.
+    """
     if not is_same_work(record, workload):
         return
     rates = record.machine.rates or cost.hardware.rates
     there = cost.for_hardware(cost.hardware.changed(rates=rates))
     for number, trial in enumerate(record.trials, start=1):
-        residual = there.residual(trial)
+        residual = there.residual(trial) if trial.candidate in space else None
         if residual is None:
             continue
         time, memory = math.exp(residual.time), math.exp(residual.memory)
@@ -200,7 +217,7 @@ def _find_implausible(record: Record, workload: Workload, cost: CostModel) -> It
             yield f"trial {number} took {memory:.2g} times the memory that is predicted"
 
 
-def find_mismatch(recorded: TrialResult, trial: TrialResult) -> str | None:
+def find_mismatch(recorded: TrialResult, trial: TrialResult, time_tolerance: float = TIME_TOLERANCE) -> str | None:
     """Why a local trial of the same settings does not reproduce a recorded one; None if it does."""
     seconds, peak = trial.median_step_seconds, trial.peak_memory_bytes
     if trial.outcome != "ok" or not seconds or not peak:
@@ -208,6 +225,6 @@ def find_mismatch(recorded: TrialResult, trial: TrialResult) -> str | None:
     time, memory = seconds / (recorded.median_step_seconds or math.inf), peak / (recorded.peak_memory_bytes or math.inf)
     if abs(memory - 1) > MEMORY_TOLERANCE:
         return f"it takes {memory:.2f} times the recorded memory"
-    if abs(time - 1) > TIME_TOLERANCE:
+    if abs(time - 1) > time_tolerance:
         return f"it takes {time:.2f} times the recorded time"
     return None

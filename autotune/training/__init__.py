@@ -14,15 +14,16 @@ if TYPE_CHECKING:
         require_even_shares,
     )
     from autotune.training.fit import KEY_NAMES, hardware_misfits, key_misfits, model_misfits, require_fit
+    from autotune.training.folder import require_separate_output
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model
     from autotune.training.monitor import PhaseWatch
-    from autotune.training.preparation import fetch_weights, prepare
+    from autotune.training.preparation import check_inputs, fetch_weights, prepare
     from autotune.training.preview import Preview, PreviewSampler
     from autotune.training.processes import card_misfits, device_misfits, make_current
     from autotune.training.quality import QualityMissed
     from autotune.training.run import train
     from autotune.training.sample import SampleRequest, sample_run
     from autotune.training.several import train_in_processes
-    from autotune.training.step import AdapterOptimizer, StepOutcome, live_tensors, optimizer_step, to_device
+    from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_tensors, optimizer_step, to_device
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -34,7 +34,8 @@ def save_trained(
         alpha=workload.lora_alpha,
         training_steps=training_steps,
     )
-    save_adapter(path, get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER_NAME), info)
+    state = get_peft_model_state_dict(model.transformer, state_dict=named, adapter_name=ADAPTER_NAME)
+    save_adapter(path, state, info, model.family.denoiser)
 
 
 def judge_adapter(

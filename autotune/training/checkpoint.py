@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autotune.data import tensors_digest
 from autotune.errors import AutotuneError, InvalidInput, first_line
-from autotune.weights import BadWeights, load_file, save_file
+from autotune.weights import BadWeights, load_file, read_header, save_file
 
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's output folder that holds them."""
@@ -46,18 +46,42 @@ def checkpoints_of(output: Path) -> set[Path]:
     return set(list_checkpoints(output / CHECKPOINTS).values())
 
 
+def require_same_weights(output: Path, weights: str) -> None:
+    """Check that the newest checkpoint below `output` was trained on base weights with that digest.
+
+    Only the header is read. A damaged file is left to `Checkpoints.newest`; older versions wrote no digest.
+
+    Raises:
+        InvalidInput: it was trained on other weights.
+    """
+    for path in reversed(list_checkpoints(output / CHECKPOINTS).values()):
+        try:
+            before = read_header(path).metadata.get("weights", weights)
+        except (BadWeights, OSError):
+            continue
+        if before != weights:
+            raise InvalidInput(
+                f"{output} was started on other weights of the base model, though of the same architecture",
+                hint="resume with the model it was started with: --model; or choose another folder with --output",
+            )
+        return
+
+
 class Checkpoints:
     """The checkpoints of one run in `folder`; a context manager, so that no write is left unfinished.
 
     Args:
         folder: folder of this run alone.
         run_key: key that a checkpoint must carry to be resumed from.
+        weights: digest of the base weights, which checkpoints carry, too; see `require_same_weights`.
         keep_last: number of newest files to keep.
         keep_every: files at multiples of this many steps are never deleted; 0 for none.
     """
 
-    def __init__(self, folder: Path, run_key: str, *, keep_last: int, keep_every: int = 0) -> None:
-        self.folder, self.run_key = folder, run_key
+    def __init__(
+        self, folder: Path, run_key: str, *, keep_last: int, keep_every: int = 0, weights: str | None = None
+    ) -> None:
+        self.folder, self.run_key, self.weights = folder, run_key, weights
         self.keep_last, self.keep_every = keep_last, keep_every
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autotune-checkpoint")
         self._pending: Future[None] | None = None
@@ -90,6 +114,8 @@ class Checkpoints:
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         metadata = {"run": self.run_key, "state": json.dumps(state)}
+        if self.weights:
+            metadata["weights"] = self.weights
         metadata["digest"] = _digest(metadata, tensors)
         try:
             save_file(self.folder / FILE_NAME.format(step), tensors, metadata)
@@ -136,6 +162,7 @@ class Checkpoints:
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Digest of the run's key, the state and the tensors: a flipped bit in any of them shows."""
-    parts = (metadata["run"], metadata["state"], tensors_digest(tensors))
+    """Digest of the run's key, the weights', the state and the tensors: a flipped bit in any of them shows."""
+    weights = [metadata["weights"]] if "weights" in metadata else []  # older versions did not write it
+    parts = (metadata["run"], *weights, metadata["state"], tensors_digest(tensors))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

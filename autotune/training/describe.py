@@ -64,6 +64,7 @@ def check_job(job: Job, family: Family) -> None:
         )
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
         raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
+    family.noise.check_weighting(job.weighting_scheme, family.name)
     family.check_num_frames(job.num_frames)
 
 

@@ -73,6 +73,9 @@ def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, 
     if planned.device_kind == "cpu":
         needed *= planned.num_processes  # they share it
     budget = hardware.device.budget_bytes
+    host, there = plan.frozen.expected.host_memory_bytes or 0, hardware.host.available_memory_bytes
+    if host > there:
+        return (f"host memory: the plan needs {host / 2**30:.2f} GiB, {there / 2**30:.2f} GiB are available",)
     if needed <= budget:
         return ()
     where = f"on cuda:{hardware.device.index}" if hardware.device.index else "here"

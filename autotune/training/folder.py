@@ -5,18 +5,18 @@ checkpoints/    to continue from with --resume          previews/               
 pytorch_lora_weights.safetensors, samples.png, report.json: written at the end
 """
 
+import os
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from autotune.data import EncodedDataset
+from autotune.data import Dataset, EncodedDataset
 from autotune.errors import InvalidInput, InvalidPlan
-from autotune.runtime import require_free_disk
-from autotune.schema import TrainingPlan, digest_of, read_plan, write_plan
+from autotune.runtime import PART_FILES, require_free_disk
+from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_of, read_plan, write_plan
 from autotune.training.adapter_file import ADAPTER_FILE
 from autotune.training.checkpoint import CHECKPOINTS, list_checkpoints
 
-PLAN_FILE = "run-plan.yaml"
 REPORT_FILE = "report.json"
 LOCK_FILE = ".lock"
 
@@ -57,21 +57,20 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
         AutotuneError: its disk has less free than is still to be written of `needed_bytes`.
     """
     folder = Path(plan.job.output)
-    for source in ("data", "control", "model"):
-        path = getattr(plan.job, source)
-        if path and folder.resolve().is_relative_to(Path(path).resolve()):
-            raise InvalidInput(
-                f"the output folder {folder} lies in the {source} folder, so what a run writes would be taken for "
-                f"{source}",
-                hint="choose another with --output",
-            )
+    require_separate_output(plan.job)
     folder_lock = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if lock:
             folder_lock.acquire(timeout=0)
-        (_require_same if resume and list_checkpoints(folder / CHECKPOINTS) else _require_unused)(folder, plan)
-        write_plan(folder / PLAN_FILE, plan)
+        check_folder(plan, resume=resume)
+        if lock:
+            for part in folder.glob(f"**/{PART_FILES}"):  # whoever wrote it is dead
+                part.unlink(missing_ok=True)
+        write_plan(folder / RUN_PLAN_FILE, plan)
+    except InvalidInput:
+        folder_lock.release()
+        raise
     except Timeout as error:
         raise InvalidInput(
             f"another run is writing to {folder} now", hint="wait for its end, or choose another folder with --output"
@@ -86,8 +85,33 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
     return folder_lock
 
 
+def require_separate_output(job: Job) -> None:
+    """Raise InvalidInput if the output folder lies in the folder of the data, the control images or the model."""
+    folder = Path(job.output)
+    for source in ("data", "control", "model"):
+        path = getattr(job, source)
+        if path and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
+            raise InvalidInput(
+                f"the output folder {folder} lies in the {source} folder, so what a run writes would be taken for "
+                f"{source}",
+                hint="choose another with --output",
+            )
+
+
+def check_folder(plan: TrainingPlan, *, resume: bool) -> None:
+    """Raise InvalidInput if the output folder holds another run, or this one and `resume` was not asked for."""
+    folder = Path(plan.job.output)
+    (_require_same if resume and list_checkpoints(folder / CHECKPOINTS) else _require_unused)(folder, plan)
+
+
 def _require_unused(folder: Path, plan: TrainingPlan) -> None:
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
+    if (report := _read_report(folder)) and _changed_fields(folder, plan) == []:
+        raise InvalidInput(
+            f"{folder} holds this very run, finished after {report.num_steps} steps",
+            hint=f"look at it: autotune sample {folder} --prompt TEXT; train longer: add --resume --steps NUMBER; "
+            "train anew: choose another folder with --output",
+        )
     if (folder / ADAPTER_FILE).exists() and ((folder / REPORT_FILE).exists() or not checkpoints):
         raise InvalidInput(f"{folder} holds the adapter of another run", hint="choose another folder with --output")
     if checkpoints:
@@ -99,13 +123,33 @@ def _require_unused(folder: Path, plan: TrainingPlan) -> None:
 
 def _require_same(folder: Path, plan: TrainingPlan) -> None:
     """Compare with the plan in the folder: earlier than its checkpoints can be compared."""
-    try:
-        before, now = list_fixed_fields(read_plan(folder / PLAN_FILE)), list_fixed_fields(plan)
-    except InvalidPlan:  # absent or damaged: its checkpoints carry the run's key, too
-        return
-    changed = [name for name in now if before.get(name) != now[name]]
-    if changed:
+    if changed := _changed_fields(folder, plan):
         raise InvalidInput(
             f"{folder} was started with another {', '.join(changed)}",
             hint="resume with the plan and options it was started with, or choose another folder with --output",
         )
+
+
+def _changed_fields(folder: Path, plan: TrainingPlan) -> list[str] | None:
+    """What decides the result of a run and is not as in the folder's plan; None if that plan cannot be read."""
+    try:
+        before, now = list_fixed_fields(read_plan(folder / RUN_PLAN_FILE)), list_fixed_fields(plan)
+    except InvalidPlan:  # absent or damaged: checkpoints carry the run's key, too
+        return None
+    return [name for name in now if before.get(name) != now[name]]
+
+
+def finished_report(plan: TrainingPlan, dataset: Dataset) -> RunReport | None:
+    """The report of the run in the output folder, if it has taken all of the plan's steps; else None."""
+    report = _read_report(Path(plan.job.output))
+    num_steps = plan.job.steps_on(dataset.epoch_size, plan.frozen.workload.effective_batch_size)
+    return report if report and report.num_steps == num_steps else None
+
+
+def _read_report(folder: Path) -> RunReport | None:
+    """The report of a finished run whose adapter is still there; None if it cannot be read."""
+    try:
+        report = RunReport.model_validate_json((folder / REPORT_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return report if (folder / ADAPTER_FILE).is_file() else None

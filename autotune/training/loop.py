@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from autotune.data import BatchLoader, BatchOrder, EncodedDataset
-from autotune.errors import AutotuneError, InvalidInput, Preempted
+from autotune.errors import AutotuneError, Preempted
 from autotune.families import Batch
 from autotune.knobs import reload_key
 from autotune.runtime import (
@@ -90,8 +90,8 @@ class TrainingLoop:
             max_grad_norm=job.max_grad_norm,
         )
         self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.epoch_steps)
-        shift = model.family.defaults.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
-        self.noising = Noising(job.seed, shift, job.timestep_sampling, job.weighting_scheme)
+        shift = model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
+        self.noising = Noising(job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise)
         self.first_step = self._resume(checkpoint) if checkpoint else 0
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""
@@ -109,11 +109,6 @@ class TrainingLoop:
         """When the first step of this start was finished, and its number."""
 
     def _resume(self, checkpoint: Checkpoint) -> int:
-        if checkpoint.step > self.num_steps:
-            raise InvalidInput(
-                f"{checkpoint.step} steps were taken already, and the run is to take {self.num_steps}",
-                hint=f"resume with --steps {checkpoint.step} or more, or choose another folder with --output",
-            )
         self.optimizer.load_state(checkpoint.tensors)
         self.rate.load_state(checkpoint.state["rate"])
         return checkpoint.step
@@ -129,6 +124,8 @@ class TrainingLoop:
         processes = self.context.processes
         self.network = processes.replicate(self.model.transformer)
         is_single = processes.world_size == 1
+        if 0 < self.first_step < self.num_steps:  # what stopped the run may have stopped this preview
+            self._preview_if_due()
         with catch_stop_signals(second_ends=is_single) as signal_name, _profiler(self.context.trace) as trace:
             while self.done < self.num_steps:
                 try:
@@ -210,8 +207,13 @@ class TrainingLoop:
         if ending:
             context.checkpoints.finish()
             context.processes.wait()
-        elif job.preview_every and done % job.preview_every == 0 and context.processes.is_sampler:
-            context.preview(done)
+        else:
+            self._preview_if_due()
+
+    def _preview_if_due(self) -> None:
+        every, context = self.job.preview_every, self.context
+        if every and self.done % every == 0 and context.processes.is_sampler:
+            context.preview(self.done)
 
     def _timed_step(self, step: int, batches: Iterator[Batch], loader: BatchLoader) -> StepFinished:
         """One step; the second with the settings in use also measures memory."""

@@ -5,54 +5,77 @@ down, so TensorBoard's own writer is used.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InvalidInput
-from autotune.runtime import write_text_atomic
+from autotune.errors import InvalidInput, first_line
+from autotune.runtime import open_regular, write_text_atomic
 from autotune.schema import StepFinished, from_schema_1
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
 CURVES = ("loss", "learning_rate", "gradient_norm", "seconds", "data_seconds", "images_per_second", "memory_bytes")
 
+MAX_LINE_BYTES = 1 << 16
+MAX_NUMBER = 1e100
+"""Far beyond any measurement; sums of smaller numbers are finite."""
+
 Log = Callable[[dict[str, float], int], None]
+NO_TRACKER: tuple[Log, Callable[[], None]] = (lambda values, step: None, lambda: None)
 
 
 class Metrics:
     """Appends to the metrics in `folder`, of which only the first `resumed_at` steps of an earlier start are kept."""
 
-    def __init__(self, folder: Path, *, resumed_at: int, report_to: str) -> None:
+    def __init__(
+        self, folder: Path, *, resumed_at: int, report_to: str, on_warning: Callable[[str], None] = lambda text: None
+    ) -> None:
         path = folder / METRICS_FILE
         earlier = [event for event in read_metrics(path) if event.step <= resumed_at]
         write_text_atomic(path, "".join(_line(event) for event in earlier))
         self.losses = [event.loss for event in earlier]
         self.seconds = [event.seconds for event in earlier]
         self._file = path.open("a", encoding="utf-8")
-        self._log, self._finish = _tracker(report_to, folder, resumed_at)
+        self._on_warning = on_warning
+        self._log, self._finish = NO_TRACKER
+        with self._without_failing_tracker():
+            self._log, self._finish = _tracker(report_to, folder, resumed_at)
+
+    @contextmanager
+    def _without_failing_tracker(self) -> Iterator[None]:
+        """If the tracker fails, whose folder may be deleted or its disk full, the run goes on without curves."""
+        try:
+            yield
+        except Exception as error:  # trackers raise what their threads and their servers do
+            self._log, self._finish = NO_TRACKER
+            self._on_warning(f"no more curves: {first_line(error)}; {METRICS_FILE} has all numbers")
 
     def close(self) -> None:
         self._file.close()
-        self._finish()
+        with self._without_failing_tracker():
+            self._finish()
 
     def add(self, event: StepFinished) -> None:
         self.losses.append(event.loss)
         self.seconds.append(event.seconds)
         self._file.write(_line(event))
         self._file.flush()
-        self._log({name: getattr(event, name) for name in CURVES}, event.step)
+        with self._without_failing_tracker():
+            self._log({name: getattr(event, name) for name in CURVES}, event.step)
 
 
 def read_metrics(path: Path) -> list[StepFinished]:
     """The recorded steps, up to the first line that is damaged, or cut short by a kill."""
     events: list[StepFinished] = []
-    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-        try:
-            events.append(StepFinished.model_validate(from_schema_1(json.loads(line))))
-        except (ValueError, RecursionError, InvalidInput):
-            break
+    with suppress(OSError, ValueError, RecursionError, InvalidInput), open_regular(path) as lines:
+        while line := lines.readline(MAX_LINE_BYTES):
+            event = StepFinished.model_validate(from_schema_1(json.loads(line)))
+            if max(abs(getattr(event, name)) for name in CURVES) > MAX_NUMBER:
+                break
+            events.append(event)
     return events
 
 
@@ -72,7 +95,7 @@ def require_tracker(report_to: str) -> None:
 def _tracker(report_to: str, folder: Path, resumed_at: int) -> tuple[Log, Callable[[], None]]:
     """A function that logs a step's numbers, and one that closes the tracker."""
     if report_to == "none":
-        return lambda values, step: None, lambda: None
+        return NO_TRACKER
     if report_to == "wandb":
         from accelerate import PartialState
         from accelerate.tracking import WandBTracker

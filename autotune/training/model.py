@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autotune.families import Family, ResolvedModel, add_adapter, disable_dropout
+from autotune.families import Family, NoiseProcess, ResolvedModel, add_adapter, disable_dropout
 from autotune.knobs import KNOBS, Swapping, offload_on_arrival, torch_dtype
 from autotune.quantization import quantize_inside
 from autotune.schema import Candidate, QuantizationError, Workload
@@ -36,6 +36,7 @@ class TrainingModel:
     adapter: list[nn.Parameter]
     device: torch.device
     dtype: torch.dtype
+    noise: NoiseProcess
     quantization_error: QuantizationError | None = None
     """Error of quantizing the weights; None for random weights or without quantization."""
 
@@ -62,7 +63,7 @@ def load_model(
     require_quality(error, workload.quality, settings.quantization)
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
-    loaded = TrainingModel(model.family, transformer, adapter, device, dtype, error)
+    loaded = TrainingModel(model.family, transformer, adapter, device, dtype, model.noise, error)
     if settings.compile != "off":
         import torch._dynamo.config as dynamo
 
@@ -125,6 +126,6 @@ def load_transformer(
     if model.folder is None:
         fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
         return transformer.eval(), None
-    source = open_weights(find_weights(model.folder / "transformer"))
+    source = open_weights(find_weights(model.folder / family.denoiser))
     load_into(transformer, source, loader=settings.loader, device=str(device), dtype_policy=policy, transform=transform)
     return transformer.eval(), meter.result()

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from autotune.runtime import device_peak_bytes, host_peak_bytes, reset_host_peak
+from autotune.runtime import device_peak_bytes, host_peak_bytes, reset_host_peak, trim_heap
 from autotune.schema import PhasePeak
 
 ALARM_SHARE = 0.85
@@ -40,6 +40,7 @@ class PhaseWatch:
         if self._nested:
             self._record(self._nested[-1], 0.0)
         self._nested.append(name)
+        trim_heap()  # what earlier work has freed is not this phase's
         self._reset_peaks()
         started = time.monotonic()
         try:

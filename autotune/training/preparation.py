@@ -21,11 +21,13 @@ from autotune.families import (
 from autotune.knobs import TuningContext
 from autotune.runtime import is_first_process, started_by_launcher
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
+from autotune.training.checkpoint import require_same_weights
 from autotune.training.describe import check_job, describe_workload, overrides_from, require_even_shares
 from autotune.training.fit import data_misfits, hardware_misfits, key_misfits, model_misfits, require_fit
-from autotune.training.folder import claim_folder
+from autotune.training.folder import check_folder, claim_folder, require_separate_output
 from autotune.training.metrics import require_tracker
 from autotune.training.processes import card_misfits
+from autotune.weights import open_weights, weights_digest
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class PreparedRun:
     output: Path
     lock: FileLock
     """Held on the output folder until the run ends."""
+    weights: str
+    """Digest of the transformer's weights."""
 
 
 def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> PreparedRun:
@@ -46,24 +50,43 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     Raises:
         DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
-    processes = plan.frozen.hardware.num_processes
     _require_machine(plan, hardware, hardware_misfits)
+    dataset = _read_data(plan)
     job, planned = plan.job, plan.frozen.workload
-    if job.data is None:
-        raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
-    require_even_shares(planned, processes)
-    require_tracker(job.report_to)
     model = resolve_model(job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
     check_job(job, model.family)
     check_weights(model)
-    control = Path(job.control) if job.control else None
-    dataset = read_dataset(Path(job.data), DatasetOptions(job.caption, job.trigger, control, num_frames=job.num_frames))
     workload = describe_workload(model, dataset, overrides_from(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
+    weights = weights_digest(open_weights(model.weights / "transformer"))
+    if resume:
+        require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, dataset)
     lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first_process())  # for all processes
-    return PreparedRun(model, dataset, workload, Path(job.output), lock)
+    return PreparedRun(model, dataset, workload, Path(job.output), lock, weights)
+
+
+def check_inputs(plan: TrainingPlan, *, resume: bool) -> None:
+    """Check data and output folder, before weights are fetched and a predicted plan is tried.
+
+    Raises:
+        InvalidInput, AutotuneError: as in `train`.
+    """
+    _read_data(plan)
+    require_separate_output(plan.job)
+    check_folder(plan, resume=resume)
+
+
+def _read_data(plan: TrainingPlan) -> Dataset:
+    """The data, if the rest of the job can be run with it."""
+    job = plan.job
+    if job.data is None:
+        raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
+    require_even_shares(plan.frozen.workload, plan.frozen.hardware.num_processes)
+    require_tracker(job.report_to)
+    control = Path(job.control) if job.control else None
+    return read_dataset(Path(job.data), DatasetOptions(job.caption, job.trigger, control, num_frames=job.num_frames))
 
 
 def _require_machine(plan: TrainingPlan, hardware: HardwareProfile, misfits: Callable[..., tuple[str, ...]]) -> None:
@@ -77,14 +100,14 @@ def _require_machine(plan: TrainingPlan, hardware: HardwareProfile, misfits: Cal
 def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
     """Download a hub's model, with progress bars; the plan returned names the commit.
 
-    Nothing is downloaded for a local folder, or while the data folder is missing, which `prepare` reports.
+    Nothing is downloaded for a local folder.
 
     Raises:
         DoesNotFit: the plan was made for another machine.
         BadWeights: the repository does not exist, its license is not accepted, or offline files are missing.
     """
     job = plan.job
-    if not is_on_hub(job.model) or job.data is None or not Path(job.data).is_dir():
+    if not is_on_hub(job.model):
         return plan
     measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may still switch to settings that fit
     misfits = hardware_misfits if measured else key_misfits

@@ -29,8 +29,8 @@ from autotune.data import (
 )
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import ADAPTER_NAME, build_on_meta
-from autotune.runtime import atomic_write, is_out_of_memory, release_memory
-from autotune.schema import Bucket
+from autotune.runtime import __version__, is_out_of_memory, release_memory
+from autotune.schema import Bucket, TrainingPlan
 from autotune.weights import read_adapter
 
 MIN_HALVED_SIDE_PX = 256
@@ -50,6 +50,11 @@ class Preview:
     num_steps: int
     seed: int
     control_paths: tuple[Path, ...] = ()
+
+    def facts(self, plan: TrainingPlan, *, adapter: str) -> dict[str, object]:
+        """What a picture's file tells of how it was made; `adapter` says which weights of the adapter were in use."""
+        made_by = {"software": f"autotune {__version__}", "plan": plan.identity, "model": plan.job.pinned_model}
+        return {"prompt": self.prompt, "seed": self.seed, "steps": self.num_steps, "adapter": adapter, **made_by}
 
 
 class _TransformerReached(Exception):
@@ -73,6 +78,11 @@ class PreviewSampler:
         self.divisor = 1
         """Factor by which both sides of previews are reduced."""
 
+    @property
+    def transformer(self) -> Any:
+        """What `attach` was given."""
+        return getattr(self.pipeline, self.model.family.denoiser)
+
     def encode_prompts(self, previews: Sequence[Preview], cache: Cache) -> None:
         """Encode the prompts of all previews, or read them from `cache` if equal encoders have encoded them before."""
         identity, missing = self.encoders.identity, []
@@ -88,7 +98,7 @@ class PreviewSampler:
 
     def _encode(self, previews: Sequence[Preview]) -> None:
         pipeline = self.encoders.load_pipeline()
-        pipeline.transformer = self._build_stopping_transformer()
+        setattr(pipeline, self.model.family.denoiser, self._build_stopping_transformer())
         encode = pipeline.encode_prompt
         for preview in previews:
             encoded: list[Any] = []
@@ -104,7 +114,7 @@ class PreviewSampler:
                 self.encoded[preview.prompt, preview.control_paths] = encoded
             finally:
                 pipeline.encode_prompt = encode
-        pipeline.transformer = None
+        setattr(pipeline, self.model.family.denoiser, None)
 
     def _build_stopping_transformer(self) -> nn.Module:
         """A transformer on meta that raises `_TransformerReached` when it is called."""
@@ -119,9 +129,8 @@ class PreviewSampler:
         self.pipeline = self.model.family.load_pipeline(
             self.model.weights,
             torch_dtype=self.dtype,
-            transformer=transformer,
             vae=self.encoders.load_vae(torch.device("cpu")),
-            **dict.fromkeys(self.model.family.text_encoders),
+            **{self.model.family.denoiser: transformer, **dict.fromkeys(self.model.family.text_encoders)},
         )
 
     def sample(self, preview: Preview) -> list[Image.Image]:
@@ -188,7 +197,7 @@ class PreviewSampler:
         Raises:
             AutotuneError: the pipeline did not load the file.
         """
-        self.pipeline.transformer.delete_adapters(ADAPTER_NAME)
+        self.transformer.delete_adapters(ADAPTER_NAME)
         without = [self.sample(preview)[0] for preview in previews]
         self.load_adapter(adapter)
         return list(zip(without, (self.sample(preview)[0] for preview in previews), strict=True))
@@ -242,19 +251,3 @@ def _unpack(tensors: dict[str, torch.Tensor]) -> list[Any]:
     count, structure = json.loads(bytes(tensors[STRUCTURE].tolist()))
     leaves = [tensors.get(str(number)) for number in range(count)]
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))  # type: ignore[no-any-return]
-
-
-def make_grid(pairs: Sequence[tuple[Image.Image, Image.Image]]) -> Image.Image:
-    """One image with a row per prompt: without the adapter on the left, with it on the right."""
-    width, height = (max(side) for side in zip(*(image.size for pair in pairs for image in pair), strict=True))
-    sheet = Image.new("RGB", (2 * width, height * len(pairs)))
-    for row, pair in enumerate(pairs):
-        for column, image in enumerate(pair):
-            sheet.paste(image, (column * width, row * height))
-    return sheet
-
-
-def save_image(image: Image.Image, path: Path) -> None:
-    """Write a PNG atomically."""
-    with atomic_write(path) as part:
-        image.save(part, format="PNG")

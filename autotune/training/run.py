@@ -27,13 +27,14 @@ from autotune.schema import (
 )
 from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter, save_trained
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
-from autotune.training.folder import REPORT_FILE, compute_run_key
+from autotune.training.folder import REPORT_FILE, compute_run_key, finished_report
 from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
-from autotune.training.model import eager_eval, load_model
+from autotune.training.model import TrainingModel, eager_eval, load_model
 from autotune.training.monitor import PhaseWatch
+from autotune.training.pictures import ComparedPictures, make_sheet, save_image
 from autotune.training.preparation import PreparedRun, prepare
-from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge, make_grid, save_image
+from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
 from autotune.training.processes import join_processes
 
 TRACE_FILE = "trace.json"
@@ -51,7 +52,7 @@ def train(
     """Train what the plan says on this machine; with `resume`, continue from the newest checkpoint if there is one.
 
     Writes the adapter, a report, curves and, if the job has prompts, samples with and without the adapter. With
-    `trace`, a torch.profiler trace of a few steps as well.
+    `trace`, a torch.profiler trace of a few steps as well. Resuming a finished run returns its report.
 
     Raises:
         DoesNotFit: the plan was made for another machine, model or class of data.
@@ -61,6 +62,10 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
+    if resume and (report := finished_report(plan, prepared.dataset)):
+        on_event(Notice(text=f"this run has taken all of its {report.num_steps} steps: nothing is left to do"))
+        prepared.lock.release()
+        return report
     configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
     hint = "free some space, then go on from the last checkpoint: --resume"
     try:
@@ -93,25 +98,22 @@ class _Run:
         plan, job, processes = self.plan, self.plan.job, self.processes
         with self.watch.phase("caching"):
             encoded = self._encode()
-        with self.watch.phase("loading"):
-            self._start_phase("loading the transformer")
-            shards = processes.world_size if processes.strategy == "fsdp2" else 1
-            model, workload = self.prepared.model, self.prepared.workload
-            trained = load_model(model, workload, plan.frozen.settings, processes.device, job.seed, shards=shards)
-            if self.previews:
-                self.sampler.attach(trained.transformer)
         with Checkpoints(
             self.output / CHECKPOINTS,
             compute_run_key(plan, encoded),
             keep_last=job.checkpoints_total_limit,
             keep_every=job.checkpoints_keep_every * job.checkpointing_steps,
+            weights=self.prepared.weights,
         ) as checkpoints:
-            checkpoint = checkpoints.newest(self._notify) if resume else None
+            checkpoint = checkpoints.newest(self._notify) if resume else None  # refused before anything is loaded
             first_step = checkpoint.step if checkpoint else 0
+            self._require_steps(first_step, encoded)
+            with self.watch.phase("loading"):
+                trained = self._load()
             self._start_phase(f"training from step {first_step}" if checkpoint else "training")
             metrics = None
             if processes.is_first:
-                metrics = Metrics(self.output, resumed_at=first_step, report_to=job.report_to)
+                metrics = Metrics(self.output, resumed_at=first_step, report_to=job.report_to, on_warning=self._warn)
             context = RunContext(
                 processes=processes,
                 checkpoints=checkpoints,
@@ -128,6 +130,26 @@ class _Run:
             report = self._finish(loop, started)
             processes.wait()
         return report
+
+    def _require_steps(self, num_taken: int, encoded: EncodedDataset) -> None:
+        """Raise InvalidInput if more steps were taken already than the run is to take."""
+        job, workload = self.plan.job, self.plan.frozen.workload
+        num_steps = job.steps_on(sum(item.repeats for item in encoded.items), workload.effective_batch_size)
+        if num_taken > num_steps:
+            raise InvalidInput(
+                f"{num_taken} steps were taken already, and the run is to take {num_steps}",
+                hint=f"resume with --steps {num_taken} or more, or choose another folder with --output",
+            )
+
+    def _load(self) -> TrainingModel:
+        self._start_phase("loading the transformer")
+        processes, settings = self.processes, self.plan.frozen.settings
+        shards = processes.world_size if processes.strategy == "fsdp2" else 1
+        model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
+        trained = load_model(model, workload, settings, processes.device, seed, shards=shards)
+        if self.previews:
+            self.sampler.attach(trained.transformer)
+        return trained
 
     def _list_previews(self) -> list[Preview]:
         """One per prompt, with the control images of the item whose caption is the prompt, or of the first item."""
@@ -166,10 +188,11 @@ class _Run:
     def _sample_previews(self, step: int) -> None:
         with self._drop_failing_previews():
             for number, preview in enumerate(self.previews):
-                with self.watch.phase("previews"), eager_eval(self.sampler.pipeline.transformer):
+                with self.watch.phase("previews"), eager_eval(self.sampler.transformer):
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
-                    save_image(frames[0], self.output / "previews" / f"step-{step:06}-{number}.png")
+                    path = self.output / "previews" / f"step-{step:06}-{number}.png"
+                    save_image(frames[0], path, preview.facts(self.plan, adapter=f"after step {step}"))
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:
@@ -223,8 +246,12 @@ class _Run:
         if not self.processes.is_first or not pairs:
             return
         for name, image in zip(("without", "with"), pairs[0], strict=True):
-            save_image(image, self.output / f"sample_{name}_adapter.png")
-        save_image(make_grid(pairs), self.output / "samples.png")
+            facts = self.previews[0].facts(self.plan, adapter=name)
+            save_image(image, self.output / f"sample_{name}_adapter.png", facts)
+        rows = [
+            ComparedPictures(*pair, each.prompt, each.seed) for pair, each in zip(pairs, self.previews, strict=True)
+        ]
+        save_image(make_sheet(rows), self.output / "samples.png", self.previews[0].facts(self.plan, adapter="both"))
 
     def _report(self, loop: TrainingLoop, verdict: AdapterVerdict | None, total_seconds: float) -> RunReport:
         metrics = loop.context.metrics

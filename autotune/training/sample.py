@@ -10,11 +10,11 @@ from autotune.errors import InvalidInput
 from autotune.families import fetch_model
 from autotune.knobs import Swapping, configure_allocator
 from autotune.runtime import require_writable, reraise_oom
-from autotune.schema import HardwareProfile, Notice, OnEvent, StatusChanged, ignore_event, read_plan
+from autotune.schema import RUN_PLAN_FILE, HardwareProfile, Notice, OnEvent, StatusChanged, ignore_event, read_plan
 from autotune.training.adapter_file import ADAPTER_FILE
-from autotune.training.folder import PLAN_FILE
 from autotune.training.model import load_transformer
-from autotune.training.preview import Preview, PreviewSampler, save_image
+from autotune.training.pictures import save_image
+from autotune.training.preview import Preview, PreviewSampler
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ def sample_run(
         InvalidInput: the folder holds no trained adapter, or a control image is missing or too many.
         AutotuneError: memory ran out.
     """
-    if not (folder / ADAPTER_FILE).is_file() or not (folder / PLAN_FILE).is_file():
+    if not (folder / ADAPTER_FILE).is_file() or not (folder / RUN_PLAN_FILE).is_file():
         raise InvalidInput(f"{folder} holds no trained adapter", hint="name the output folder of `autotune train`")
     missing = [path for path in request.control_paths if not path.is_file()]
     if missing:
         raise InvalidInput(f"there is no control image {missing[0]}", hint="check the path")
-    plan = read_plan(folder / PLAN_FILE)
+    plan = read_plan(folder / RUN_PLAN_FILE)
     model = fetch_model(plan.job.pinned_model)
     model.family.check_num_controls(len(request.control_paths), "the prompt")
     file = request.output or folder / f"sample-{request.seed}.png"
@@ -81,6 +81,6 @@ def sample_run(
     for number, preview in enumerate(previews, start=1):
         on_event(StatusChanged(text=f"sampling {number} of {request.count}"))
         path = file if request.count == 1 else file.with_stem(f"{file.stem}-{number}")
-        save_image(sampler.sample(preview)[0], path)
+        save_image(sampler.sample(preview)[0], path, preview.facts(plan, adapter="with"))
         written.append(path)
     return written

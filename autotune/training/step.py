@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autotune.families import PATCH, Batch, Family, flow_matching_loss
+from autotune.families import FLOW_MATCHING, Batch, Family, NoiseProcess, denoising_loss
 from autotune.schema import TimestepSampling, Weighting
 from autotune.weights import attribute_tensors
 
@@ -22,13 +22,14 @@ class Noising:
     of Stable Diffusion 3 (Esser et al. 2024, sections 3.1 and 5.3.2)."""
 
     seed: int = 0
-    shift: float | Callable[[int], float] = 1.0
-    """Shift s towards noise, s * t / (1 + (s - 1) * t), or a function from the number of tokens of an image to it."""
+    shift: float | Callable[[Sequence[int]], float] = 1.0
+    """Shift s towards noise, s * t / (1 + (s - 1) * t), or a function from the shape of an image's latents to it."""
     sampling: TimestepSampling = "logit_normal"
     weighting: Weighting = "none"
+    process: NoiseProcess = FLOW_MATCHING
 
     def draw(self, step: int, position: int, shape: Sequence[int]) -> tuple[Tensor, float]:
-        """Noise of `shape` (channels, frames, height, width) and a level in [0, 1] for one image: a pure function of
+        """Noise of `shape` (channels, frames, height, width) and a level for one image: a pure function of
         seed, step and position in the effective batch.
 
         So a run is the same whatever the micro-batch size, the number of processes or the step it was resumed at.
@@ -42,16 +43,16 @@ class Noising:
             level = float(torch.rand((), generator=generator))
         else:
             level = 1 / (1 + math.exp(-float(torch.randn((), generator=generator))))
-        shift = self.shift(math.prod(shape[1:]) // PATCH**2) if callable(self.shift) else self.shift
-        return shift * level / (1 + (shift - 1) * level)
+        shift = self.shift(shape) if callable(self.shift) else self.shift
+        return self.process.level(shift * level / (1 + (shift - 1) * level))
 
     def loss(self, family: Family, transformer: nn.Module, batch: Batch, step: int, position: int) -> Tensor:
         """Mean loss of a micro-batch whose first image is at `position` of its step."""
         clean = batch["latents"]
         draws = [self.draw(step, position + i, clean.shape[1:]) for i in range(len(clean))]
         noise = torch.stack([noise for noise, _ in draws]).to(clean)
-        sigmas = torch.tensor([sigma for _, sigma in draws], device=clean.device)
-        return flow_matching_loss(family, transformer, batch, noise, sigmas, self.weighting)
+        levels = torch.tensor([level for _, level in draws], device=clean.device)
+        return denoising_loss(family, transformer, batch, noise, levels, self.process, self.weighting)
 
 
 def _seed_at(seed: int, step: int, position: int) -> int:

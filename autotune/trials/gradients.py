@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from autotune.families import add_adapter, flow_matching_loss, get_family
+from autotune.families import add_adapter, denoising_loss, get_family
 from autotune.knobs import torch_dtype
 from autotune.schema import Candidate
 from autotune.training import AdapterOptimizer, apply_knobs, to_device
@@ -102,6 +102,7 @@ def _gradients(request: GradientRequest, plain: nn.Module, candidate: Candidate)
     clean = batch["latents"]
     noise = torch.randn(clean.shape, generator=generator).bfloat16().to(clean)
     # Exact in bf16, a thousandfold too: rounded noise levels are other inputs, and time embeddings magnify the change.
-    sigmas = torch.linspace(0.25, 0.5, len(clean), device=clean.device)
-    flow_matching_loss(family, transformer, batch, noise, sigmas).backward()  # type: ignore[no-untyped-call]
+    shares = torch.linspace(0.25, 0.5, len(clean)).tolist()
+    levels = torch.tensor([family.noise.level(share) for share in shares], device=clean.device)
+    denoising_loss(family, transformer, batch, noise, levels).backward()  # type: ignore[no-untyped-call]
     return [None if p.grad is None else p.grad.double().cpu() for p in adapter]

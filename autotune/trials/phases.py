@@ -20,6 +20,9 @@ from autotune.trials.steps import StepRunner, load_for_trial
 
 NUM_PREVIEW_STEPS = 2
 """Denoising steps: memory is the same in each."""
+RUN_BYTES = 10 << 20
+"""Host memory that a run has and a rehearsal has not: the command line, the list of the data, curves. 7 to 18 MiB were
+measured (`benchmarks/run_memory.py`)."""
 WORDS_PER_TOKEN = 0.5
 """Length of the rehearsed caption: tokenizers split unusual words."""
 
@@ -29,6 +32,8 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
 
     Caching that fails says nothing about the candidate: the rest goes on, and the message names the error.
     """
+    with contextlib.suppress(ImportError):
+        import bitsandbytes  # noqa: F401 - diffusers imports it in a run; trials start without (see preload.py)
     device, model = torch.device(request.device), resolve_model(request.model)
     watch = PhaseWatch(device)
     trained: TrialResult | None = None
@@ -46,7 +51,8 @@ def rehearse(request: RehearsalRequest, child: ChildState) -> TrialResult:
             child.report(with_phases(trained))
 
     def with_phases(result: TrialResult) -> TrialResult:
-        phases, host_bytes = tuple(watch.peaks.values()), watch.peaks["training"].host_bytes
+        phases = tuple(peak.changed(host_bytes=(peak.host_bytes or 0) + RUN_BYTES) for peak in watch.peaks.values())
+        host_bytes = next(phase.host_bytes for phase in phases if phase.name == "training")
         message = result.message or caching_error
         return result.changed(confirms=True, phases=phases, host_memory_bytes=host_bytes, message=message)
 

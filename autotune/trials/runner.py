@@ -45,9 +45,10 @@ NUM_STEADY_STEPS = 3
 """Timed steps of a trial; the median of three shrugs off one disturbance."""
 TRIAL_TIMEOUT_SECONDS = 600.0
 """Limit on one trial, loading included."""
-CPU_OVERHEAD_BYTES = 1 << 30
-"""On a CPU, for libraries that a trial imports and the profiler's list of a step's allocations (some 300 MiB for eight
-micro-batches of six blocks): the budget there counts tensors alone, and the parent compares them with it afterwards."""
+CPU_SPARE_BYTES = 1 << 30
+"""On a CPU a child may take this much more than its budget, for the profiler's list of a step's allocations (some 300
+MiB for eight micro-batches of six blocks) and files that it maps: the parent compares what the process took with the
+budget afterwards."""
 
 
 @dataclass
@@ -68,7 +69,8 @@ class ProcessTrialRunner:
         hardware: this machine.
         model: the model as the user calls it: a folder, a family or a hub id.
         workload: what one process trains.
-        budget: what a trial may take, on a CPU with its tensors alone; by default what the device leaves.
+        budget: what a trial may take, its process's own overhead included; by default what the device leaves.
+        resident_bytes: what a run keeps on the device besides, which a rehearsal has, too.
         predict: the cost model's prediction for a candidate; without it no spill is found by step time.
         watchdog: ends a child before the host runs out of memory; by default as suits the device.
     """
@@ -80,13 +82,16 @@ class ProcessTrialRunner:
         workload: Workload,
         *,
         budget: MemoryBudget | None = None,
+        resident_bytes: int = 0,
         predict: Callable[[Candidate], Prediction] | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         device, budget = hardware.device, budget or hardware.device.budget
         self.model, self.workload, self.device, self.predict = model, workload, device.torch_name, predict
         self.shares_memory = shares_host_memory(device.memory_kind)
-        self.memory_cap_bytes = budget.num_bytes - (0 if self.shares_memory else process_overhead_bytes(hardware))
+        self.budget_bytes, self.resident_bytes = budget.num_bytes, resident_bytes
+        overhead = process_overhead_bytes(hardware) if self.device == "cpu" or not self.shares_memory else 0
+        self.memory_cap_bytes = budget.num_bytes - overhead
         usual = default_reserve_bytes(device.memory_kind, device.total_memory_bytes or 0, device.drives_display)
         self.reserve_bytes = MIN_MARGIN_BYTES + usual
         """Part of a card's free memory that is left alone when a child starts."""
@@ -139,7 +144,9 @@ class ProcessTrialRunner:
 
     def classify(self, candidate: Candidate, result: TrialResult | Failure) -> TrialResult:
         """The result as the parent sees it: failures become outcomes, spills are found, a user's budget is marked."""
-        user_cap = self.memory_cap_bytes if self.budget_set_by_user else None
+        user_cap = None
+        if self.budget_set_by_user:
+            user_cap = self.budget_bytes if self.device == "cpu" else self.memory_cap_bytes
         if isinstance(result, Failure):
             self.close_child()
             return TrialResult(
@@ -150,10 +157,8 @@ class ProcessTrialRunner:
                 memory_cap_bytes=user_cap,
             )
         result = result.changed(memory_cap_bytes=user_cap)
-        peak_bytes = result.peak_memory_bytes or 0
-        if self.device == "cpu" and peak_bytes > self.memory_cap_bytes:
-            allowed = f"{self.memory_cap_bytes / 2**20:,.0f} MiB may be taken"
-            return result.changed(outcome="oom", message=f"a step takes {peak_bytes / 2**20:,.0f} MiB, {allowed}")
+        if self.device == "cpu" and (why := self._exceeded(result)):
+            return result.changed(outcome="oom", message=why)
         seconds = result.median_step_seconds
         if result.outcome != "ok" or seconds is None:
             return result
@@ -164,6 +169,17 @@ class ProcessTrialRunner:
             return result.changed(outcome="spill", message=why)
         self._ran.append((result, now))
         return result
+
+    def _exceeded(self, result: TrialResult) -> str | None:
+        """Why the process took more of the host's memory than it may, in whichever phase; None if it did not."""
+        allowed, taken = self.budget_bytes, {"trial": result.host_memory_bytes or 0}
+        if result.phases:
+            allowed += self.resident_bytes
+            taken = {f"{phase.name} phase": phase.host_bytes or 0 for phase in result.phases}
+        largest = max(taken, key=lambda name: taken[name])
+        if taken[largest] <= allowed:
+            return None
+        return f"the {largest} takes {taken[largest] / 2**20:,.0f} MiB, {allowed / 2**20:,.0f} MiB may be taken"
 
     def ask(self, request: Any, key: tuple[Choice, ...] = (), timeout_seconds: float | None = None) -> Any:
         """What a child with that `key` makes of a request (see `worker.TASKS`), or the Failure that ended the child.
@@ -226,8 +242,8 @@ class ProcessTrialRunner:
         """What a trial may take now: on shared memory never what the watchdog would end it for."""
         if not self.shares_memory:  # the child asks the card itself
             return self.memory_cap_bytes
-        overhead = CPU_OVERHEAD_BYTES if self.device == "cpu" else 0
-        return max(0, min(self.memory_cap_bytes + overhead, self.watchdog.available() - self.watchdog.floor_bytes))
+        spare = CPU_SPARE_BYTES if self.device == "cpu" else 0
+        return max(0, min(self.memory_cap_bytes + spare, self.watchdog.available() - self.watchdog.floor_bytes))
 
     def _child_for(self, key: tuple[Choice, ...]) -> _Child:
         if self._child and (self._child.key != key or not self._child.process.is_alive()):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autotune.families import Batch, Family, Sample, resolve_model
-from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory
+from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory, reset_host_peak
 from autotune.schema import (
     Bucket,
     Candidate,
@@ -21,6 +21,7 @@ from autotune.schema import (
 )
 from autotune.training import (
     AdapterOptimizer,
+    Noising,
     StepOutcome,
     TrainingModel,
     apply_settings,
@@ -53,6 +54,7 @@ class LoadedModel:
 
 def run_trial(request: TrialRequest, child: ChildState) -> TrialResult:
     """Run the candidate on the child's model, which is loaded by the first request."""
+    reset_host_peak()  # what earlier candidates took is not this one's
     if "loaded" not in child.cache:
         child.cache["loaded"] = load_for_trial(request)
     try:
@@ -164,6 +166,7 @@ class StepRunner:
             self.model.transformer,
             self.optimizer,
             (to_device(batch, self.model.device, self.model.dtype) for batch in self.batches),
+            noising=Noising(process=self.model.noise),
             step=self.step_number,
             effective_batch_size=self.workload.effective_batch_size,
         )

@@ -6,7 +6,13 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.weights.adapters import AdapterFormat, AdapterInfo, read_adapter, save_adapter, write_adapter
-    from autotune.weights.building import attribute_tensors, build_empty, cast_as_loaded, from_pretrained_dtypes
+    from autotune.weights.building import (
+        attribute_tensors,
+        build_empty,
+        cast_as_loaded,
+        from_pretrained_dtypes,
+        limit_tensors,
+    )
     from autotune.weights.components import (
         DOWNLOAD_AGAIN,
         build_empty_component,
@@ -16,13 +22,14 @@ if TYPE_CHECKING:
         read_model_index,
     )
     from autotune.weights.errors import BadWeights, MissingWeights
+    from autotune.weights.files import read_header
     from autotune.weights.hub import fetch, missing_files, snapshot_in_cache
     from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
     from autotune.weights.loaders import LOADERS, has_gds, load_file
     from autotune.weights.lora_layer import LoraLayer
     from autotune.weights.resharding import is_model_path, reshard
     from autotune.weights.saving import save_file
-    from autotune.weights.sources import find_weights, open_weights
+    from autotune.weights.sources import find_weights, open_weights, weights_digest
     from autotune.weights.streaming import Transform, fill_random, load_into
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

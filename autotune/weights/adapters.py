@@ -1,13 +1,13 @@
 """LoRA adapters as files, in the three formats that people exchange.
 
-    diffusers   transformer.<module>.lora_A.weight, .lora_B.weight; rank and alpha in the metadata, where
-                `load_lora_weights` looks for them
+    diffusers   transformer.<module>.lora_A.weight, .lora_B.weight, for a UNet unet.<module>...; rank and alpha in the
+                metadata, where `load_lora_weights` looks for them
     comfyui     diffusion_model.<module>.lora_A.weight, .lora_B.weight, .alpha
     kohya       lora_unet_<module with underscores>.lora_down.weight, .lora_up.weight, .alpha
 
 ComfyUI and kohya find a module by the name it has in their own model. That is diffusers' name, except in FLUX, where
 it is the authors' (`flux_layers`), and where the comfyui format has lora_down and lora_up: so ComfyUI writes it, and
-so diffusers understands it.
+so diffusers understands it. Of other models than these (`KEPT_NAMES`) the names are not known here.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from pydantic import Field, ValidationError
@@ -47,11 +47,15 @@ DIFFUSERS_KEY = "lora_adapter_metadata"
 """Key of peft's configuration in diffusers' metadata. A file with `.alpha` tensors must not have it: diffusers would
 apply alpha twice."""
 
-PREFIXES: Mapping[AdapterFormat, str] = {
-    "diffusers": "transformer.",
-    "comfyui": "diffusion_model.",
-    "kohya": "lora_unet_",
+COMPONENTS = ("transformer", "unet")
+"""Components of pipelines that adapters are for: prefixes of the diffusers format."""
+PREFIXES: Mapping[str, AdapterFormat] = {
+    **{f"{component}.": "diffusers" for component in COMPONENTS},
+    "diffusion_model.": "comfyui",
+    "lora_unet_": "kohya",
 }
+KEPT_NAMES = frozenset({"QwenImageTransformer2DModel", "Kandinsky5Transformer3DModel"})
+"""Classes whose layers ComfyUI and kohya's scripts call as diffusers does."""
 PARTS: Mapping[str, str] = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -85,6 +89,8 @@ class Adapter:
 
     layers: Mapping[str, LoraLayer]
     metadata: Mapping[str, str]
+    component: str = "transformer"
+    """The pipeline's component that it is for."""
 
     @property
     def info(self) -> AdapterInfo | None:
@@ -96,17 +102,18 @@ class Adapter:
             raise CorruptFile(f"the adapter's metadata is damaged: {error}", hint="train or export it again") from error
 
 
-def save_adapter(path: Path, state: Mapping[str, Tensor], info: AdapterInfo) -> None:
-    """Save what `peft.get_peft_model_state_dict(transformer)` returns, atomically, in the diffusers format.
+def save_adapter(path: Path, state: Mapping[str, Tensor], info: AdapterInfo, component: str = "transformer") -> None:
+    """Save what `peft.get_peft_model_state_dict` returns for the pipeline's `component`, atomically, in the diffusers
+    format.
 
     Every layer must have the rank of `info`. `pipeline.load_lora_weights(path)` then finds each key, rank and alpha.
     """
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+    bare = {name.removeprefix(f"{component}."): tensor for name, tensor in state.items()}
     layers = _collect_layers(bare, dict.fromkeys(_module_names(bare), info.alpha))
     for name, layer in layers.items():
         if layer.rank != info.rank:
             raise InvalidInput(f"{name} has rank {layer.rank}, not {info.rank}", hint="give the rank that was trained")
-    write_adapter(path, Adapter(layers, {INFO_KEY: info.model_dump_json()}), "diffusers")
+    write_adapter(path, Adapter(layers, {INFO_KEY: info.model_dump_json()}, component), "diffusers")
 
 
 def read_adapter(path: Path, module_names: Iterable[str] = ()) -> Adapter:
@@ -128,22 +135,24 @@ def parse_adapter(
     state: Mapping[str, Tensor], metadata: Mapping[str, str], module_names: Iterable[str] = ()
 ) -> Adapter:
     """Parse tensors and metadata of a file in any of the formats. Pure."""
-    source = _detect_format(state)
-    bare = {name.removeprefix(PREFIXES[source]): tensor for name, tensor in state.items()}
+    prefix = _detect_prefix(state)
+    source = PREFIXES[prefix]
+    bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     if source == "kohya":
         known = [*module_names, *_stored_module_names(metadata), *restore_original_names(_module_names(bare))]
         bare = _restore_dots(bare, known)
-    alphas = _configured_alphas(metadata, _module_names(bare)) if source == "diffusers" else {}
+    alphas = _configured_alphas(metadata, prefix, _module_names(bare)) if source == "diffusers" else {}
     layers = _collect_layers(bare, alphas)
     with _reraise_bad_shapes():
         layers = split_layers(layers) if has_original_names(layers) else layers
-    return Adapter(layers, {key: value for key, value in metadata.items() if key == INFO_KEY})
+    component = prefix.removesuffix(".") if source == "diffusers" else COMPONENTS[0]
+    return Adapter(layers, {key: value for key, value in metadata.items() if key == INFO_KEY}, component)
 
 
-def _detect_format(state: Mapping[str, Tensor]) -> AdapterFormat:
-    for name in get_args(AdapterFormat):
-        if state and all(key.startswith(PREFIXES[name]) for key in state):
-            return name  # type: ignore[no-any-return]
+def _detect_prefix(state: Mapping[str, Tensor]) -> str:
+    for prefix in PREFIXES:
+        if state and all(key.startswith(prefix) for key in state):
+            return prefix
     unknown = sorted({key.split(".")[0] for key in state})
     message = f"not a LoRA adapter of a transformer: its keys begin with {', '.join(unknown[:4]) or 'nothing'}"
     raise InvalidInput(message, hint="diffusers, ComfyUI and kohya files are understood")
@@ -207,12 +216,11 @@ def _restore_dots(bare: Mapping[str, Tensor], module_names: Iterable[str]) -> di
     return renamed
 
 
-def _configured_alphas(metadata: Mapping[str, str], modules: Iterable[str]) -> dict[str, float]:
+def _configured_alphas(metadata: Mapping[str, str], prefix: str, modules: Iterable[str]) -> dict[str, float]:
     """Alpha of each module as peft reads it from the configuration: `alpha_pattern` first, then `lora_alpha`."""
     text = metadata.get(DIFFUSERS_KEY)
     if text is None:
         return {}
-    prefix = PREFIXES["diffusers"]
     try:
         config = json.loads(text)
         patterns = {key: float(value) for key, value in config.get(prefix + "alpha_pattern", {}).items()}
@@ -221,10 +229,14 @@ def _configured_alphas(metadata: Mapping[str, str], modules: Iterable[str]) -> d
                 raise ValueError(f"{key!r} names no layer")
         default = config.get(prefix + "lora_alpha")
         alphas = {} if default is None else dict.fromkeys(modules, float(default))
+        order = {key.replace("\\", ""): number for number, key in enumerate(patterns)}
+        values = tuple(patterns.values())
         for module in modules:
-            matches = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)]
-            alphas |= {module: matches[0]} if matches else {}
-    except (ValueError, TypeError, AttributeError, re.error) as error:
+            parts = module.split(".")
+            endings = (f"^{module}", *(".".join(parts[start:]) for start in range(len(parts))))
+            matches = [order[ending] for ending in endings if ending in order]
+            alphas |= {module: values[min(matches)]} if matches else {}
+    except (ValueError, TypeError, AttributeError) as error:
         raise CorruptFile(f"its LoRA configuration is damaged: {error}", hint=EXPORT_AGAIN) from error
     return alphas
 
@@ -237,20 +249,21 @@ def serialize_adapter(
     `transformer` is the class of the adapted model, for an adapter that does not store it. Raises InvalidInput if the
     names depend on it and it is unknown, or if the format has no name for a layer.
     """
-    original = to != "diffusers" and _is_flux_adapter(adapter, transformer)
+    original = to != "diffusers" and _has_flux_names(adapter, transformer)
     with _reraise_bad_shapes():
         layers = join_layers(adapter.layers) if original else adapter.layers
     down, up = ("lora_down", "lora_up") if to == "kohya" or original else ("lora_A", "lora_B")
     tensors: dict[str, Tensor] = {}
+    prefixes = {"diffusers": f"{adapter.component}.", "comfyui": "diffusion_model.", "kohya": "lora_unet_"}
     for module, layer in layers.items():
-        key = PREFIXES[to] + (module.replace(".", "_") if to == "kohya" else module)
+        key = prefixes[to] + (module.replace(".", "_") if to == "kohya" else module)
         tensors[f"{key}.{down}.weight"] = layer.down
         tensors[f"{key}.{up}.weight"] = layer.up
         if to != "diffusers":
             tensors[f"{key}.alpha"] = _to_scalar(layer.alpha)
     if len(tensors) < len(layers) * (2 if to == "diffusers" else 3):
         raise InvalidInput("two modules have one name once dots are underscores", hint="choose diffusers or comfyui")
-    return tensors, {**FORMAT_METADATA[to](layers), **adapter.metadata}
+    return tensors, {**FORMAT_METADATA[to](layers, prefixes[to]), **adapter.metadata}
 
 
 @contextlib.contextmanager
@@ -263,8 +276,12 @@ def _reraise_bad_shapes() -> Iterator[None]:
         raise CorruptFile(f"its layers do not have the shapes of FLUX: {reason}", hint=EXPORT_AGAIN) from error
 
 
-def _is_flux_adapter(adapter: Adapter, transformer: str | None) -> bool:
+def _has_flux_names(adapter: Adapter, transformer: str | None) -> bool:
+    """Whether other programs call the layers as FLUX.1's authors do, rather than as diffusers does."""
     known = transformer or (adapter.info.transformer if adapter.info else None)
+    if known and known not in (FLUX_CLASS, *KEPT_NAMES):
+        message = f"what other programs call the layers of a {known} is not known to autotune"
+        raise InvalidInput(message, hint="keep the adapter in the diffusers format")
     flux = known == FLUX_CLASS if known else is_flux(adapter.layers)
     if flux is None:
         message = "this adapter may be of FLUX.1, whose layers other programs call otherwise, or of another model"
@@ -278,7 +295,7 @@ def _to_scalar(value: float) -> Tensor:
     return short if short.item() == value else short.new_tensor(value, dtype=torch.float64)
 
 
-def _peft_metadata(layers: Mapping[str, LoraLayer]) -> dict[str, str]:
+def _peft_metadata(layers: Mapping[str, LoraLayer], prefix: str) -> dict[str, str]:
     """The configuration with which diffusers builds exactly these layers, whatever their ranks and alphas."""
     rank = mode(layer.rank for layer in layers.values())
     alpha = mode(layer.alpha for layer in layers.values())
@@ -290,11 +307,11 @@ def _peft_metadata(layers: Mapping[str, LoraLayer]) -> dict[str, str]:
         "rank_pattern": {f"^{re.escape(name)}": layer.rank for name, layer in layers.items() if layer.rank != rank},
         "alpha_pattern": {f"^{re.escape(name)}": x.alpha for name, x in layers.items() if x.alpha != alpha},
     }
-    packed = {PREFIXES["diffusers"] + key: value for key, value in config.items()}
+    packed = {prefix + key: value for key, value in config.items()}
     return {DIFFUSERS_KEY: json.dumps(packed, indent=2, sort_keys=True)}
 
 
-def _kohya_metadata(layers: Mapping[str, LoraLayer]) -> dict[str, str]:
+def _kohya_metadata(layers: Mapping[str, LoraLayer], _: str) -> dict[str, str]:
     return {
         MODULES_KEY: json.dumps(list(layers)),
         "ss_network_module": "networks.lora",
@@ -303,4 +320,4 @@ def _kohya_metadata(layers: Mapping[str, LoraLayer]) -> dict[str, str]:
     }
 
 
-FORMAT_METADATA = {"diffusers": _peft_metadata, "comfyui": lambda _: {}, "kohya": _kohya_metadata}
+FORMAT_METADATA = {"diffusers": _peft_metadata, "comfyui": lambda *_: {}, "kohya": _kohya_metadata}

@@ -1,6 +1,8 @@
 """Build a model without weights, and decide which dtypes and names its weights shall have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -10,6 +12,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from autotune.weights.errors import BadWeights
 
 Model = TypeVar("Model", bound=nn.Module)
+
+MAX_TENSORS = 100_000
+"""Far above any model; building so many takes some seconds, and constructors build whatever number a file says."""
 
 DtypePolicy = Callable[[str, torch.dtype], torch.dtype]
 """Returns the dtype that a tensor should have in the model, from its name and its dtype as stored."""
@@ -33,9 +38,27 @@ def build_empty(factory: Callable[[], Model], *, dtype: torch.dtype | None = Non
     handle = register_module_parameter_registration_hook(_move_to_meta)  # type: ignore[arg-type]  # torch's annotation forgets the result
     try:
         torch.set_default_dtype(dtype or previous)
-        return factory()
+        with limit_tensors():
+            return factory()
     finally:
         torch.set_default_dtype(previous)
+        handle.remove()
+
+
+@contextmanager
+def limit_tensors() -> Iterator[None]:
+    """Raise BadWeights if what is built meanwhile gets over `MAX_TENSORS` parameters, whatever asks for them."""
+    numbers = count(1)
+
+    def check(_module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        if next(numbers) > MAX_TENSORS:
+            message = f"the configuration asks for over {MAX_TENSORS:,} tensors, more than any model has"
+            raise BadWeights(message, hint="use the published configuration")
+
+    handle = register_module_parameter_registration_hook(check)
+    try:
+        yield
+    finally:
         handle.remove()
 
 

@@ -21,8 +21,8 @@ from autotune.weights.errors import CorruptFile, HeaderTooLarge, MissingWeights,
 if TYPE_CHECKING:
     import torch
 
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
+MAX_HEADER_BYTES = 16 << 20
+"""A header of 100,000 tensors has 10 MB. The library's own limit is 100 MB, which it parses into up to 3 GB."""
 
 MAX_DIMENSIONS = 64
 """The limit of torch."""

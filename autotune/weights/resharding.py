@@ -1,5 +1,6 @@
 """Write a whole model's weights anew in the layout that diffusers loads, in shards of another size."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def _check_target(folder: Path, source: Path, configs: list[Path]) -> None:
     hint = "name another folder to write"
     if folder.is_file() or folder.suffix == ".safetensors":
         raise InvalidInput(f"{folder} is a file, but a model is written into a folder", hint="name a folder to write")
-    if folder.resolve() == source.resolve():
+    if os.path.realpath(folder) == os.path.realpath(source):
         raise InvalidInput(f"{folder} is where the model is read from", hint=hint)
     for config in configs:
         old = folder / config.name

@@ -1,13 +1,16 @@
 """Find the safetensors files of a model component: one file, or shards under an index, in the diffusers layout."""
 
+import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from autotune.runtime import read_bounded
 from autotune.weights.errors import CorruptFile, MissingWeights
-from autotune.weights.files import TensorEntry, WeightFile, read_header, refuse_pickle
+from autotune.weights.files import MAX_HEADER_BYTES, TensorEntry, WeightFile, read_header, refuse_pickle
 
 STEMS = ("diffusion_pytorch_model", "model")
 """File stems in use: diffusers' components, then transformers'."""
@@ -16,6 +19,10 @@ PIPELINE_INDEX = "model_index.json"
 """The file that makes a folder or a repository a pipeline."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+SAMPLE_BYTES = 4096
+"""Bytes of each tensor that tell one model's weights from another's."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,23 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[WeightFile, TensorEntry]]:
         """Files and entries in reading order."""
         return iter(self.locations.values())
+
+
+def weights_digest(source: WeightSource) -> str:
+    """SHA-256, in hex, of names, dtypes and shapes of all tensors and of up to 4 KiB from the middle of each.
+
+    It tells models of one architecture apart without reading them, and does not depend on folders or shards. A change
+    outside the samples goes unnoticed; training and merging change every tensor.
+    """
+    digest = hashlib.sha256()
+    with ExitStack() as stack:
+        opened = {file.path: stack.enter_context(file.path.open("rb", buffering=0)) for file in source.files}
+        for name, (file, entry) in sorted(source.locations.items()):
+            count = min(SAMPLE_BYTES, entry.size_bytes)
+            opened[file.path].seek(entry.start + (entry.size_bytes - count) // 2)
+            digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
+            digest.update(opened[file.path].read(count))
+    return digest.hexdigest()
 
 
 def open_weights(path: Path) -> WeightSource:
@@ -98,10 +122,10 @@ def read_index(index: Path) -> dict[str, str]:
     """
     hint = "fetch the index again, or save the model again"
     try:
-        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        weight_map: dict[str, str] = json.loads(read_bounded(index, MAX_HEADER_BYTES))["weight_map"]
         if not (isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())):
             raise TypeError("weight_map is not a table of file names")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptFile(f"{index} is no index of shards ({type(error).__name__}: {error})", hint=hint) from error
     for shard in set(weight_map.values()):
         # The name alone decides: the hub's cache keeps symbolic links, so what a path resolves to says nothing.

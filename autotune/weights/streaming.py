@@ -7,7 +7,6 @@ of the model.
     load_into(model, open_weights(folder / "transformer"), loader="pread", device="cuda", transform=quantize)
 """
 
-import ctypes
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,11 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from autotune.runtime import drop_mapped_pages, trim_heap
 from autotune.weights.building import DtypePolicy
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
 from autotune.weights.files import TensorEntry
-from autotune.weights.loaders import get_loader
+from autotune.weights.loaders import MappedLoader, get_loader
 from autotune.weights.sources import WeightSource
 
 Transform = Callable[[str, nn.Module], nn.Module | None]
@@ -30,7 +30,7 @@ Transform = Callable[[str, nn.Module], nn.Module | None]
 arrived. It may change the module in place, or return another one to replace it."""
 
 TRIM_EVERY_BYTES = 4 << 20
-"""Bytes of loaded tensors after which free memory is returned to the system."""
+"""Bytes of converted tensors after which free memory and pages of the file are returned to the system."""
 
 OTHER_MODEL = "are these files of the same model and component? Compare with `autotune weights inspect FILE`"
 
@@ -61,7 +61,8 @@ def load_into(
     slots = _find_slots(model)
     names = {stored: rename(stored) if rename else stored for stored in source.locations}
     _check_match(model, slots, source, names)
-    freed = 0
+    converted: list[Tensor] = []
+    converted_bytes = 0
     filler = _Filler(model, slots, transform)
     with closing(stream_from(source, target)) as stream:
         for stored, tensor in stream:
@@ -70,25 +71,25 @@ def load_into(
                 slot = filler.by_name[name]
                 dtype = dtype_policy(name, tensor.dtype) if dtype_policy else slot.dtype
                 filler.fill(slot, tensor.to(dtype))
-                freed += tensor.nbytes if transform or dtype != tensor.dtype or target.type != "cpu" else 0
+                if transform or dtype != tensor.dtype or target.type != "cpu":
+                    converted_bytes += tensor.nbytes
+                    if loader == MappedLoader.name and target.type == "cpu":
+                        converted.append(tensor)  # which holds no memory: its pages are the file's
             del tensor  # or its memory would be held while the next one is read
-            if freed >= TRIM_EVERY_BYTES:
-                _trim_heap()
-                freed = 0
+            if converted_bytes >= TRIM_EVERY_BYTES:
+                _return_memory(converted)
+                converted_bytes = 0
     filler.finish(target)
-    if freed or transform:
-        _trim_heap()
+    if converted_bytes or transform:
+        _return_memory(converted)
 
 
-def _trim_heap() -> None:
-    """Have glibc return free pages to the system, which it holds if a small allocation lies behind them.
-
-    Without it the heap grew to several times the model while quantizing. A no-op on other C libraries. See
-    malloc_trim(3); a call takes about a millisecond.
-    """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
+def _return_memory(converted: list[Tensor]) -> None:
+    """Return to the system what nothing needs any more, the mapped pages of `converted` too; empties the list."""
+    trim_heap()
+    for tensor in converted:
+        drop_mapped_pages(tensor)
+    converted.clear()
 
 
 def fill_random(

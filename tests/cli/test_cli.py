@@ -14,10 +14,12 @@ import typer.main
 from typer.testing import CliRunner
 
 from autotune.api.amounts import memory_bytes
-from autotune.cli.app import app
+from autotune.cli.app import _fail, app
 from autotune.cli.options import JobOptions, option_of
+from autotune.cli.terminal import show_events
 from autotune.errors import InvalidInput
 from autotune.runtime.process import limit_thread_spinning
+from autotune.schema.events import Notice
 from tests.conftest import autotune
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
@@ -192,9 +194,11 @@ def options_under(command: Any) -> set[str]:
 
 
 def test_every_option_that_a_message_or_the_documentation_names_exists() -> None:
-    known = options_under(typer.main.get_command(app)) | {"--help", "--upgrade", "--install"}  # of pip, of wsl
+    others = {"--help", "--upgrade", "--install", "--logdir"}  # of pip, wsl, tensorboard
+    known = options_under(typer.main.get_command(app)) | others
     root = Path(__file__).parents[2]
     texts = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "autotune").rglob("*.py")]
+    texts = [text for text in texts if "trainers" not in str(text.relative_to(root))]  # name options of theirs
     named = {name for text in texts for name in re.findall(r"(?<![-\w])--[a-z][a-z-]*[a-z]", text.read_text())}
     assert len(named) > 40
     assert named - known == set()
@@ -226,9 +230,18 @@ def test_a_file_that_cannot_be_written_is_named_before_the_search(tmp_path: Path
     assert process.stderr.startswith(f"error: {wanted.parent}: File exists\nhint: check the path")
 
 
-@pytest.mark.parametrize("error", ["MemoryError()", "ImportError('libx.so: failed to map segment from shared object')"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "MemoryError()",
+        "ImportError('libx.so: failed to map segment from shared object')",
+        "RuntimeError('Failed to import a module') from MemoryError()",
+        'RuntimeError("can\'t start new thread")',
+    ],
+)
 def test_memory_that_runs_out_before_a_command_has_begun_is_no_bug(error: str) -> None:
-    code = f"import autotune.cli.app as cli\ndef work(**options): raise {error}\ncli.app = work; cli.main()"
+    code = f"import sys, autotune.cli.app as cli\ndef work(**options): sys.meta_path.clear(); raise {error}\n"
+    code += "cli.app = work; cli.main()"  # and nothing can be imported any more
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr.startswith("error: memory ran out")) == (1, True)
 
@@ -262,6 +275,23 @@ def test_the_home_of_nobody_is_a_folder_that_is_not_there() -> None:
     assert "neither a folder nor a known model" in process.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "profiles push team https://me:hunter2@host",
+        "plan postgresql://me:p@hunter2@host/db",
+        "--postgresql://me:hunter2@host/db",
+        "explain https:/me:hunter2@host/plan",
+    ],
+)
+def test_a_password_that_was_typed_in_a_wrong_place_is_not_repeated(words: str) -> None:
+    """Whoever takes what was typed for something else has no idea that it is a password."""
+    process = autotune(*words.split())
+    assert process.returncode == 2
+    assert "hunter2" not in process.stderr
+    assert "***@host" in process.stderr
+
+
 def test_names_with_brackets_are_printed_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
     from autotune.cli.terminal import err, out
 
@@ -277,3 +307,20 @@ def test_progress_can_be_read_by_programs_or_left_out() -> None:
     assert json.loads(process.stdout)["device"]["kind"]
     assert autotune("--progress", "none", "probe", "--quick").stderr == ""
     assert autotune("--progress", "loud", "models").returncode == 2
+
+
+def test_errors_hints_and_warnings_are_wrapped_for_a_terminal_and_whole_in_a_log(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message, hint = "what happened and why it did " * 5, "what to do about that " * 8
+    with pytest.raises(SystemExit):
+        _fail(message, hint, 1)
+    assert len(capfd.readouterr().err.splitlines()) == 2
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        _fail(message, hint, 1)
+    with show_events() as show:
+        show(Notice(text=message, level="warning"))
+    lines = re.sub(r"\x1b\[[?\d]*\w", "", capfd.readouterr().err).splitlines()
+    assert len(lines) > 6
+    assert max(map(len, lines)) <= 80

@@ -1,7 +1,5 @@
 """What the one table of a device's kernels says: which attention runs, and what it takes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tiny_models import TINY, cpu, gpu, workload_of
@@ -155,7 +153,9 @@ def test_dropout_on_cuda_keeps_a_byte_for_each_element():
 def test_a_few_rows_are_multiplied_by_4_bits_as_they_are_stored(rows, columns, fused):
     family = FAMILIES["qwen-image"]
     layer = torch.nn.Linear(columns, 256, device="meta", dtype=torch.bfloat16)
-    quantize_for_tracing(family, SimpleNamespace(transformer_blocks=[layer]), "bnb-nf4", "cuda")
+    model = torch.nn.Module()
+    model.transformer_blocks = torch.nn.ModuleList([layer])
+    quantize_for_tracing(family, model, "bnb-nf4", "cuda")
     recorder = Recorder("cuda")
     recorder.mark("all")
     x = torch.empty(rows, columns, device="meta", dtype=torch.bfloat16)

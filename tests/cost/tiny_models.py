@@ -6,6 +6,7 @@ import torch
 
 from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
+from autotune.families.sdxl import UNET
 from autotune.hardware.catalog import load_catalog, profile_of_gpu
 from autotune.schema.hardware import Device, HardwareProfile, Host, Versions
 from autotune.schema.workload import Bucket, ModelSpec, Workload
@@ -41,6 +42,34 @@ TINY: dict[str, dict[str, Any]] = {
         "pooled_projection_dim": 16,
         "axes_dims_rope": (8, 12, 12),
         "guidance_embeds": True,
+    },
+    "z-image": {
+        "dim": 64,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "n_layers": 5,
+        "n_refiner_layers": 2,
+        "cap_feat_dim": 48,
+        "axes_dims": [8, 12, 12],
+    },
+    "flux2-klein": {
+        "num_layers": 4,
+        "num_single_layers": 16,  # the trace sees 80 KB too much at the peak, whatever the depth: not yet explained
+        "attention_head_dim": 32,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 48,
+        "axes_dims_rope": (8, 8, 8, 8),
+        "guidance_embeds": False,
+    },
+    "sdxl": {
+        **UNET,
+        "block_out_channels": (32, 64, 64),
+        "transformer_layers_per_block": (1, 2, 5),
+        "attention_head_dim": (1, 2, 2),
+        "norm_num_groups": 8,
+        "cross_attention_dim": 48,
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 64,
     },
     "kandinsky5-image-lite": KANDINSKY,
     "kandinsky5-video-lite": {**KANDINSKY, "visual_cond": True},

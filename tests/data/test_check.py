@@ -38,16 +38,18 @@ def test_captionless_images_and_empty_folders_are_reported_not_raised(tmp_path: 
 
 
 def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_pictures(tmp_path / "clip", (64, 48), (64, 48), (64, 48))
+    write_pictures(tmp_path / "clip", *[(64, 48)] * 5)
     (tmp_path / "clip.txt").write_text("a moving fox")
     for path in (tmp_path / "clip").glob("*.txt"):
         path.unlink()
     command = ("data", "check", tmp_path, "--model", "kandinsky5-video-lite", "--resolution", 64)
-    good = autotune_here(capfd, *command, "--frames", 3)
+    good = autotune_here(capfd, *command, "--frames", 5)
     told = " ".join(good.stdout.split())  # lines break where the path is long
-    assert (good.returncode, "1 usable" in told, "3 frames" in told) == (0, True, True)
+    assert (good.returncode, "1 usable" in told, "5 frames" in told) == (0, True, True)
+    odd = autotune_here(capfd, *command, "--frames", 4)
+    assert (odd.returncode, "use --frames 1 or --frames 5" in odd.stderr) == (2, True)
     short = autotune_here(capfd, *command)  # of the family's usual length
-    assert (short.returncode, "has 3 frames, 121 are needed" in " ".join(short.stdout.split())) == (2, True)
+    assert (short.returncode, "has 5 frames, 121 are needed" in " ".join(short.stdout.split())) == (2, True)
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from autotune.data.captions import complete_caption, read_metadata
 from autotune.data.check import check_dataset
 from autotune.data.dataset import Dataset, DatasetOptions, read_dataset, scan_dataset
 from autotune.errors import InvalidInput
+from autotune.reporting.data import data_report_lines
+from autotune.schema.plan_file import RUN_PLAN_FILE
 from tests.data.pictures import CAPTIONS, picture, write_pictures
 
 
@@ -269,3 +271,69 @@ def test_folders_of_frames_are_clips_when_frames_are_asked_for(tmp_path: Path) -
     assert (clip.caption, clip.num_frames, clip.width_px, clip.height_px) == ("a moving fox", 3, 64, 48)
     assert (still.num_frames, still.frame_paths) == (1, ())
     assert kinds(dataset) == {"brief": "short"}
+
+
+def test_kohyas_folders_say_how_often_their_images_are_shown(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "10_dog" / "more", (64, 64))
+    write_pictures(tmp_path / "0_none", (64, 64), first=1)
+    write_pictures(tmp_path / "2024_holiday", (64, 64), first=2)
+    write_pictures(tmp_path / "3_cat", (64, 64), first=3)
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "3_cat/003.png", "repeats": 7}))
+    dataset = read_dataset(tmp_path)
+    assert {item.path.parent.name: item.repeats for item in dataset.items} == {
+        "more": 10, "0_none": 1, "2024_holiday": 1, "3_cat": 7,
+    }  # fmt: skip
+    report = check_dataset(tmp_path, resolution_px=64, multiple_px=16, max_side_px=8192)
+    assert (report.num_usable, report.epoch_size) == (4, 19)
+    assert any("an epoch shows 19" in line for line in data_report_lines(report))
+
+
+def test_what_a_run_wrote_below_the_data_is_no_data(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 64))
+    write_pictures(tmp_path / "run" / "previews", (64, 64), first=1)
+    (tmp_path / "run" / RUN_PLAN_FILE).write_text("")
+    dataset = read_dataset(tmp_path)
+    assert [item.path.name for item in dataset.items] == ["000.png"]
+    assert kinds(dataset) == {"run": "run"}
+
+
+@pytest.mark.parametrize("options", [DatasetOptions(), DatasetOptions(caption="any")])
+def test_of_duplicates_the_one_with_a_caption_of_its_own_stays(tmp_path: Path, options: DatasetOptions) -> None:
+    write_pictures(tmp_path, (64, 64))
+    (tmp_path / "-copy.png").write_bytes((tmp_path / "000.png").read_bytes())
+    dataset = read_dataset(tmp_path, options)
+    assert [(item.path.name, item.caption) for item in dataset.items] == [("000.png", CAPTIONS[0])]
+    assert kinds(dataset) == {"-copy.png": "duplicate"}
+
+
+def test_a_video_comes_with_the_command_that_makes_frames_of_it(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 64))
+    (tmp_path / "a b.mp4").write_bytes(b"")
+    (problem,) = read_dataset(tmp_path).problems
+    assert f"mkdir '{tmp_path}/a b' && ffmpeg -i '{tmp_path}/a b.mp4' '{tmp_path}/a b'/%05d.png" in problem.message
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "a.txt"])
+@pytest.mark.parametrize("content", ["pipe", "zero", "sparse"])
+def test_captions_that_never_end_are_named_and_not_read(tmp_path: Path, name: str, content: str) -> None:
+    picture(0).save(tmp_path / "a.png")
+    if content == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif content == "zero":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(20 << 30)
+    problems = scan_dataset(tmp_path, DatasetOptions(caption="a")).problems
+    assert any("not a regular file" in one.message or "larger than" in one.message for one in problems)
+
+
+def test_folders_that_are_links_to_themselves_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    picture(0).save(tmp_path / "a.png")
+    with pytest.raises(InvalidInput, match="there is no control folder"):
+        scan_dataset(tmp_path, DatasetOptions(control=tmp_path / "loop"))
+    with pytest.raises(InvalidInput, match="there is no data folder"):
+        scan_dataset(tmp_path / "loop")
+    (tmp_path / "b.png").symlink_to("b.png")
+    assert [one.file for one in scan_dataset(tmp_path, DatasetOptions(caption="a")).problems] == ["b.png"]

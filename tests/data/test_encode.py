@@ -29,6 +29,7 @@ from tests.training.small import SETTINGS
 
 IDENTITY = EncoderIdentity(text_encoder="text 1", vae="vae 1")
 Load = Callable[..., Any]
+PROMPT_WIDTH = 128
 
 
 class CountingFamily(QwenImage):
@@ -95,7 +96,7 @@ def encode(
     **options: Any,
 ) -> EncodedDataset:
     encoders: Any = SimpleNamespace(
-        model=SimpleNamespace(family=family or CountingFamily()),
+        model=SimpleNamespace(family=family or CountingFamily(), config={"joint_attention_dim": PROMPT_WIDTH}),
         identity=identity,
         load_pipeline=load or (lambda with_text=True: pipeline),
         release_text=lambda: None,
@@ -222,6 +223,30 @@ def test_a_damaged_entry_is_encoded_again_alone(data: Path, pipeline: Any) -> No
     encode(data, pipeline, family)
     assert (family.num_images, family.captions) == (1, [])
     assert torch.equal(load_file(entry)["latents"], whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("latents", {"latents": torch.zeros(16, 1, 4, 4)}),
+        ("latents", {"other": torch.zeros(16, 1, 8, 8)}),
+        ("latents", {"latents": torch.full((16, 1, 8, 8), torch.nan)}),
+        ("prompt", {"prompt_embeds": torch.zeros(5, PROMPT_WIDTH + 1)}),
+        ("prompt", {"prompt_embeds": torch.tensor(1.0)}),
+    ],
+)
+def test_an_entry_that_holds_something_else_under_a_right_digest_is_encoded_again(
+    data: Path, pipeline: Any, kind: str, content: dict[str, Tensor]
+) -> None:
+    first = encode(data, pipeline)
+    key = next((data.parent / "cache").glob(f"{kind}-*")).stem
+    first.cache.write(key, content)
+    family = CountingFamily()
+    again = encode(data, pipeline, family)
+    assert (family.num_images, len(family.captions)) == ((1, 0) if kind == "latents" else (0, 1))
+    for index in range(len(first.items)):
+        for name, tensor in first.sample(index).items():
+            assert torch.equal(tensor, again.sample(index)[name])
 
 
 def test_an_image_that_fails_while_encoding_is_left_out_and_named(data: Path, pipeline: Any) -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from autotune.data import pixels as pixels_module
 from autotune.data.encode import open_pixels
-from autotune.data.pixels import EXIF_ORIENTATION, read_size
+from autotune.data.pixels import EXIF_ORIENTATION, read_size, to_rgb
 from tests.data.pictures import picture
 
 
@@ -118,3 +119,26 @@ def test_other_formats_are_refused_under_any_name(tmp_path: Path, kind: str) -> 
 def test_a_webp_called_jpg_is_read(tmp_path: Path) -> None:
     picture(0, 48, 40).save(tmp_path / "a.jpg", format="WEBP")
     assert read_size(tmp_path / "a.jpg", decode=True) == (48, 40)
+
+
+def test_an_image_that_would_take_gigabytes_is_refused_by_its_size(tmp_path: Path) -> None:
+    """A file of 22 KiB: Pillow opens up to 180 megapixels, of which converting 16-bit gray took 5 GiB."""
+    Image.new("1", (13_370, 13_370)).save(tmp_path / "bomb.png")
+    for decode in (False, True):
+        with pytest.raises(OSError, match="13370 x 13370 px are over 64 megapixels"):
+            read_size(tmp_path / "bomb.png", decode=decode)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "RGBA", "LA", "P", "L", "CMYK"])
+def test_bands_make_no_difference(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    if mode == "I;16":
+        image = Image.fromarray(random.integers(0, 2**16, (37, 29), dtype=np.uint16))
+    else:
+        image = Image.fromarray(random.integers(0, 256, (37, 29, 4), dtype=np.uint8)).convert(mode)
+    if mode == "P":
+        image.info["transparency"] = 3
+    assert image.mode == mode
+    whole = np.asarray(to_rgb(image))
+    monkeypatch.setattr(pixels_module, "BAND_PIXELS", 100)
+    assert np.array_equal(np.asarray(to_rgb(image)), whole)

@@ -74,7 +74,40 @@ def kandinsky(transformer, noisy, sigma, sample: Tensors):
     return torch.einsum("thwc->cthw", out[0])
 
 
+def z_image(transformer, noisy, sigma, sample: Tensors):
+    out = transformer([noisy], torch.tensor([1 - sigma]), [sample["prompt_embeds"]]).sample
+    return -out[0]
+
+
+def flux2(transformer, noisy, sigma, sample: Tensors):
+    channels, _, height, width = noisy.shape
+    out = transformer(
+        hidden_states=torch.stack([noisy[:, 0, y, x] for y in range(height) for x in range(width)])[None],
+        timestep=torch.tensor([sigma]),
+        encoder_hidden_states=sample["prompt_embeds"][None],
+        img_ids=torch.tensor([[0.0, y, x, 0.0] for y in range(height) for x in range(width)]),
+        txt_ids=torch.tensor([[0.0, 0.0, 0.0, place] for place in range(512)]),
+    ).sample
+    return torch.einsum("pc->cp", out[0]).reshape(channels, 1, height, width)
+
+
+def sdxl(unet, noisy, timestep, sample: Tensors):
+    height, width = noisy.shape[2] * 8, noisy.shape[3] * 8
+    return unet(
+        sample=noisy[None, :, 0],
+        timestep=int(timestep),
+        encoder_hidden_states=sample["prompt_embeds"][None],
+        added_cond_kwargs={
+            "text_embeds": sample["pooled_prompt_embeds"][None],
+            "time_ids": torch.tensor([[height, width, 0, 0, height, width]]).float(),
+        },
+    ).sample[0][:, None]
+
+
 PREDICTIONS = {
+    "sdxl": sdxl,
+    "flux2-klein": flux2,
+    "z-image": z_image,
     "qwen-image": qwen_image,
     "qwen-image-edit": qwen_image,
     "qwen-image-edit-plus": qwen_image,
@@ -84,11 +117,20 @@ PREDICTIONS = {
 }
 
 
-def loss(name, transformer, samples, noises, sigmas):
-    """Mean over samples of the mean squared error of the velocity, one sample at a time."""
+def flow(clean, noise, sigma):
+    return clean + sigma * (noise - clean), noise - clean
+
+
+def epsilon(clean, noise, timestep):
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+    left = float((1 - betas)[: int(timestep) + 1].prod())
+    return left**0.5 * clean + (1 - left) ** 0.5 * noise, noise
+
+
+def loss(name, transformer, samples, noises, levels):
+    """Mean over samples of the mean squared error of the prediction, one sample at a time."""
     total = 0.0
-    for sample, noise, sigma in zip(samples, noises, sigmas, strict=True):
-        noisy = sample["latents"] + sigma * (noise - sample["latents"])
-        predicted = PREDICTIONS[name](transformer, noisy, sigma, sample)
-        total = total + ((predicted - (noise - sample["latents"])) ** 2).mean()
+    for sample, noise, level in zip(samples, noises, levels, strict=True):
+        noisy, target = (epsilon if name == "sdxl" else flow)(sample["latents"], noise, level)
+        total = total + ((PREDICTIONS[name](transformer, noisy, level, sample) - target) ** 2).mean()
     return total / len(samples)

@@ -1,6 +1,6 @@
 """A family that autotune does not have, as somebody would add it: Stable Diffusion 3, without its T5 encoder."""
 
-from autotune.families.base import Defaults, Family
+from autotune.families.base import Defaults, Family, Parts, PublishedModel
 from autotune.families.small.parts import clip_tokenizer
 
 BLOCK = r"transformer_blocks\.\d+"
@@ -12,10 +12,9 @@ class StableDiffusion3(Family):
     """Unpacked latents; two CLIP encoders."""
 
     name = "stable-diffusion-3"
-    hub_id = "stabilityai/stable-diffusion-3-medium-diffusers"
+    models = (PublishedModel("stabilityai/stable-diffusion-3-medium-diffusers", {}, Parts()),)
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
-    transformer_config = {}  # noqa: RUF012
     tiny_config = {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128}  # noqa: RUF012
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     defaults = Defaults(
@@ -46,9 +45,9 @@ class StableDiffusion3(Family):
 
     def sample_shapes(self, config, bucket, text_tokens, num_controls=1):
         return {
-            "latents": (config["in_channels"], 1, bucket.height_px // 8, bucket.width_px // 8),
-            "prompt_embeds": (text_tokens, config["joint_attention_dim"]),
-            "pooled_prompt_embeds": (config["pooled_projection_dim"],),
+            "latents": (config.get("in_channels", 16), 1, bucket.height_px // 8, bucket.width_px // 8),
+            "prompt_embeds": (text_tokens, config.get("joint_attention_dim", 4096)),
+            "pooled_prompt_embeds": (config.get("pooled_projection_dim", 2048),),
         }
 
     def encode_caption(self, pipeline, caption, controls=()):
@@ -63,12 +62,12 @@ class StableDiffusion3(Family):
         latents = pipeline.vae.encode(pixels[:, 0][None]).latent_dist.mode()[0, :, None]
         return (latents - config.shift_factor) * config.scaling_factor
 
-    def predict(self, transformer, noisy, sigmas, batch):
+    def predict(self, transformer, noisy, levels, batch):
         return transformer(
             hidden_states=noisy[:, :, 0],
             encoder_hidden_states=batch["prompt_embeds"],
             pooled_projections=batch["pooled_prompt_embeds"],
-            timestep=sigmas * 1000,
+            timestep=levels * 1000,
             return_dict=False,
         )[0][:, :, None]
 

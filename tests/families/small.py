@@ -17,6 +17,10 @@ from autotune.training.describe import WorkloadOverrides, describe_workload
 CAPTIONS = ("a red circle on white", "a small blue square, left of a green line")
 
 
+NO_GUIDANCE = {"z-image": 0.0, "krea-2": 0.0}
+"""Guidance scale that calls the transformer once a step, where it is not 1."""
+
+
 @dataclass(frozen=True)
 class Small:
     """A family with its small pipeline on disk and in memory."""
@@ -24,6 +28,11 @@ class Small:
     family: Family
     folder: Path
     pipeline: Any
+
+    @property
+    def transformer(self) -> Any:
+        """What is trained."""
+        return getattr(self.pipeline, self.family.denoiser)
 
     @property
     def bucket(self) -> Bucket:
@@ -50,6 +59,10 @@ class Small:
             encoded[f"control_latents_{number}"] = self.family.encode_pixels(self.pipeline, control)
         return {**encoded, "latents": self.family.encode_pixels(self.pipeline, self.pixels(bucket))}
 
+    def levels(self, *shares: float) -> torch.Tensor:
+        """Noise levels at these shares of the way to noise."""
+        return torch.tensor([self.family.noise.level(share) for share in shares])
+
     def workload(self, targets: str = "attention") -> Workload:
         """For an adapter of rank 4."""
         return describe_workload(
@@ -58,7 +71,7 @@ class Small:
 
     def adapted(self, targets: str = "attention") -> tuple[nn.Module, list[nn.Parameter]]:
         """A copy of the transformer with an adapter that is not zero."""
-        transformer = copy.deepcopy(self.pipeline.transformer)
+        transformer = copy.deepcopy(self.transformer)
         parameters = add_adapter(self.family, transformer, self.workload(targets), torch.float32, seed=1)
         generator = torch.Generator().manual_seed(2)
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""What `predict` hands to the transformer is what the stock pipeline hands to it, and latents are its latents."""
+"""What `predict` says is what the stock pipeline's own call of the transformer says, and latents are its latents."""
 
 import numpy as np
 import pytest
@@ -6,21 +6,25 @@ import torch
 from PIL import Image
 
 from autotune.families import qwen_image_edit
+from autotune.families.noise import FLOW_MATCHING
 from autotune.schema.workload import Bucket
-from tests.families.small import CAPTIONS
+from tests.families.small import CAPTIONS, NO_GUIDANCE
 
 AREA = 64 * 64
 
 
 def _calls(transformer, monkeypatch, answer=None):
-    """Records the arguments of every call of `transformer`; with `answer`, gives that times the input instead."""
+    """Records every call of `transformer`: its noisy input and what it returns; with `answer`, that instead."""
     calls = []
     forward = transformer.forward
 
     def record(*args, **kwargs):
-        assert not args
-        calls.append(kwargs)
-        return forward(**kwargs) if answer is None else answer(kwargs, forward(**kwargs))
+        output = forward(*args, **kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden.clone() if isinstance(hidden, torch.Tensor) else list(hidden)  # a pipeline may write into it
+        output = output if answer is None else answer(output)
+        calls.append((hidden, output if isinstance(output, torch.Tensor) else output[0]))
+        return output
 
     monkeypatch.setattr(transformer, "forward", record)
     return calls
@@ -28,7 +32,7 @@ def _calls(transformer, monkeypatch, answer=None):
 
 def _options(family, pipeline, monkeypatch):
     """Arguments of the stock pipeline for one small picture without classifier-free guidance."""
-    options = {"guidance_scale": 1.0, "width": 48, "height": 64}
+    options = {"guidance_scale": NO_GUIDANCE.get(family.name, 1.0), "width": 48, "height": 64}
     if family.name.startswith("qwen"):
         del options["guidance_scale"]
     if family.name == "kandinsky5-image-lite":
@@ -60,27 +64,39 @@ def _image(pixels):
     return Image.fromarray(values.numpy())
 
 
-def _equal(ours, theirs):
-    if isinstance(theirs, torch.Tensor):
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-5, atol=1e-5)
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            _equal(one, other)
-    else:
-        assert ours == theirs
-
-
 def _unpack(family, hidden, shape):
-    """Noisy latents (1, channels, frames, height, width) from what the pipeline gave to the transformer."""
-    channels, _, height, width = shape
+    """Latents (1, channels, frames, height, width) from what the transformer takes and returns."""
+    channels, frames, height, width = shape
+    if isinstance(hidden, list):
+        hidden = torch.stack(hidden)
     if family.name.startswith("kandinsky5"):
         return hidden[..., :channels].permute(0, 4, 1, 2, 3)
-    own = hidden[:, : height * width // 4]
-    return torch.nn.functional.pixel_shuffle(own.mT.unflatten(2, (height // 2, width // 2)), 2)[:, :, None]
+    if hidden.ndim == 3:
+        rows, columns = height // family.patch, width // family.patch
+        tokens = hidden[:, : rows * columns].mT.unflatten(2, (rows, columns))
+        return torch.nn.functional.pixel_shuffle(tokens, family.patch)[:, :, None]
+    return hidden.reshape(1, channels, frames, height, width)
 
 
-def test_predict_calls_the_transformer_as_the_pipeline_does(small, controls, monkeypatch):
+def _pack(family, pipeline, latents):
+    """The inverse, as the pipeline takes `latents` to begin with."""
+    if family.name.startswith("kandinsky5"):
+        given = latents.permute(0, 2, 3, 4, 1)
+        if not family.can_train_clips:
+            return given
+        return torch.cat([given, torch.zeros_like(given), torch.zeros_like(given[..., :1])], dim=-1)
+    if family.can_train_clips:
+        return latents
+    if family.name in UNPACKED:
+        return latents[:, :, 0] / getattr(pipeline.scheduler, "init_noise_sigma", 1.0)
+    return torch.nn.functional.pixel_unshuffle(latents[:, :, 0], family.patch).flatten(2).mT
+
+
+UNPACKED = ("z-image", "sdxl", "flux2-klein", "flux2-dev")
+"""Families whose pipelines take latents (batch, channels, height, width)."""
+
+
+def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, monkeypatch):
     family, pipeline = small.family, small.pipeline
     # The encoder sees 8-bit images: round the pixels likewise.
     controls = [((pixels + 1) * 127.5).round() / 127.5 - 1 for pixels in controls]
@@ -89,50 +105,43 @@ def test_predict_calls_the_transformer_as_the_pipeline_does(small, controls, mon
         images = [_image(pixels) for pixels in controls]
         options["image"] = images if family.max_controls > 1 else images[0]
     with monkeypatch.context() as patch:
-        calls = _calls(pipeline.transformer, patch)
+        calls = _calls(small.transformer, patch)
         pipeline(prompt=CAPTIONS[1], num_inference_steps=3, output_type="latent", **options)
-    theirs = calls[1]
-    sigma = pipeline.scheduler.sigmas[1]
-    assert 0.1 < sigma < 0.99
+    hidden, theirs = calls[1]
+    timestep = pipeline.scheduler.timesteps[1]
+    assert 100 < timestep < 990
+    level = timestep.float() / (1000 if family.noise == FLOW_MATCHING else 1)
 
     with torch.no_grad():
         sample = family.encode_caption(pipeline, CAPTIONS[1], controls)
         for number, pixels in enumerate(controls, start=1):
             sample[f"control_latents_{number}"] = family.encode_pixels(pipeline, pixels)
         sample["latents"] = family.encode_pixels(pipeline, small.pixels(small.bucket))
-        noisy = _unpack(family, theirs["hidden_states"], sample["latents"].shape)
-        with monkeypatch.context() as patch:
-            calls = _calls(pipeline.transformer, patch)
-            family.predict(pipeline.transformer, noisy, sigma[None], family.collate([sample]))
-    (ours,) = calls
-
-    of_no_effect = {"return_dict", "attention_kwargs", "joint_attention_kwargs"}
-    given = {key for key, value in theirs.items() if value is not None} - of_no_effect
-    assert given == {key for key, value in ours.items() if value is not None} - of_no_effect
-    for key in given:
-        _equal(ours[key], theirs[key])
+        shape = sample["latents"].shape
+        noisy = _unpack(family, hidden, shape)
+        ours = family.predict(small.transformer, noisy, level[None], family.collate([sample]))
+    sign = -1 if family.name == "z-image" else 1  # its pipeline negates what the transformer says
+    torch.testing.assert_close(ours, sign * _unpack(family, theirs, shape), rtol=1e-4, atol=1e-5)
 
 
 def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monkeypatch):
-    """With a transformer that predicts no velocity, the pipeline decodes the very latents it was given."""
+    """With a transformer that predicts nothing, the pipeline decodes the very latents it was given."""
     family, pipeline = small.family, small.pipeline
     pixels = small.pixels(small.bucket)
+    options = _options(family, pipeline, monkeypatch)
     with torch.no_grad():
         latents = family.encode_pixels(pipeline, pixels)[None]
-        flat = family.name in ("flux1-dev", "kandinsky5-image-lite")
+        flat = not family.can_train_clips and pipeline.vae.config.get("z_dim") is None
         raw = pipeline.vae.encode(pixels[None][:, :, 0] if flat else pixels[None]).latent_dist.mode()
         expected = pipeline.vae.decode(raw).sample
-    if family.name.startswith("kandinsky5"):
-        given = latents.permute(0, 2, 3, 4, 1)
-        if family.can_train_clips:
-            given = torch.cat([given, torch.zeros_like(given), torch.zeros_like(given[..., :1])], dim=-1)
-    else:
-        given = torch.nn.functional.pixel_unshuffle(latents[:, :, 0], 2).flatten(2).mT
-    options = _options(family, pipeline, monkeypatch)
+    pipeline.scheduler.set_timesteps(
+        2, **({"mu": 1.0} if pipeline.scheduler.config.get("use_dynamic_shifting") else {})
+    )
+    given = _pack(family, pipeline, latents)
     if controls:
         options["image"] = _image(controls[0])
     with monkeypatch.context() as patch:
-        _calls(pipeline.transformer, patch, answer=_still)
+        _calls(small.transformer, patch, answer=_still)
         decoded = pipeline(
             prompt=CAPTIONS[0],
             num_inference_steps=2,
@@ -147,7 +156,8 @@ def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monke
     np.testing.assert_allclose(decoded[0], expected, atol=2e-5)
 
 
-def _still(_, output):
+def _still(output):
     if isinstance(output, tuple):
-        return (torch.zeros_like(output[0]),)
+        first = output[0]
+        return ([torch.zeros_like(one) for one in first] if isinstance(first, list) else torch.zeros_like(first),)
     return type(output)(sample=torch.zeros_like(output.sample))

@@ -38,14 +38,14 @@ def test_clips_of_any_length_encode_to_the_announced_frames(small_pipelines, num
     bucket = Bucket(width_px=16, height_px=16, num_frames=num_frames, num_items=1)
     with torch.no_grad():
         latents = small.family.encode_pixels(small.pipeline, small.pixels(bucket))
-    announced = small.family.sample_shapes(small.pipeline.transformer.config, bucket, 8)
+    announced = small.family.sample_shapes(small.transformer.config, bucket, 8)
     assert tuple(latents.shape) == announced["latents"]
 
 
 def test_model_without_guidance_gets_none(small_pipelines):
     """FLUX.1 [schnell] and its relatives come in the same pipeline class."""
     small = small_pipelines("flux1-dev")
-    config = {**small.pipeline.transformer.config, "guidance_embeds": False}
+    config = {**small.transformer.config, "guidance_embeds": False}
     transformer = small.family.build_transformer(config)
     batch = small.family.collate([small.sample()])
     with torch.no_grad():
@@ -71,9 +71,9 @@ def test_preview_sees_controls_at_the_trained_size_and_leaves_the_pipeline_as_it
 
     small = small_pipelines(name)
     seen = []
-    forward = small.pipeline.transformer.forward
+    forward = small.transformer.forward
     monkeypatch.setattr(
-        small.pipeline.transformer, "forward", lambda **given: (seen.append(given["img_shapes"]), forward(**given))[1]
+        small.transformer, "forward", lambda **given: (seen.append(given["img_shapes"]), forward(**given))[1]
     )
     before = edit.calculate_dimensions, plus.VAE_IMAGE_SIZE
     bucket = Bucket(width_px=64, height_px=64, num_frames=1, num_items=1)

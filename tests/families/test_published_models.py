@@ -23,12 +23,22 @@ PUBLISHED = {
     "flux1-dev": (11_901_408_320, 57),
     "kandinsky5-image-lite": (6_022_080_576, 52),
     "kandinsky5-video-lite": (2_007_702_848, 34),
+    "flux2-klein": (3_875_544_576, 25),
+    "flux2-klein-9b": (9_078_581_248, 32),
+    "flux2-klein-4b-distilled": (3_875_544_576, 25),
+    "flux2-klein-9b-distilled": (9_078_581_248, 32),
+    "sdxl": (2_567_463_684, 86),
+    "z-image": (6_154_908_736, 34),
+    "z-image-turbo": (6_154_908_736, 34),
 }
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+MODELS = {each.name or name: each for name, family in FAMILIES.items() for each in family.models}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_name_and_hub_id_give_the_published_model(name):
-    by_name, by_hub_id = resolve_model(name).spec, resolve_model(FAMILIES[name].hub_id).spec
+    by_name, by_hub_id = resolve_model(name).spec, resolve_model(MODELS[name].hub_id).spec
     assert (by_name.num_parameters, by_name.num_blocks) == PUBLISHED[name]
     assert by_name == by_hub_id
 
@@ -39,20 +49,29 @@ def test_autoencoders_decode_in_tiles_of_the_published_size(name):
     with torch.device("meta"):
         vae = getattr(diffusers, parts.vae_class)(**parts.vae_config)
     sides = [getattr(vae, side, None) for side in ("tile_sample_min_size", "tile_sample_min_height")]
-    assert max(filter(None, sides)) == (1024 if parts.vae_class == "AutoencoderKL" else 256)
+    assert max(filter(None, sides)) == (1024 if parts.vae_class in ("AutoencoderKL", "AutoencoderKLFlux2") else 256)
+
+
+def _written_configs(family):
+    """What diffusers writes for the family's first model: every argument of the classes."""
+    built = [(family.transformer_class, family.transformer_config), (family.parts.vae_class, family.parts.vae_config)]
+    with torch.device("meta"):
+        models = [getattr(diffusers, cls)(**config) for cls, config in built]
+    return [{k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"} for model in models]
 
 
 def published_folder(folder, name):
     """The folder of a published model, with its configurations, and encoders of one number."""
-    family, (transformer, vae) = FAMILIES[name], CONFIGS[name]
+    family = FAMILIES[name]
+    transformer, vae = CONFIGS.get(name) or _written_configs(family)
     for part in family.components:
         (folder / part).mkdir()
         if part.startswith("text_encoder"):
             save_file({"weight": torch.zeros(1)}, folder / part / "model.safetensors")
-    parts = {"transformer": family.transformer_class, "vae": family.parts.vae_class}
+    parts = {family.denoiser: family.transformer_class, "vae": family.parts.vae_class}
     index = {"_class_name": family.pipeline_class, **{part: ["diffusers", cls] for part, cls in parts.items()}}
     (folder / "model_index.json").write_text(json.dumps(index))
-    for part, config in (("transformer", transformer), ("vae", vae)):
+    for part, config in ((family.denoiser, transformer), ("vae", vae)):
         named = {"_class_name": parts[part], "_diffusers_version": "0.34.0.dev0", **config}
         (folder / part / "config.json").write_text(json.dumps(named))
     return folder
@@ -88,7 +107,7 @@ def test_each_pipeline_class_belongs_to_one_family():
 
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(InvalidInput) as caught:
-        get_family("sdxl")
+        get_family("flux1")
     assert "flux1-dev" in caught.value.hint
 
 

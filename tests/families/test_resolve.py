@@ -3,9 +3,18 @@ import os
 import shutil
 
 import pytest
+import torch
 
+from autotune.cost.predict import CostModel
+from autotune.data.encoders import Encoders
 from autotune.errors import InvalidInput
+from autotune.families.base import count_tokens
+from autotune.families.registry import FAMILIES
 from autotune.families.resolve import fetch_model, read_parts, resolve_model
+from autotune.schema.candidate import CachingSettings
+from autotune.weights.components import build_empty_component, read_config
+from autotune.weights.sources import open_weights
+from tests.builders import candidate, hardware, workload
 
 
 @pytest.fixture
@@ -49,7 +58,7 @@ def test_damaged_configuration_is_an_error_with_its_file(folder, name, text):
                                     {"attention_head_dim": -8}, {"num_attention_heads": 10**15}])  # fmt: skip
 def test_configuration_that_builds_no_model_is_refused(folder, config):
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidInput, match="does not build"):
+    with pytest.raises(InvalidInput, match=r"does not build|more than any model has"):
         resolve_model(str(folder))
 
 
@@ -69,8 +78,122 @@ def test_as_many_blocks_as_would_take_all_memory_are_refused(folder):
 def test_a_pipe_in_place_of_a_configuration_is_not_waited_for(folder):
     (folder / "transformer" / "config.json").unlink()
     os.mkfifo(folder / "transformer" / "config.json")
-    with pytest.raises(InvalidInput, match="is no file"):
+    with pytest.raises(InvalidInput, match="not a regular file"):
         resolve_model(str(folder))
+
+
+def write_config(folder, part, **changes):
+    path = folder / part / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("place", [(), ("vision_config",), ("text_config",)])
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+@pytest.mark.parametrize("value", ["owner/repo@sha", "kernels-community/flash-attn2", "flash_attention_2", {"": "a/b"}])
+def test_a_configuration_chooses_no_native_code(folder, monkeypatch, name, value, place):
+    """transformers fetches and loads whatever repository stands there."""
+    monkeypatch.setattr("transformers.modeling_utils.is_kernel", pytest.fail)
+    config = json.loads((folder / "text_encoder" / "config.json").read_text())
+    part = config
+    for key in place:
+        part = part[key]
+    part[name] = value
+    write_config(folder, "text_encoder", **config)
+    with pytest.raises(InvalidInput, match="not part of transformers"):
+        build_empty_component(folder, "text_encoder", dtype=torch.float32)
+
+
+def test_built_in_implementations_pass(folder):
+    write_config(folder, "text_encoder", attn_implementation="sdpa", _attn_implementation={"": "eager"})
+    build_empty_component(folder, "text_encoder", dtype=torch.float32)
+
+
+def test_a_configuration_replaces_itself_by_no_file_that_was_not_looked_at(folder):
+    write_config(folder, "text_encoder", configuration_files=["config.4.0.0.json"])
+    shutil.copy(folder / "text_encoder" / "config.json", folder / "text_encoder" / "config.4.0.0.json")
+    with pytest.raises(InvalidInput, match="replaces itself"):
+        build_empty_component(folder, "text_encoder", dtype=torch.float32)
+
+
+CODE = "from pathlib import Path\nPath({ran!r}).touch()\nclass Evil: pass\n"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_code_in_a_model_folder_is_run_nor_offered(small_pipelines, tmp_path, monkeypatch, family):
+    """A file beside every configuration, which names it in every way that the libraries know."""
+    monkeypatch.setattr("builtins.input", pytest.fail)
+    folder, ran = shutil.copytree(small_pipelines(family).folder, tmp_path / "model"), tmp_path / "ran"
+    auto_map = {f"Auto{kind}": "evil.Evil" for kind in ("Config", "Model", "Processor", "ImageProcessor")}
+    auto_map["AutoTokenizer"] = ["evil.Evil", "evil.Evil"]
+    for path in folder.rglob("*.json"):
+        (path.parent / "evil.py").write_text(CODE.format(ran=str(ran)))
+        data = json.loads(path.read_text())
+        takes_unknown_keys = path.parent.name != FAMILIES[family].denoiser
+        if path.name.endswith("config.json") and takes_unknown_keys:
+            path.write_text(json.dumps({**data, "auto_map": auto_map, "trust_remote_code": True}))
+    model = resolve_model(str(folder))
+    read_parts(model)
+    encoders = Encoders(model, CachingSettings(), candidate(precision="fp32"), torch.device("cpu"))
+    encoders.load_pipeline()
+    count_tokens(folder, ["a"]) if (folder / "tokenizer" / "tokenizer_config.json").exists() else None
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("entry", [["transformers", "AutoTokenizer"], ["transformers", "AutoProcessor"]])
+def test_a_class_that_looks_for_its_code_in_the_folder_is_refused(folder, entry):
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "tokenizer": entry}))
+    with pytest.raises(InvalidInput, match="takes its code from the files"):
+        resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("text_encoder", {"vision_config": {"depth": 10**8}}),
+        ("text_encoder", {"max_position_embeddings": 10**12}),
+        ("transformer", {"num_attention_heads": 10**9}),
+        ("transformer", {"axes_dims_rope": [1] * 2000}),
+        ("vae", {"dim_mult": [[1] * 2000]}),
+    ],
+)
+def test_no_count_in_a_configuration_is_allocated_unbounded(folder, part, changes):
+    write_config(folder, part, **changes)
+    with pytest.raises(InvalidInput, match="more than any model has"):
+        read_config(folder / part / "config.json")
+
+
+def test_a_product_of_moderate_counts_is_stopped_while_it_is_built(folder, monkeypatch):
+    monkeypatch.setattr("autotune.weights.building.MAX_TENSORS", 30)
+    with pytest.raises(InvalidInput, match="over 30 tensors"):
+        resolve_model(str(folder))
+    with pytest.raises(InvalidInput, match="over 30 tensors"):
+        build_empty_component(folder, "vae", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("content", ["zero", "pipe", "sparse"])
+@pytest.mark.parametrize("name", ["transformer/config.json", "transformer/model.safetensors.index.fp16.json"])
+def test_what_never_ends_is_not_read(folder, name, content):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if content == "zero":
+        path.symlink_to("/dev/zero")
+    elif content == "pipe":
+        os.mkfifo(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(20 << 30)
+    with pytest.raises(InvalidInput, match=r"not a regular file|larger than"):
+        read_config(path) if name.endswith("config.json") else open_weights(path.parent)
+
+
+@pytest.mark.parametrize("changes", [{"patch_size": 0}, {"in_channels": 0}])
+def test_a_configuration_that_builds_and_does_not_run_is_told_as_such(folder, changes):
+    write_config(folder, "transformer", **changes)
+    model = resolve_model(str(folder))
+    work = workload(model=model.spec)
+    with pytest.raises(InvalidInput, match=r"does not run|does not build"):
+        CostModel.build(hardware(), work, model.family, model.config).predict(candidate(checkpointed_blocks=0))
 
 
 @pytest.mark.parametrize("entry", [["os", "system"], ["antigravity", "X"], [], [["x"], "y"]])

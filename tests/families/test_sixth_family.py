@@ -1,19 +1,23 @@
-"""The seam holds: a new family is one file (`sixth_family.py` beside this one) and one line in the registry."""
+"""The seam holds: a new family is one file (`sixth_family.py` beside this one) and one entry point."""
 
-from types import MappingProxyType
+import json
+import os
+from pathlib import Path
 
 import pytest
 
 from autotune.families import registry, resolve
+from tests.conftest import autotune
 from tests.families.contract import PROMISES
 from tests.families.sixth_family import StableDiffusion3
 from tests.families.small import make_small
+from tests.knobs.test_third_party_backends import install
 
 
 @pytest.fixture(scope="module")
 def registered():
-    """The one line."""
-    families = MappingProxyType({**registry.FAMILIES, StableDiffusion3.name: StableDiffusion3()})
+    """As after the entry point is loaded."""
+    families = registry.Families(*registry.FAMILIES.values(), StableDiffusion3())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "FAMILIES", families)
         patch.setattr(resolve, "FAMILIES", families)
@@ -32,3 +36,23 @@ def test_name_gives_the_published_model(registered):
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_new_family_keeps_the_same_promises(promise, sixth):
     promise(sixth)
+
+
+def test_a_second_family_of_one_pipeline_is_refused():
+    families = registry.Families(StableDiffusion3())
+    with pytest.raises(ValueError, match="already a family"):
+        families.add(StableDiffusion3())
+    with pytest.raises(TypeError, match="not a Family"):
+        families.add(StableDiffusion3)
+
+
+def test_an_entry_point_of_another_distribution_adds_a_family(tmp_path, monkeypatch):
+    module = (Path(__file__).parent / "sixth_family.py").read_text()
+    site = install(tmp_path, "acme", "sd3 = acme.sd3:StableDiffusion3", group=registry.ENTRY_POINTS, sd3=module)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
+    listed = autotune("models", "--json")
+    assert "stable-diffusion-3" in {model["family"] for model in json.loads(listed.stdout)}
+    settings = ("--resolution", "256", "--hardware", "nvidia-rtx-4090", "--json")
+    done = autotune("estimate", "--model", "stable-diffusion-3", *settings)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prediction"]["peak_memory_bytes"] > 2 * 856_159_552  # its weights in bf16

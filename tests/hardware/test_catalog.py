@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import autotune
+from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.cost.timing import Rates
 from autotune.errors import InvalidInput
 from autotune.hardware.capabilities import NO_BF16
@@ -191,3 +193,17 @@ def test_planning_doctor_and_catalog_import_no_torch():
     use = "autotune.hardware.diagnosis.diagnose(); autotune.hardware.store.hardware_named('nvidia-h200-sxm')"
     check = "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'transformers', 'optuna')))"
     assert subprocess.run([sys.executable, "-c", f"import {modules}\n{use}\n{check}"], check=False).returncode == 0
+
+
+def test_the_host_of_a_catalog_card_can_be_described_and_a_reserve_asked_for() -> None:
+    usual, small = hardware_for("4090"), hardware_for("4090", host_memory="32GiB")
+    assert (usual.host.memory_bytes, small.host.memory_bytes) == (64 << 30, 32 << 30)
+    assert small.host.available_memory_bytes < 32 << 30
+    assert any("32 GiB of host memory" in note for note in small.notes)
+    assert small.device == usual.device
+    left = memory_budget_for(usual, reserve_memory="1GiB").num_bytes
+    assert left == usual.device.budget_bytes - (1 << 30)
+    with pytest.raises(InvalidInput, match="it is this device's own memory"):
+        hardware_for("gb10", host_memory="32GiB")
+    with pytest.raises(InvalidInput, match="known"):
+        autotune.plan("kandinsky5-image-lite", host_memory="32GiB")

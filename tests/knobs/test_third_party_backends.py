@@ -89,7 +89,7 @@ def quantize(layer):
 '''
 
 
-def install(folder: Path, name: str, entry_points: str, **modules: str) -> Path:
+def install(folder: Path, name: str, entry_points: str, group: str = "autotune.backends", **modules: str) -> Path:
     """A distribution as pip would leave it in `folder`, which then belongs on PYTHONPATH."""
     package, info = folder / name, folder / f"{name}-1.0.dist-info"
     for made in (package, info):
@@ -98,7 +98,7 @@ def install(folder: Path, name: str, entry_points: str, **modules: str) -> Path:
     for module, text in modules.items():
         (package / f"{module}.py").write_text(text)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[autotune.backends]\n{entry_points}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
     return folder
 
 

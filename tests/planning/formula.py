@@ -17,6 +17,7 @@ from autotune.knobs.base import TuningContext
 from autotune.planning import alternatives, sealing
 from autotune.planning import expectation as publish_plan
 from autotune.planning import problem as case
+from autotune.planning import request as request_module
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan import Reason
@@ -68,6 +69,9 @@ class FormulaCostModel:
         shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55)) // shards
 
+    def host_memory_bytes(self, candidate: Candidate) -> int:
+        return GIB * (1 + candidate.swapped_blocks)
+
     def with_calibration(
         self, trials: Sequence[TrialResult], priors: Sequence[PriorResiduals] = ()
     ) -> "FormulaCostModel":
@@ -113,7 +117,7 @@ class FormulaCostModel:
             peak_memory_bytes=allocated + GIB,
             allocated_memory_bytes=allocated,
             required_memory_bytes=allocated + GIB,
-            host_memory_bytes=GIB * (1 + candidate.swapped_blocks),
+            host_memory_bytes=self.host_memory_bytes(candidate),
             phases=(phase,),
             step_seconds=seconds,
         )
@@ -133,7 +137,7 @@ def by_formula(num_blocks: int = 50) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (alternatives, case, sealing):
             patch.setattr(module, "CostModel", FormulaCostModel)
-        for module in (case, sealing):
+        for module in (request_module, sealing):
             patch.setattr(module, "resolve_model", resolve)
         patch.setattr(publish_plan, "job_time", lambda *_, **__: SimpleNamespace(total_seconds=100.0))
         yield

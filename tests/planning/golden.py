@@ -1,15 +1,16 @@
-"""Three recorded searches and the plans that came of them. After a deliberate change of plans:
+"""Three recorded searches and the plans that come of them. After a deliberate change of plans:
 
 python -m tests.planning.golden        # then read the difference, and commit it
 """
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autotune.planning import planner
 from autotune.planning.problem import PlanningProblem
-from autotune.planning.recording import Recording, read_recording, replayed, write_recording
+from autotune.planning.recording import Recording, read_recording, recording_of, replayed, write_recording
 from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile
@@ -87,31 +88,35 @@ def replayed_text(golden: Golden) -> str:
 
 
 def _simulated(golden: Golden) -> Recording:
-    """Every candidate's trial on a machine that is a third slower than predicted, with 3% noise and a wall."""
+    """A search on a machine that is a third slower than predicted, with 3% noise and a wall."""
     assert golden.hardware
     case = PlanningProblem.build(golden.request, golden.hardware, surroundings())
     rng = random.Random(golden.name)
     slow = {"native": 1.3, "_native_cudnn": 1.1}
-    trials = []
+    trials = {}
     for candidate in case.space.candidates:
         predicted = case.cost.predict(candidate)
         memory = int(predicted.allocated_memory_bytes * 1.04)
         time = predicted.step_seconds * slow[candidate.attention] * rng.gauss(1, 0.03)
         fits = memory < golden.wall_gib * 2**30
-        trials.append(builders.trial(candidate, round(time, 4) if fits else None, memory, wall_seconds=30.0))
-    plain_recording = Recording("0.1.0", golden.hardware, (), tuple(trials))
+        trials[candidate] = builders.trial(candidate, round(time, 4) if fits else None, memory, wall_seconds=30.0)
+    backend = replace(surroundings(trials.__getitem__), autotune_version="0.1.0")
+    made = make_plan(golden.request, golden.hardware, backend=backend)
     if not golden.known:
-        return plain_recording
-    made = make_plan(golden.request, golden.hardware, backend=replayed(plain_recording)).frozen
+        return recording_of(made, golden.hardware, ())
+    first = made.frozen
     record = Record.model_validate(
         {
             "schema_version": 2, "autotune_version": "0.1.0", "measured_on": "2026-11-01",
-            "machine": shareable_machine(golden.hardware), "workload": made.workload, "settings": made.settings,
-            "expected": made.expected, "trials": made.trials, "search_seconds": made.search_seconds,
+            "machine": shareable_machine(golden.hardware), "workload": first.workload, "settings": first.settings,
+            "expected": first.expected, "trials": first.trials, "search_seconds": first.search_seconds,
         },
         strict=False,
     )  # fmt: skip
-    return Recording("0.1.0", golden.hardware, ((record.name, record),), tuple(trials))
+    known = replayed(Recording("0.1.0", golden.hardware, ((record.name, record),), ()))
+    backend = replace(backend, find_matches=known.find_matches)
+    result = planner.make_plan(golden.request, golden.hardware, backend=backend)
+    return recording_of(result.plan, golden.hardware, result.matches.records)
 
 
 def main() -> None:

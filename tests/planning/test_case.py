@@ -5,10 +5,16 @@ from dataclasses import replace
 import pytest
 
 from autotune.backends import WEIGHT_FORMATS
+from autotune.errors import InvalidInput, NothingFits
+from autotune.planning import planner
 from autotune.planning.alternatives import min_required_bytes
 from autotune.planning.problem import PlanningProblem
+from autotune.planning.request import ResolvedRequest
+from autotune.reporting.plan import job_line, plan_lines
 from autotune.schema.candidate import Candidate
+from autotune.schema.events import Event, Progressed, SearchSpaceBuilt
 from autotune.schema.hardware import HardwareProfile
+from autotune.training.describe import WorkloadOverrides
 from tests import builders
 from tests.planning.formula import GIB, FormulaCostModel
 from tests.planning.machines import CAPABILITIES, request, surroundings
@@ -44,17 +50,58 @@ def tight() -> HardwareProfile:
     )
 
 
-@pytest.mark.parametrize(("here", "swapped"), [(True, True), (False, False)])
-def test_blocks_may_be_swapped_where_a_search_would_not_dare_to_try_anything_else(here: bool, swapped: bool) -> None:
-    case = PlanningProblem.build(request(is_local=here), tight(), surroundings())
-    assert (len(case.space.choices["swapped_blocks"]) > 1) is swapped
-
-
 def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     """By formula each takes a GiB of it; 48 are available, and 4 are left to it."""
     case = PlanningProblem.build(request(), tight(), surroundings())
     swapped = {candidate.swapped_blocks for candidate in case.space.candidates}
-    assert max(swapped) == 37
+    assert max(swapped) == 42
     assert swapped == set(case.space.choices["swapped_blocks"])
     refused = [item for item in case.space.rejected["swapped_blocks"] if "of the host" in item.reason]
-    assert [item.choice for item in refused] == [49]
+    assert [item.choice for item in refused] == [49, 46]
+
+
+def test_a_prediction_for_other_hardware_shows_the_progress_of_its_work() -> None:
+    told: list[Event] = []
+    planner.make_plan(request(is_local=False), builders.hardware(*CAPABILITIES), told.append, surroundings())
+    done = [(event.name, event.done, event.total) for event in told if isinstance(event, Progressed)]
+    (count,) = (event.num_candidates for event in told if isinstance(event, SearchSpaceBuilt))
+    assert done == [("predicting", number, count) for number in range(count)]
+
+
+def test_processes_get_a_batch_that_they_can_share_unless_the_user_named_one() -> None:
+    usual = request(workload_overrides=WorkloadOverrides(size_px=(256, 256)), num_processes=8, is_local=False)
+    resolved = ResolvedRequest.build(usual)
+    assert resolved.workload.effective_batch_size == 8
+    assert resolved.notes == (
+        "an effective batch of 8: 8 GPUs cannot share the usual 4 evenly; --batch sets another",
+    )  # fmt: skip
+    with pytest.raises(InvalidInput, match="cannot be shared evenly by 8"):
+        ResolvedRequest.build(request(num_processes=8, is_local=False))
+
+
+def test_a_price_is_that_of_each_gpu() -> None:
+    asked = request(
+        workload_overrides=WorkloadOverrides(size_px=(256, 256)), num_processes=8, is_local=False, price_per_hour=2.0
+    )
+    plan = planner.make_plan(asked, builders.hardware(*CAPABILITIES), backend=surroundings()).plan
+    hours = plan.job_seconds / 3600
+    assert plan.job_cost == plan.cost_at(2.0) == pytest.approx(8 * 2.0 * hours)
+    assert f", {16 * hours:.2f} for 8 GPUs, each 2.00 an hour" in job_line(plan)
+
+
+def test_a_host_that_is_too_small_for_any_run_is_told_whatever_the_gpu_holds() -> None:
+    roomy = builders.hardware(*CAPABILITIES)
+    small = roomy.changed(host=roomy.host.changed(available_memory_bytes=GIB // 2))
+    with pytest.raises(NothingFits, match=r"a run needs 1\.0 GiB of the host's memory, 0\.5 GiB are available"):
+        PlanningProblem.build(request(is_local=False), small, surroundings())
+
+
+def test_a_predicted_plan_tells_host_memory_and_how_uncertain_its_seconds_are() -> None:
+    plan = planner.make_plan(request(is_local=False), builders.hardware(*CAPABILITIES), backend=surroundings()).plan
+    expected = plan.frozen.expected
+    assert expected.time_uncertainty is not None
+    share = f" ±{expected.time_uncertainty:.0%}"
+    lines = plan_lines(plan)
+    assert any(line.startswith("speed") and f" s{share} per step" in line for line in lines)
+    assert f"{share} in all" in job_line(plan)
+    assert any(line.startswith("host memory    1.00 GiB") for line in lines)

@@ -8,6 +8,7 @@ import pytest
 
 from autotune.planning.sealing import sealed_path
 from autotune.reporting.difference import differences
+from autotune.reporting.plan import plan_lines, train_hint
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import read_plan, seal, write_plan
 from tests.conftest import Journey, autotune_here
@@ -109,3 +110,18 @@ def test_wrong_usage_is_named(capfd: pytest.CaptureFixture[str], arguments: tupl
     process = autotune_here(capfd, *arguments)
     assert process.returncode == 2
     assert words in " ".join(process.stderr.split())
+
+
+def test_a_plan_without_data_names_what_its_train_command_needs(journey: Journey) -> None:
+    plan, file = journey.plan, Path("my plan.yaml")
+    assert train_hint(plan, file) == "written to my plan.yaml; train it with: autotune train 'my plan.yaml'"
+    without = plan.changed(job=plan.job.changed(data=None))
+    assert train_hint(without, file).endswith("autotune train 'my plan.yaml' --data FOLDER")
+
+
+def test_a_plan_claims_no_saving_that_nothing_was_measured_against(journey: Journey) -> None:
+    frozen = journey.plan.frozen
+    winners = tuple(trial for trial in frozen.trials if trial.candidate == frozen.settings)
+    for trials in (frozen.trials, winners[:1]):
+        lines = plan_lines(journey.plan.changed(frozen=frozen.changed(trials=trials)))
+        assert not [line for line in lines if "saves" in line]

@@ -1,8 +1,10 @@
 """Searches that end early go on, and searches that several workers share lose nothing and measure nothing twice."""
 
+import contextlib
 import dataclasses
 import os
 import signal
+import sqlite3
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -317,7 +319,7 @@ def test_workers_share_a_search_and_survive_the_death_of_one(tmp_path: Path, dat
     latecomer.process.join(timeout=240)
     assert latecomer.output.read_text() == texts[0]
     plan = read_plan(_written(tmp_path / "plan.yaml", texts[0]))
-    write_recording(tmp_path / "r.jsonl", recording_of(plan, HARDWARE, (), shared=True))
+    write_recording(tmp_path / "r.jsonl", recording_of(plan, HARDWARE, ()))
     replay = replayed(read_recording(tmp_path / "r.jsonl"))
     again = make_plan(dataclasses.replace(asked, study=None), HARDWARE, backend=replay)
     assert plan_text(again) == texts[0], "a shared search replays"
@@ -337,6 +339,9 @@ def _written(path: Path, text: str) -> Path:
     [
         "postgresql+psycopg://me:p%40ss%2Fword@127.0.0.1:9/db?connect_timeout=2",
         "postgresql+psycopg://me:p@ss/word@nowhere.invalid/db",
+        "postgresql+psycopg://me:x@p%40ss%2Fword@nowhere.invalid/db",
+        "postgresql+psycopg://me:x@127.0.0.1:9/p%40ss;p@ss/word",
+        "postgresql+psycopg://me:x@127.0.0.1:9/db?password=p%40ss%2Fword",
         "nothing://me:p%40ss%2Fword@host/db",
         "p@ss/word",
     ],
@@ -347,7 +352,24 @@ def test_a_storage_that_cannot_be_used_never_shows_its_password(url: str) -> Non
     words = f"{caught.value.message} {caught.value.hint} {caught.value.__cause__!r}"
     assert PASSWORD not in words
     assert "p%40ss" not in words
-    assert caught.value.__suppress_context__
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_a_study_of_a_newer_optuna_is_told_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    place = StudyLocation("x", f"sqlite:///{file}")
+    open_study(place, {})
+    with contextlib.closing(sqlite3.connect(file)) as database, database:
+        database.execute("update alembic_version set version_num = 'v99.0.0.a'")
+    with pytest.raises(AutotuneError, match="another version of Optuna") as caught:
+        open_study(place, {})
+    assert "pip install --upgrade optuna" in caught.value.hint
+
+
+def test_a_bracket_in_a_password_is_a_letter_like_any_other() -> None:
+    """Python's `urlsplit` takes it for the beginning of an address of IPv6, and raises."""
+    with pytest.raises(AutotuneError, match="the storage of the search failed: connection failed"):
+        open_study(StudyLocation("x", "postgresql+psycopg://me:p[w@127.0.0.1:9/db?connect_timeout=2"), {})
 
 
 def _stumble() -> None:

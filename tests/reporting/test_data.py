@@ -13,6 +13,7 @@ REPORT = DataReport(
     folder="photos",
     resolution_px=1024,
     num_usable=18,
+    epoch_size=18,
     num_unverified=0,
     num_with_controls=0,
     problems=(
@@ -38,7 +39,7 @@ def test_the_report_reads_as_a_person_would_write_it() -> None:
         "    832 x 1216       6",
         "   1024 x 1024      12",
         "  2 scaled up more than 1.5x: use larger originals or less resolution",
-        "  4 cropped by more than 25% of the area: a.png, b.png, c.png, ...",
+        "  4 cropped by more than 25% of the area: a.png, b.png, c.png, ... and 1 more",
         "",
         "1 without a caption (write NAME.txt, or give --caption or --trigger)",
         "  b.png: has no caption",
@@ -46,6 +47,15 @@ def test_the_report_reads_as_a_person_would_write_it() -> None:
         "1 broken, left out",
         "  a.png: a.png cannot be decoded: image file is truncated",
     ]
+
+
+def test_long_lists_are_capped_and_say_so() -> None:
+    problems = tuple(Problem(file=f"{n}.png", kind="tiny", message="is 8 x 8 px") for n in range(500))
+    buckets = tuple(Bucket(width_px=64 + n, height_px=64, num_frames=1, num_items=1) for n in range(50))
+    lines = data_report_lines(REPORT.model_copy(update={"problems": problems, "buckets": buckets}))
+    assert "  ... and 480 more: --json names all" in lines
+    assert "  ... and 30 more shapes: --json lists all" in lines
+    assert len(lines) < 60
 
 
 @given(st.text(), st.text(), st.sampled_from(sorted(TITLES)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.runtime.files import require_writable, write_text_atomic
+from autotune.runtime.files import read_bounded, require_writable, write_text_atomic
 
 
 def test_only_files_are_replaced(tmp_path: Path) -> None:
@@ -61,3 +61,24 @@ def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
     monkeypatch.setattr(os, "fsync", fsync)
     write_text_atomic(tmp_path / "file", "text")
     assert (tmp_path / "file").read_text() == "text"
+
+
+def test_reading_never_waits_never_goes_on_and_never_fills_memory(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to("loop")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(20 << 30)
+    for name, reason in {
+        "pipe": "not a regular file",
+        "zero": "not a regular file",
+        ".": "not a regular file",
+        "loop": os.strerror(errno.ELOOP),
+        "sparse": "larger than the 1 KiB",
+        "absent": os.strerror(errno.ENOENT),
+    }.items():
+        with pytest.raises(OSError, match=reason) as caught:
+            read_bounded(tmp_path / name, 1024)
+        assert caught.value.strerror
+    (tmp_path / "whole").write_bytes(bytes(1024))
+    assert read_bounded(tmp_path / "whole", 1024) == bytes(1024)

@@ -24,13 +24,15 @@ from autotune.search.residual import (
 )
 from autotune.search.space import SearchSpace, build_search_space
 from autotune.search.study import SearchLimits, run_search
-from autotune.search.winner import choose_fallbacks, choose_winner, explain_choices, require_winner, score_trials
+from autotune.search.winner import TIE, choose_fallbacks, choose_winner, explain_choices, require_winner, score_trials
 from tests import builders
 
 GIB = 2**30
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
 GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
+ON_DEVICE = (("swapped_blocks", "0"),)
+"""Most of what follows is about other knobs."""
 Machine = Callable[[Candidate], TrialResult]
 
 
@@ -43,7 +45,7 @@ def cost() -> CostModel:
 
 @pytest.fixture(scope="module")
 def space() -> SearchSpace:
-    return build_search_space(builders.context(GPU, WORK))
+    return build_search_space(builders.context(GPU, WORK), ON_DEVICE)
 
 
 def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine:
@@ -52,7 +54,7 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
     speed = {name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")}
     bias, clash, memory_bias = rng.uniform(0.65, 1.35), rng.uniform(0, 0.15), rng.uniform(0.9, 1.1)
     truth = {}
-    for candidate in build_search_space(builders.context(GPU, WORK)).candidates:
+    for candidate in build_search_space(builders.context(GPU, WORK), ON_DEVICE).candidates:
         predicted = cost.predict(candidate)
         time = predicted.step_seconds * bias * speed[candidate.quantization] * speed[candidate.attention]
         time *= 1 + clash * (candidate.micro_batch_size > 1) * (candidate.quantization != "none")
@@ -65,7 +67,7 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
 def search(
     cost: CostModel, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
 ) -> tuple[TrialResult, ...]:
-    space = build_search_space(builders.context(GPU, WORK))
+    space = build_search_space(builders.context(GPU, WORK), ON_DEVICE)
     sampler = ResidualSearch(space, cost, budget_bytes, ascending=ascending)
     return run_search(sampler, run, SearchLimits(max_trials=max_trials, max_seconds=60), lambda result: None)
 
@@ -88,6 +90,26 @@ def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostM
         largest = max(predicted[earlier.candidate] for earlier in results[:number] if earlier.outcome == "ok")
         # Predictions are corrected between the trials, by up to the simulated bias of 10% and what is left uncertain.
         assert predicted[result.candidate] <= 1.25 * max(MAX_GROWTH * largest, SAFE_SHARE * budget)
+
+
+def test_blocks_are_swapped_only_as_far_as_memory_asks_and_not_at_first(cost: CostModel) -> None:
+    """A block that stays on the device never makes a step slower."""
+    free, budget = build_search_space(builders.context(GPU, WORK)), 30 * GIB
+    sampler = ResidualSearch(free, cost, budget)
+    remaining = [scored.candidate for scored in sampler.remaining(())]
+    alike = {candidate.changed(swapped_blocks=0) for candidate in remaining}
+    assert len(alike) == len(remaining), "of what differs in swapped blocks alone, one"
+    assert any(candidate.swapped_blocks for candidate in remaining)
+    for candidate in remaining:
+        if candidate.swapped_blocks:
+            fewer = [k for k in free.choices["swapped_blocks"] if int(k) < candidate.swapped_blocks]
+            nearest = cost.predict(candidate.changed(swapped_blocks=max(fewer)))
+            assert memory_upper_bound(nearest) >= budget
+    first = sampler.next_candidate(())
+    assert first is not None
+    assert first.swapped_blocks == 0
+    ran = builders.trial(first, 1.0, 20 * GIB)
+    assert not [c for c in sampler.remaining((ran,)) if c.candidate.changed(swapped_blocks=0) == first]
 
 
 def test_no_candidate_is_tried_twice(cost: CostModel) -> None:
@@ -128,7 +150,7 @@ def test_a_host_that_ran_out_bars_what_needs_more_of_the_host_and_nothing_else(
     plain = space.candidates[0]
     some, many = (plain.changed(checkpointed_blocks=59, swapped_blocks=blocks) for blocks in (10, 50))
     wider = dataclasses.replace(space, candidates=(*space.candidates, some, many))
-    sampler = ResidualSearch(wider, cost, 100 * GIB)
+    sampler = ResidualSearch(wider, cost, 100 * GIB, objective="memory")
     before = {outlook.candidate for outlook in sampler.remaining(())}
     after = {outlook.candidate for outlook in sampler.remaining((builders.trial(some, None, outcome="host_oom"),))}
     assert {some, many} <= before
@@ -162,7 +184,9 @@ def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradie
 def test_search_ends_when_everything_is_tried(cost: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "MIN_TRIALS", 50)
     work = builders.workload(quality="exact", effective_batch_size=1)
-    narrow = build_search_space(builders.context(builders.hardware("attention.native", "precision.bf16"), work))
+    narrow = build_search_space(
+        builders.context(builders.hardware("attention.native", "precision.bf16"), work), ON_DEVICE
+    )
     sampler = ResidualSearch(narrow, cost, 100 * GIB)
     limits = SearchLimits(max_trials=50, max_seconds=60)
     results = run_search(sampler, lambda c: builders.trial(c, 1.0), limits, lambda r: None)
@@ -275,6 +299,39 @@ def test_objectives_choose_the_fastest_or_the_smallest() -> None:
     assert choose_winner(scores[:1], "throughput") is None
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        (("torchao-int8", 0, 1.029, 30), ("torchao-fp8", 0, 1.0, 20), "more exact"),
+        (("none", 0, 1.029, 40), ("torchao-int8", 0, 1.0, 20), "more exact"),
+        (("none", 4, 1.029, 20), ("none", 0, 1.0, 40), "smaller"),
+        (("none", 4, 1.0, 20.5), ("none", 4, 1.0, 20, "_native_cudnn"), "simpler"),
+        (("none", 0, 1.0, 40), ("none", 4, 1.031, 20), "faster, and no tie"),
+    ],
+)
+def test_ties_go_to_what_is_more_exact_then_smaller_then_simpler(one: tuple, other: tuple, why: str) -> None:  # type: ignore[type-arg]
+    def trial(quantization: str, blocks: int, seconds: float, gib: float, attention: str = "native") -> TrialResult:
+        settings = builders.candidate(quantization=quantization, checkpointed_blocks=blocks, attention=attention)
+        return builders.trial(settings, seconds, int(gib * GIB))
+
+    for both in ((trial(*one), trial(*other)), (trial(*other), trial(*one))):
+        winner = choose_winner(score_trials(both), "throughput")
+        assert winner
+        assert winner.candidate == trial(*one).candidate, why
+
+
+def test_what_may_be_chosen_from_more_is_slower_by_a_tie_at_most() -> None:
+    rng = random.Random(1)
+    formats = ("none", "torchao-int8", "torchao-fp8", "bnb-nf4")
+    for _ in range(200):
+        candidates = {builders.candidate(quantization=rng.choice(formats), checkpointed_blocks=k) for k in range(9)}
+        scores = score_trials([builders.trial(c, rng.uniform(1, 1.2), rng.randint(1, 9) * GIB) for c in candidates])
+        less, more = (choose_winner(some, "throughput") for some in (rng.sample(scores, 4), scores))
+        assert less
+        assert more
+        assert more.step_seconds <= (1 + TIE) * less.step_seconds
+
+
 def test_fallbacks_need_less_and_less_memory(cost: CostModel) -> None:
     results = search(cost, machine(cost, 4), max_trials=12)
     scores = score_trials(results)
@@ -323,7 +380,7 @@ def test_a_machine_without_any_attention_backend_fits_nothing() -> None:
 
 
 def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
-    with pytest.raises(InvalidInput, match="swapped blocks have to recompute, and 0 do"):
+    with pytest.raises(InvalidInput, match="swapped blocks have to recompute"):
         build_search_space(builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
 
 

@@ -14,13 +14,13 @@ import pytest
 import autotune.planning.recording  # noqa: F401  before `PlannerBackend` is replaced: it would keep the replacement
 from autotune.schema.plan import FrozenPart
 from autotune.schema.plan_file import read_plan
-from autotune.schema.trial import TrialResult
+from autotune.schema.trial import Residual, TrialResult
 from autotune.sharing.query import find_matches
 from autotune.sharing.record import Record
-from autotune.sharing.warm_start import find_mismatch
+from autotune.sharing.warm_start import NOISY_TIME_TOLERANCE, find_mismatch
 from tests.builders import GIB, candidate, trial
 from tests.conftest import autotune_here
-from tests.planning.formula import by_formula
+from tests.planning.formula import FormulaCostModel, by_formula
 from tests.sharing.examples import rate
 from tests.sharing.machines import QUESTION, RATES, Planned, Simulated, case_on_gpu, gpu, planned_on, store_with
 
@@ -139,6 +139,7 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
         return done.stdout + done.stderr
 
     def plan(team: str, on: Simulated, *options: str) -> FrozenPart:
+        monkeypatch.setattr("autotune.api.machines.may_have_gpu", lambda: True)
         monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: on.hardware)
         backend = replace(on.backend(), find_matches=find_matches)
         monkeypatch.setattr("autotune.planning.planner.PlannerBackend", lambda: backend)
@@ -150,7 +151,7 @@ def test_two_teams_on_unlike_machines_share_through_the_real_commands(
     team = tmp_path / "team"
     alone = plan("carol", neighbor(2), "--no-profiles")
     first = plan("alice", Simulated(slow=SLOW))
-    assert "new: 1" in command("alice", "profiles", "push", team)
+    assert "new: 1" in command("alice", "profiles", "push", team, "--create")
     assert "new: 1" in command("bob", "profiles", "pull", team)
     helped = plan("bob", neighbor(2))
     assert first.records == alone.records == ()
@@ -270,6 +271,25 @@ def test_a_record_full_of_strange_settings_takes_seconds_at_most(cold: Planned, 
     assert time.perf_counter() - started < 20
 
 
+def test_settings_that_only_a_record_knows_are_never_predicted(cold: Planned, tmp_path: Path) -> None:
+    """A cost model knows nothing of a backend by another's name, and of 2^60 blocks it predicts less than no memory."""
+    first = cold.record.trials[0]
+    unknown = first.model_copy(update={"candidate": first.candidate.changed(quantization="q", attention="a")})
+    odd = cold.record.changed(trials=(*cold.record.trials, unknown), calibration=())
+    predicted: list[str] = []
+    real = FormulaCostModel.residual
+
+    def residual(self: FormulaCostModel, trial: TrialResult) -> Residual | None:
+        predicted.append(trial.candidate.quantization)
+        return real(self, trial)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FormulaCostModel, "residual", residual)
+        planned_on(Simulated(slow=SLOW, seed=1), store_with(tmp_path, [odd]))
+    assert predicted
+    assert "q" not in predicted
+
+
 PROMISED = trial(candidate(), 1.8, 22 * GIB)
 
 
@@ -287,3 +307,9 @@ PROMISED = trial(candidate(), 1.8, 22 * GIB)
 def test_one_local_trial_keeps_or_breaks_a_promise(local: TrialResult, why: str | None) -> None:
     told = find_mismatch(PROMISED, local)
     assert told is None if why is None else why in (told or "")
+
+
+def test_beside_other_work_a_promise_of_time_is_wider_and_one_of_memory_is_not() -> None:
+    slower, larger = trial(candidate(), 2.1, 22 * GIB), trial(candidate(), 1.8, 23 * GIB)
+    assert find_mismatch(PROMISED, slower, NOISY_TIME_TOLERANCE) is None
+    assert find_mismatch(PROMISED, larger, NOISY_TIME_TOLERANCE) is not None

@@ -1,7 +1,9 @@
 """What a plan learns from the stores: exact first, neighbors by distance, staleness and poison named."""
 
+import json
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,8 +11,8 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.workload import Workload
 from autotune.sharing.files import LocalFiles, StoreUnreachable
 from autotune.sharing.query import MAX_CONSIDERED, MatchedRecord, find_matches
-from autotune.sharing.record import Record
-from autotune.sharing.store import Store, save_record, user_store
+from autotune.sharing.record import Record, canonical_json, name_of
+from autotune.sharing.store import Store, parse_file, save_record, user_store
 from tests.builders import GIB, candidate, trial, workload
 from tests.sharing.examples import TRIALS, fill, machine, plan, record
 
@@ -81,6 +83,54 @@ def test_impossible_and_damaged_records_are_left_out_and_named(store: Store) -> 
     assert found.records == ()
     assert {line[:12] for line in found.refused} == {poison.name[:12], damaged.name[:12]}
     assert any("faster than the device's peak" in line for line in found.refused)
+
+
+ODD_NUMBERS = (5e-324, 1e-300, 1e-31, 1e30, 1.7e308, -1.0, -5e-324, 0, -1, 2**62, 10**20, -(10**20), 10**400)
+
+
+@pytest.mark.parametrize("odd", ODD_NUMBERS, ids=str)
+def test_a_record_with_an_odd_number_ends_no_search_and_is_told_of_by_name(odd: float, store: Store) -> None:
+    """Each number of a record in turn: what is taken can be compared, and what is not is refused in a line."""
+    for path in _number_paths(sample := json.loads(record().content)):
+        data = json.loads(json.dumps(sample))
+        _set(data, path, odd)
+        content = canonical_json(data)
+        file = parse_file(name_of(content), content)
+        if file.record is None:
+            assert file.damage.startswith(file.name[:12])
+            continue
+        store.files.write({file.key: content})  # what a team's folder may hold, plausible or not
+    found = find_matches(machine(), workload(), stores=[store])
+    assert all(0 <= item.weight <= 1 for item in found.records)
+
+
+def test_a_rate_that_no_machine_has_refuses_the_record() -> None:
+    """It was read, listed and verified, and then ended every plan of the team by the logarithm of 0."""
+    content = record().content.replace(b"900000000000.0", b"5e-324")
+    file = parse_file(name_of(content), content)
+    assert file.record is None
+    assert "too large or too small to be measured" in file.damage
+    tiny = record().content.replace(b"900000000000.0", b"1e-29")
+    assert "machine.rates.0.value" in parse_file(name_of(tiny), tiny).damage
+
+
+def test_a_record_that_fits_no_folder_is_refused_by_name() -> None:
+    huge = record(work=workload(resolution_px=2**62, rank=2**62, effective_batch_size=2**62, targets="a" * 40))
+    content = huge.content.replace(b'"num_frames":1', b'"num_frames":%d' % 2**62)
+    assert "no folder" in (parse_file(name_of(content), content).problem or "")
+
+
+def _number_paths(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [found for key, part in pairs for found in _number_paths(part, (*path, key))]
+    return [path] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def _set(data: Any, path: tuple[str | int, ...], value: object) -> None:
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = value
 
 
 def test_another_quality_floor_is_no_exact_match(store: Store) -> None:

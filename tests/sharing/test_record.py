@@ -142,6 +142,7 @@ def test_a_new_field_is_judged_before_it_leaves() -> None:
 _LEAVES = """
     autotune_version calibration conclusive measured_on narrowed schema_version search_seconds
     expected.evidence expected.images_per_second expected.other_seconds expected.peak_memory_bytes expected.phases
+    expected.host_memory_bytes expected.memory_uncertainty expected.time_uncertainty
     expected.price_per_hour expected.process_memory_bytes expected.step_seconds
     machine.budget_bytes machine.device_name machine.match_keys.compute_capability
     machine.match_keys.cuda machine.match_keys.device_kind machine.match_keys.memory_kind
@@ -229,7 +230,9 @@ def test_predictions_capped_runs_and_other_machines_are_no_evidence() -> None:
 def test_a_record_survives_its_bytes_and_any_other_byte_is_refused(data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4))
     trials = (trial(candidate(micro_batch_size=2), step_seconds=tuple(seconds)), *TRIALS)
-    made = record(trials=trials, search_seconds=data.draw(st.floats(0, 1e9)), measured_on=data.draw(st.dates()))
+    made = record(
+        trials=trials, search_seconds=data.draw(st.integers(0, 10**12)) / 1000, measured_on=data.draw(st.dates())
+    )
     assert parse_record(made.content, made.name) == made
     place = data.draw(st.integers(0, len(made.content) - 1))
     altered = bytearray(made.content)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.demo.lesson import PLAN_OPTIONS
 from autotune.hardware.store import cached_profile
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan_file import read_plan
@@ -35,12 +36,12 @@ def test_a_team_with_anothers_records_starts_where_the_other_ended(
 
     alone, team = journey.plan.frozen, tmp_path / "team"
     monkeypatch.setenv("XDG_DATA_HOME", str(journey.data_home))
-    command("profiles", "push", team)
+    command("profiles", "push", team, "--create")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "bob"))
     assert "new: " in command("profiles", "pull", team)
     bob = slower(cached_profile())
     monkeypatch.setattr("autotune.api.machines.cached_profile", lambda **_: bob)
-    asked = ("--model", journey.model, "--data", journey.images, "--resolution", 64, "--steps", 60)
+    asked = ("--model", journey.model, "--data", journey.images, "--resolution", 64, *PLAN_OPTIONS)
     command("plan", *asked, "--search-time", 600, "-o", tmp_path / "plan.yaml")
     helped = read_plan(tmp_path / "plan.yaml").frozen
     assert helped.records

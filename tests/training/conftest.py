@@ -58,6 +58,7 @@ class Bench:
         kill_after: int | None = None,
         on_step: Callable[[StepFinished], None] = lambda event: None,
         budget_bytes: int = 2**60,
+        preview: Callable[[int], None] = lambda step: None,
     ) -> TrainingLoop:
         """Run until the end, or until the process would have been killed in the given step; resumes what is there."""
         for parameter, value in zip(self.trained.adapter, self.initial, strict=True):
@@ -75,9 +76,7 @@ class Bench:
         ) as checkpoints:
             checkpoint = checkpoints.newest()
             metrics = Metrics(folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none")
-            context = RunContext(
-                Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), lambda step: None, budget_bytes
-            )
+            context = RunContext(Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), preview, budget_bytes)
             loop = TrainingLoop(plan, self.trained, self.encoded, checkpoint, context)
             with contextlib.closing(metrics), contextlib.suppress(Killed):
                 loop.run()

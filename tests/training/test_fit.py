@@ -92,6 +92,13 @@ def test_a_plan_keeps_fitting_under_another_driver_but_not_under_another_major_v
     assert "CUDA major version" in misfit
 
 
+def test_the_cuda_that_torch_was_built_for_means_nothing_to_a_cpu() -> None:
+    here = builders.hardware(kind="cpu")
+    other = here.changed(versions=here.versions.changed(cuda_runtime=None))
+    assert here.versions.cuda_runtime is not None
+    assert here.match_keys == other.match_keys
+
+
 def test_more_control_images_than_planned_are_another_class_of_data() -> None:
     plan = planned()
     work = builders.workload(num_control_images=1)
@@ -109,3 +116,10 @@ def test_a_caption_may_be_longer_by_what_a_plan_has_room_for(side_px: int, more:
     plan = seal(plan.job, plan.frozen.model_copy(update={"workload": work}))
     longer = work.model_copy(update={"max_text_tokens": 64 + more})
     assert (data_misfits(plan, builders.context(machine(), longer)) == ()) == fits
+
+
+def test_a_host_with_too_little_memory_does_not_fit() -> None:
+    plan, here = planned(), machine()
+    expected = plan.frozen.expected.changed(host_memory_bytes=here.host.available_memory_bytes + 1)
+    (misfit,) = hardware_misfits(seal(plan.job, plan.frozen.model_copy(update={"expected": expected})), here)
+    assert misfit == "host memory: the plan needs 48.00 GiB, 48.00 GiB are available"

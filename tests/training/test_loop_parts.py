@@ -3,6 +3,8 @@
 import contextlib
 import math
 import mmap
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from torch import nn
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.registry import get_family
-from autotune.runtime.memory import resident_bytes
+from autotune.runtime.memory import library_bytes, resident_bytes
 from autotune.runtime.resources import reraise_oom
 from autotune.schema.candidate import Candidate
 from autotune.schema.plan import FrozenPart
@@ -119,7 +121,11 @@ def test_gradients_are_averaged_once_per_step_however_many_micro_batches(bench: 
     assert len(averaged) == 1  # the loss
 
 
-@pytest.mark.parametrize("damage", [b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"{}"])
+HUGE = finished_step(2).changed(seconds=1e308).model_dump_json().encode() + b"\n"
+DAMAGES = (b"\xff\n", b"\0" * 40, b'{"step": "2"}\n', b"null\n", b"[" * 9999, b"{}", b"NaN\n", b" " * (1 << 17), HUGE)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, HUGE.replace(b"1e308", b"1e999"), HUGE.replace(b"1e308", b"NaN")])
 def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: bytes) -> None:
     first = Metrics(tmp_path, resumed_at=0, report_to="none")
     first.add(finished_step(1))
@@ -129,6 +135,44 @@ def test_a_damaged_record_ends_where_the_damage_begins(tmp_path: Path, damage: b
     path.write_bytes(whole + damage + whole)
     Metrics(tmp_path, resumed_at=3, report_to="none").close()
     assert path.read_bytes() == whole
+
+
+def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, is_there: bool) -> None:
+    """The folder is replaced by a file: TensorBoard's thread finds it gone, and raises at one of the next points."""
+    warnings: list[str] = []
+    curves = tmp_path / "tensorboard"
+    if not is_there:
+        curves.write_text("")
+    metrics = Metrics(tmp_path, resumed_at=0, report_to="tensorboard", on_warning=warnings.append)
+    metrics.add(finished_step(1))
+    if is_there:
+        shutil.rmtree(curves)
+    metrics.add(finished_step(2))
+    metrics.close()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    assert len(warnings) <= 1
+    assert all("no more curves" in warning for warning in warnings)
+
+
+def test_a_tracker_that_fails_is_told_once_and_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise FileNotFoundError("the folder is gone")
+
+    warnings: list[str] = []
+    monkeypatch.setattr("autotune.training.metrics._tracker", lambda *_: (fail, fail))
+    metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb", on_warning=warnings.append)
+    for step in (1, 2):
+        metrics.add(finished_step(step))
+    metrics.close()
+    assert warnings == ["no more curves: the folder is gone; metrics.jsonl has all numbers"]
+    assert metrics.losses == [1.0, 0.5]
 
 
 def test_a_record_cut_short_by_a_kill_is_continued_from_the_checkpoint(tmp_path: Path) -> None:
@@ -233,12 +277,13 @@ def test_a_step_that_ran_out_between_two_moments_can_be_taken_again() -> None:
 
 
 def test_resident_memory_is_what_the_system_says() -> None:
+    """Without shared libraries, which other processes have, too."""
     before = resident_bytes()
     with mmap.mmap(-1, 64 * 2**20) as block:  # fresh pages, whatever was freed before
         for _ in range(64):
             block.write(b"x" * 2**20)
         assert resident_bytes() - before == pytest.approx(len(block), rel=0.1)
-        assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
+        assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss - library_bytes(), rel=0.01)
 
 
 def test_memory_stays_flat(bench: Bench, tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_only_without_scales_are_small_weights_far_from_their_real_outputs(choic
             require_quality(error, "high", choice)
 
 
+@pytest.mark.parametrize("choice", ["torchao-int8", "torchao-fp8"])
+def test_rows_of_zeros_stay_zeros(choice: str) -> None:
+    made = blocks()
+    made[0][0].weight.data[3] = 0
+    assert measured(made, choice).worst < MAX_BLOCK_ERROR["high"]
+    ones = torch.ones(1, made[0][0].in_features, dtype=made[0][0].weight.dtype)
+    assert made[0][0](ones)[0, 3] == (0 if made[0][0].bias is None else made[0][0].bias[3])
+
+
 def test_weights_beyond_the_largest_float8_are_told() -> None:
     made = blocks()
     made[0][0].weight.data[0, 0] = 1000.0

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.schema.plan_file import read_plan, write_plan
@@ -23,7 +24,9 @@ from autotune.training.adapter_file import ADAPTER_FILE, save_trained
 from autotune.training.checkpoint import Checkpoints, list_checkpoints
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics
-from tests.training.conftest import Bench
+from autotune.training.preparation import prepare
+from autotune.weights.sources import find_weights, open_weights, weights_digest
+from tests.training.conftest import Bench, Killed
 
 STEPS = 5
 
@@ -95,12 +98,6 @@ def test_a_checkpoint_of_another_job_is_refused(bench: Bench, tmp_path: Path, ch
     bench.loop(bench.plan(num_steps=2), tmp_path)
     with pytest.raises(InvalidInput, match="another plan, job or data"):
         bench.loop(bench.plan(num_steps=2, **change), tmp_path)
-
-
-def test_a_run_cannot_be_made_shorter_than_it_is(bench: Bench, tmp_path: Path) -> None:
-    bench.loop(bench.plan(num_steps=3), tmp_path)
-    with pytest.raises(InvalidInput, match="3 steps were taken already, and the run is to take 2"):
-        bench.loop(bench.plan(num_steps=2), tmp_path)
 
 
 def test_a_run_with_a_constant_rate_can_be_made_longer(bench: Bench, tmp_path: Path) -> None:
@@ -203,3 +200,55 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
     left, right = load_file(tmp_path / "cut" / ADAPTER_FILE), load_file(tmp_path / "whole.safetensors")
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_other_base_weights_of_the_same_architecture_are_refused(bench: Bench, tmp_path: Path) -> None:
+    """Moved, resharded or started by an older version, the same weights go on."""
+    output = tmp_path / "out"
+    weights = weights_digest(open_weights(bench.model_folder / "transformer"))
+    moved = shutil.copytree(bench.model_folder, tmp_path / "moved")
+    other = shutil.copytree(bench.model_folder, tmp_path / "other")
+    changed = load_file(find_weights(other / "transformer"))
+    save_file({name: 1.001 * tensor for name, tensor in changed.items()}, find_weights(other / "transformer"))
+    for known in (weights, None):
+        with Checkpoints(output / "checkpoints", "key", keep_last=1, weights=known) as checkpoints:
+            checkpoints.save(1, {"a": torch.zeros(1)}, {})
+        with Checkpoints(output / "checkpoints", "key", keep_last=1) as checkpoints:
+            assert checkpoints.newest()
+        for model in (bench.model_folder, moved):
+            prepare(bench.plan(model=str(model), output=str(output)), bench.hardware, resume=True).lock.release()
+        if known:
+            with pytest.raises(InvalidInput, match="other weights of the base model"):
+                prepare(bench.plan(model=str(other), output=str(output)), bench.hardware, resume=True)
+
+
+def test_a_preview_that_a_kill_prevented_is_made_on_resuming(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan(num_steps=4, checkpointing_steps=1, preview_every=2)
+    previews: list[int] = []
+
+    def killed(step: int) -> None:
+        raise Killed
+
+    bench.loop(plan, tmp_path, preview=killed)
+    bench.loop(plan, tmp_path, preview=previews.append)
+    assert previews == [2]
+
+
+def test_what_a_killed_run_left_half_written_is_removed(bench: Bench, tmp_path: Path) -> None:
+    parts = [tmp_path / "out" / folder / ".file.0123456789abcdef.part" for folder in ("", "previews", "checkpoints")]
+    for part in parts:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(b"half")
+    prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False).lock.release()
+    assert not any(part.exists() for part in parts)
+
+
+def test_equal_runs_write_equal_bytes(bench: Bench, tmp_path: Path) -> None:
+    plan, work = bench.plan(num_steps=2), bench.plan().frozen.workload
+    files = [tmp_path / name / ADAPTER_FILE for name in ("one", "other")]
+    for file in files:
+        loop = bench.loop(plan, file.parent)
+        save_trained(file, loop.model, loop.optimizer, work, plan.digest, loop.num_steps)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    checkpoints = [list_checkpoints(file.parent / "checkpoints")[2].read_bytes() for file in files]
+    assert checkpoints[0] == checkpoints[1]

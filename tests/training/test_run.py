@@ -33,6 +33,7 @@ from autotune.schema.run import RunReport
 from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter
 from autotune.training.describe import WorkloadOverrides
 from autotune.training.metrics import Metrics
+from autotune.training.pictures import MIN_LINE_PX
 from autotune.training.preparation import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
 from autotune.training.run import train
@@ -110,7 +111,13 @@ def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, 
     assert sorted(path.name for path in (folder / "previews").iterdir()) == [
         f"step-{step:06}-{number}.png" for step in (3, 6) for number in (0, 1)
     ]
-    assert Image.open(folder / "samples.png").size == (64, 64)
+    assert Image.open(folder / "samples.png").size == (64, 2 * (32 + 2 * MIN_LINE_PX)), "with lines for labels"
+    facts = {name: Image.open(folder / f"sample_{name}_adapter.png").text for name in ("with", "without")}
+    assert {name: (text["adapter"], text["prompt"], text["seed"]) for name, text in facts.items()} == {
+        name: (name, PROMPTS[0], "3") for name in facts
+    }
+    preview = Image.open(folder / "previews" / "step-000003-1.png").text
+    assert (preview["adapter"], preview["prompt"], preview["seed"]) == ("after step 3", PROMPTS[1], "4")
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 
@@ -343,6 +350,37 @@ def test_a_folder_in_use_is_refused(
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="cannot write"):
         prepare(bench.plan(output=str(tmp_path / "file" / "out")), bench.hardware, resume=False)
+
+
+def test_a_finished_run_that_is_started_again_is_recognized(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = bench.plan(num_steps=1, output=str(tmp_path))
+    report = train(plan, bench.hardware, bench.cache)
+    with pytest.raises(InvalidInput, match="this very run, finished after 1 steps") as refused:
+        train(plan, bench.hardware, bench.cache)
+    assert f"autotune sample {tmp_path} --prompt TEXT" in refused.value.hint
+    monkeypatch.setattr("autotune.training.run.load_model", lambda *_, **__: pytest.fail("it is being loaded"))
+    told: list[str] = []
+    assert train(plan, bench.hardware, bench.cache, notices_to(told.append), resume=True) == report
+    assert told == ["this run has taken all of its 1 steps: nothing is left to do"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [("shorter", "3 steps were taken already"), ("data", "another plan, job")]
+)
+def test_what_cannot_be_resumed_is_refused_before_the_model_is_loaded(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, words: str
+) -> None:
+    output, images = tmp_path / "out", tmp_path / "images"
+    shutil.copytree(bench.images, images)
+    train(bench.plan(num_steps=3, output=str(output), data=str(images)), bench.hardware, bench.cache)
+    if change == "data":
+        next(images.glob("*.txt")).write_text("red")
+    monkeypatch.setattr("autotune.training.run.load_model", lambda *_, **__: pytest.fail("it is being loaded"))
+    plan = bench.plan(num_steps=2, output=str(output), data=str(images))
+    with pytest.raises(InvalidInput, match=words):
+        train(plan, bench.hardware, bench.cache, resume=True)
 
 
 def test_resuming_never_replaces_an_adapter_by_one_from_the_first_step_on(bench: Bench, tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ def test_a_model_wrong_by_less_than_a_cliff_never_makes_one(scale: float, ratios
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.",
         "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+        "cudaErrorMemoryAllocation: the API call failed",
+        "CUDA driver error: err 2 != CUDA_SUCCESS",
     ],
 )
 def test_memory_runs_out_in_many_words(words: str) -> None:

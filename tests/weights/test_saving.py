@@ -104,3 +104,15 @@ def test_an_interrupted_sharded_save_is_refused_when_read(tmp_path, monkeypatch)
         save_model(tmp_path, {name: tensor + 1 for name, tensor in state.items()}, max_shard_bytes=20)
     with pytest.raises(MissingWeights):
         open_weights(tmp_path)
+
+
+def test_equal_content_gives_equal_bytes(tmp_path):
+    metadata = {f"key {number}": '"\\ü\n\x1f' * number for number in range(8)}
+    tensors = {"b": torch.ones(3), "a": torch.zeros(2, dtype=torch.bfloat16)}
+    files = [tmp_path / f"{number}.safetensors" for number in range(4)]
+    for file in files:
+        save_file(file, tensors, metadata)
+    assert len({file.read_bytes() for file in files}) == 1
+    assert read_header(files[0]).metadata == {**metadata, "format": "pt"}
+    loaded = read_all(open_weights(files[0]))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())

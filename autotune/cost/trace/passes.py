@@ -38,9 +38,10 @@ class TracePass:
 
 
 def shorten(family: Family, transformer: "nn.Module", num_blocks: int) -> None:
-    """Leave at most `num_blocks` blocks of each kind."""
-    for name in family.block_lists:
-        setattr(transformer, name, getattr(transformer, name)[:num_blocks])
+    """Leave at most `num_blocks` blocks of each list."""
+    for name, blocks in family.find_block_lists(transformer).items():
+        if len(blocks) > num_blocks:
+            transformer.set_submodule(name, transformer.get_submodule(name)[:num_blocks])  # type: ignore[index]
 
 
 def meta_batch(
@@ -71,25 +72,25 @@ def trace_pass(
     """
     import torch
 
-    from autotune.cost.trace.recorder import Recorder, summarize
-    from autotune.families import flow_matching_loss
+    from autotune.cost.trace.recorder import Recorder, Segment, summarize
+    from autotune.families import denoising_loss
 
     recorder = Recorder(rules)
     noise = torch.empty_like(batch["latents"])
-    sigmas = torch.empty(len(noise), device="meta")
+    levels = torch.empty(len(noise), device="meta")
     recorder.seed(stored_tensors(transformer))
-    inputs_bytes = recorder.seed([*batch.values(), noise, sigmas])
+    inputs_bytes = recorder.seed([*batch.values(), noise, levels])
     recorder.mark("before")
     blocks = family.blocks(transformer)
     with substitutes(kernel, rules), recorder, _marking(blocks, recorder), torch.set_grad_enabled(train):
         if train:
-            loss = flow_matching_loss(family, transformer, batch, noise, sigmas)
+            loss = denoising_loss(family, transformer, batch, noise, levels)
             saved_bytes = sum(size for segment in recorder.segments for _, size in segment.events)
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
         else:
             saved_bytes = 0
-            family.predict(transformer, noise, sigmas, batch)
+            family.predict(transformer, noise, levels, batch)
     for parameter in transformer.parameters():
         parameter.grad = None
     summarize(recorder.segments)
@@ -101,7 +102,8 @@ def trace_pass(
         before=by_name["before"],
         forward=tuple(by_name[f"forward {i}"] for i in names),
         between=by_name["between"],
-        backward=tuple(by_name[f"backward {i}"] for i in names) if train else (),
+        # What comes before the first adapter has no backward pass.
+        backward=tuple(by_name.get(f"backward {i}", Segment("none")) for i in names) if train else (),
         saved_bytes=saved_bytes,
     )
 

@@ -14,6 +14,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3Config,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -21,6 +22,13 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from autotune.families.qwen_processor import Qwen2VLProcessor
+
+QWEN_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""Qwen3's chat template, as far as one message needs it."""
 
 QWEN_SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -45,7 +53,27 @@ def qwen_tokenizer(captions: Sequence[str], template: str) -> Any:
     model = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
     tokenizer.add_special_tokens({"extra_special_tokens": list(QWEN_SPECIAL_TOKENS)})
+    tokenizer.chat_template = QWEN_CHAT
     return tokenizer
+
+
+def qwen3(cls: Any, tokenizer: Any, hidden_size: int, num_layers: int) -> Any:
+    """A small Qwen3 of class `cls`: `Qwen3Model` or `Qwen3ForCausalLM`."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 2,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 32,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return cls(config).eval()
 
 
 def qwen_text_encoder(tokenizer: Any, hidden_size: int) -> Any:

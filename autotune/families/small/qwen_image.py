@@ -28,7 +28,15 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
         )
         invert_input_layer(transformer.proj_out, transformer.img_in.weight)
         vae = AutoencoderKLQwenImage(base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
-    scheduler = FlowMatchEulerDiscreteScheduler(
+    parts = {"scheduler": make_scheduler(), "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    if "Edit" in pipeline_class:
+        parts["processor"] = qwen_processor(tokenizer)
+    getattr(diffusers, pipeline_class)(transformer=transformer, **parts).save_pretrained(folder)
+
+
+def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The published scheduler."""
+    return FlowMatchEulerDiscreteScheduler(
         shift=1.0,
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -38,7 +46,3 @@ def write_pipeline(pipeline_class: str, folder: Path, captions: Sequence[str], s
         shift_terminal=0.02,
         time_shift_type="exponential",
     )
-    parts = {"scheduler": scheduler, "vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
-    if "Edit" in pipeline_class:
-        parts["processor"] = qwen_processor(tokenizer)
-    getattr(diffusers, pipeline_class)(transformer=transformer, **parts).save_pretrained(folder)

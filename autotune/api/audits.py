@@ -1,0 +1,115 @@
+"""`audit`: what another trainer's configuration costs on a card, and what it could gain there."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from autotune.api.configs import import_config
+from autotune.api.machines import hardware_for
+from autotune.api.options import PlanOptions
+from autotune.api.plans import plan, request_for
+from autotune.cost import CostModel
+from autotune.cost import estimate as estimate_candidate
+from autotune.errors import InvalidInput, NothingFits
+from autotune.families import read_parts
+from autotune.knobs import KNOBS, TuningContext
+from autotune.planning import ResolvedRequest
+from autotune.schema import Candidate, Estimate, HardwareProfile, OnEvent, StatusChanged, ignore_event
+from autotune.trainers import BLOCKS, Audit, ImportedConfig, SettingWorth, count_blocks
+
+UNNAMED = ("loader", "allocator", "data_workers", "batch_memory", "precision")
+"""Settings that files seldom name."""
+
+
+def audit(
+    config: ImportedConfig | str | Path,
+    *,
+    hardware: str | HardwareProfile | None = None,
+    on_event: OnEvent = ignore_event,
+) -> Audit:
+    """Predict another trainer's configuration on a card as it is written, and the fastest plan that learns the same.
+
+    Times and memory are those of autotune's executor with the file's settings, not of the trainer: what is compared is
+    the settings.
+
+    Args:
+        config: from `import_config`, or the configuration's file.
+        hardware: as for `plan`; None for this machine.
+        on_event: listener to progress.
+
+    Raises:
+        InvalidInput: as `import_config` and `plan`.
+
+    Example:
+        >>> found = autotune.audit("train_lora.yaml", hardware="4090")
+        >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
+    """
+    read = config if isinstance(config, ImportedConfig) else import_config(config)
+    profile = hardware_for(hardware, on_event=on_event)
+    options: PlanOptions = {**read.options, "hardware": profile}  # type: ignore[typeddict-item]
+    on_event(StatusChanged(text="predicting the file as written"))
+    resolved = ResolvedRequest.build(request_for(read.model, read_folder(read.data), options), needs_weights=False)
+    model, workload = resolved.model, resolved.workload
+    cost = CostModel.build(profile, workload, model.family, model.config, read_parts(model))
+    made = None
+    with suppress(NothingFits):
+        made = plan(read.model, read_folder(read.data), on_event=on_event, **options).frozen.settings
+    written, breaks = _as_written(read, cost.context, made)
+    steps = resolved.job.num_steps
+    as_written = estimate_candidate(cost, written, num_steps=steps)
+    fastest = None if made is None else estimate_candidate(cost, made, num_steps=steps)
+    worth = () if made is None else _worth(cost, as_written, made)
+    return Audit(config=read, as_written=as_written, breaks=breaks, fastest=fastest, worth=worth)
+
+
+def read_folder(data: str | None) -> str | None:
+    """The folder of a configuration, if it is on this machine."""
+    return data if data is not None and Path(data).expanduser().is_dir() else None
+
+
+def _as_written(
+    config: ImportedConfig, context: TuningContext, made: Candidate | None
+) -> tuple[Candidate, tuple[str, ...]]:
+    """The settings of a file, and what of them does not work on the card.
+
+    What the file does not name, and no other trainer tunes, is as in the plan that was made, if one was.
+    """
+    total, hardware = context.workload.model.num_blocks, context.hardware
+    usual = Candidate(micro_batch_size=1, checkpointed_blocks=total)
+    written, breaks = usual if made is None else usual.changed(**{name: getattr(made, name) for name in UNNAMED}), []
+    for knob in KNOBS:
+        if (value := config.pins.get(knob.name)) is None:
+            continue
+        choice = count_blocks(value, total) if knob.name in BLOCKS else value if knob.names else int(value)
+        why = knob.unusable_reason(choice, hardware)
+        if why is None and knob.names and choice not in knob.names:
+            why = "autotune knows no such value"
+        changed = written if why else written.changed(**{knob.name: choice})
+        why = why or knob.conflict(changed, context)
+        if why:
+            breaks.append(f"{knob.name} {choice}: {why}")
+        else:
+            written = changed
+    return written, tuple(breaks)
+
+
+def _worth(cost: CostModel, as_written: Estimate, better: Candidate) -> tuple[SettingWorth, ...]:
+    """Each setting that differs, changed alone; those that cannot go without another are left out."""
+    written = as_written.prediction.candidate
+    found = []
+    for name, value in better:
+        own = getattr(written, name)
+        if own == value:
+            continue
+        with suppress(InvalidInput):
+            changed = estimate_candidate(cost, written.changed(**{name: value}), num_steps=as_written.num_steps)
+            before, after = as_written.prediction, changed.prediction
+            found.append(
+                SettingWorth(
+                    knob=name,
+                    written=own,
+                    better=value,
+                    step_seconds_saved=before.step_seconds - after.step_seconds,
+                    run_memory_saved_bytes=before.required_memory_bytes - after.required_memory_bytes,
+                )
+            )
+    return tuple(sorted(found, key=lambda one: -one.step_seconds_saved))

@@ -1,0 +1,72 @@
+"""Configurations of other trainers: `autotune import-config`, `export-config` and `audit`."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import autotune
+from autotune import reporting
+from autotune.cli.options import Json, PlanFile
+from autotune.cli.output import print_out, print_remark, print_result, show_events
+
+ConfigFile = Annotated[Path, typer.Argument(help="A configuration of another trainer.", metavar="FILE")]
+Hardware = Annotated[str | None, typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list).")]
+
+
+def import_config(
+    config_file: ConfigFile,
+    path: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Make the plan, with the file's settings, and write it.")
+    ] = None,
+    hardware: Hardware = None,
+    trainer: Annotated[str | None, typer.Option(help="Whose it is, if its content does not tell.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Read a configuration of ai-toolkit, musubi, SimpleTuner, sd-scripts, OneTrainer or diffusers' scripts.
+
+    Lists what carries over, what becomes a pin, what autotune decides by itself, and what does not carry over.
+    """
+    config = autotune.import_config(config_file, trainer=trainer)
+    print_result(config, as_json, reporting.import_lines)
+    if path is None:
+        return
+    options: autotune.PlanOptions = {"path": path}
+    if hardware is not None:
+        options["hardware"] = hardware
+    with show_events() as show:
+        made = autotune.plan_from_config(config, on_event=show, **options)
+    for remark in made.remarks:
+        print_remark(f"note: {remark}")
+    print_remark(f"written to {path}; train it with: autotune train {shlex.quote(str(path))}")
+
+
+def export_config(
+    plan_file: PlanFile,
+    to: Annotated[
+        str, typer.Option(help="ai-toolkit, musubi, simpletuner, diffusers, sd-scripts, onetrainer.", metavar="TRAINER")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write the files to.")],
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse if learning or memory would differ.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a plan as another trainer's configuration, data sets and starting script."""
+    exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite)
+    print_result(exported, as_json, reporting.export_lines)
+
+
+def audit(
+    config_file: ConfigFile,
+    hardware: Hardware = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a thread.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Predict another trainer's file on a card: memory, time, whether it fits, and what other settings would gain."""
+    with show_events() as show:
+        found = autotune.audit(config_file, hardware=hardware, on_event=show)
+    if markdown:
+        print_out(reporting.audit_markdown(found), markup=False, highlight=False, soft_wrap=True)
+        return
+    print_result(found, as_json, reporting.audit_lines)

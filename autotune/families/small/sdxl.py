@@ -1,0 +1,71 @@
+"""A small Stable Diffusion XL pipeline."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from transformers import CLIPTextModelWithProjection
+
+from autotune.families.base import Config
+from autotune.families.small.parts import clip_text_encoder, clip_tokenizer
+
+
+def write_pipeline(unet_config: Config, vae_config: Config, folder: Path, captions: Sequence[str], seed: int) -> None:
+    """Write the pipeline: the published stages, 32 to 64 channels wide."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = clip_tokenizer(captions)
+        text_encoder = clip_text_encoder(tokenizer, hidden_size=64)
+        text_encoder_2 = CLIPTextModelWithProjection(text_encoder.config).eval()
+        small = {
+            "block_out_channels": (32, 64, 64),
+            "layers_per_block": 1,
+            "transformer_layers_per_block": (1, 1, 2),
+            "attention_head_dim": (1, 2, 2),
+            "norm_num_groups": 8,
+            "cross_attention_dim": 128,
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 64 + 6 * 8,
+        }
+        unet = UNet2DConditionModel(**{**unet_config, **small})
+        _pass_input_through(unet)
+        vae = AutoencoderKL(
+            **{**vae_config, "block_out_channels": (16, 32, 32, 32), "layers_per_block": 1, "scaling_factor": 3.0},
+            norm_num_groups=8,
+        ).eval()
+    StableDiffusionXLPipeline(
+        vae=vae,
+        text_encoder=text_encoder,
+        text_encoder_2=text_encoder_2,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=unet,
+        scheduler=EulerDiscreteScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            steps_offset=1,
+            timestep_spacing="leading",
+        ),
+    ).save_pretrained(folder)
+
+
+@torch.no_grad()
+def _pass_input_through(unet: Any) -> None:
+    """Let the UNet begin by predicting about its input, which is most of the noise: see `parts.invert_input_layer`.
+
+    The first layer's output skips everything but the last stage and its activation, silu(x) - silu(-x) = x.
+    """
+    channels, width = unet.conv_out.out_channels, unet.conv_in.out_channels
+    half = torch.nn.functional.normalize(torch.randn(width // 2, channels))
+    doubled = torch.stack([half, -half], dim=1).flatten(0, 1)
+    for conv, center in ((unet.conv_in, doubled), (unet.conv_out, torch.linalg.pinv(doubled) * 2)):
+        conv.weight.zero_()
+        conv.weight[:, :, 1, 1] = center
+        conv.bias.zero_()
+    last = unet.up_blocks[-1].resnets[-1]
+    last.conv2.weight.mul_(0.2)
+    shortcut = last.conv_shortcut.weight[:, :, 0, 0]  # of the stage's own output, then of the skipped one
+    shortcut.mul_(0.2)[:, -width:] = torch.eye(width)

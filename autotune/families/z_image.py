@@ -1,0 +1,115 @@
+"""Z-Image: one stream of 30 blocks after two short refiners, Qwen3 as its text encoder, FLUX.1's autoencoder."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.families.base import (
+    FLUX_VAE,
+    Batch,
+    Config,
+    Defaults,
+    Family,
+    Parts,
+    PublishedModel,
+    Sample,
+    Shapes,
+    Sizes,
+    count_chat_tokens,
+)
+from autotune.families.latents import encode_image
+from autotune.families.packing import VAE_FACTOR
+from autotune.schema import Bucket, TextPadding
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MAX_TEXT_TOKENS = 512
+"""Length to which the pipeline cuts prompts, its template included."""
+PARTS = Parts((4_022_468_096,), "AutoencoderKL", FLUX_VAE)
+BLOCK = r"(noise_refiner|context_refiner|layers)\.\d+"
+ATTENTION = r"attention\.(to_q|to_k|to_v|to_out\.0)"
+MLP = r"feed_forward\.w[123]"
+
+
+class ZImage(Family):
+    """Text to image. The transformer takes lists, so each prompt keeps its own length in a batch."""
+
+    name = "z-image"
+    models = (
+        PublishedModel("Tongyi-MAI/Z-Image", {}, PARTS, license="apache-2.0"),
+        PublishedModel(
+            "Tongyi-MAI/Z-Image-Turbo",
+            {},
+            PARTS,
+            name="z-image-turbo",
+            license="apache-2.0",
+            note="distilled to 8 steps without guidance, which training undoes: train on z-image, and use the adapter "
+            "here; previews are sampled as z-image's",
+        ),
+    )
+    pipeline_class = "ZImagePipeline"
+    transformer_class = "ZImageTransformer2DModel"
+    components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+    tiny_config: ClassVar[Config] = {
+        "dim": 256,  # two heads of the published size
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "n_layers": 2,
+        "n_refiner_layers": 1,
+        "cap_feat_dim": 64,
+    }
+    defaults = Defaults(
+        learning_rate=1e-4,
+        resolution_px=1024,
+        text_tokens=256,
+        timestep_shift=3.0,
+        preview_steps=28,
+        sampling_guidance=4.0,
+    )
+    size_multiple_px = VAE_FACTOR * 2
+    separates_prompts = True
+    max_text_tokens = MAX_TEXT_TOKENS
+    target_sets: ClassVar[Mapping[str, Sequence[str] | str]] = {
+        "attention": rf"{BLOCK}\.{ATTENTION}",
+        "attention+mlp": rf"{BLOCK}\.({ATTENTION}|{MLP})",
+        "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|adaLN_modulation\.0)",
+    }
+    block_lists = ("noise_refiner", "context_refiner", "layers")
+
+    def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
+        size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
+        return {
+            "latents": (config.get("in_channels", 16), 1, *size),
+            "prompt_embeds": (text_tokens, config.get("cap_feat_dim", 2560)),
+        }
+
+    def encode_caption(self, pipeline: Any, caption: str, controls: Sequence["Tensor"] = ()) -> Sample:
+        prompts, _ = pipeline.encode_prompt(prompt=caption, do_classifier_free_guidance=False)
+        return {"prompt_embeds": prompts[0]}
+
+    def count_text_tokens(self, folder: Path, captions: Sequence[str], controls: Sequence[Sizes] = ()) -> list[int]:
+        lengths = count_chat_tokens(folder, captions, enable_thinking=True)
+        return [min(length, MAX_TEXT_TOKENS) for length in lengths]
+
+    def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
+        return encode_image(pipeline.vae, pixels)
+
+    def decodable(self, latents: "Tensor") -> "Tensor":
+        return latents[:, :, 0]
+
+    def predict(self, transformer: "nn.Module", noisy: "Tensor", levels: "Tensor", batch: Batch) -> "Tensor":
+        import torch
+
+        prompts = [batch[f"prompt_embeds_{number}"] for number in range(len(noisy))]
+        # It counts time from noise to image, and so predicts the velocity's negative.
+        velocity = transformer(list(noisy.unbind()), 1 - levels, prompts, return_dict=False)[0]
+        return -torch.stack(velocity)
+
+    def has_attention_mask(self, micro_batch_size: int, text_padding: TextPadding) -> bool:
+        return micro_batch_size > 1 and text_padding == "masked"
+
+    def write_small_pipeline(self, folder: Path, captions: Sequence[str], seed: int) -> None:
+        from autotune.families.small.z_image import write_pipeline
+
+        write_pipeline(folder, captions, seed)

@@ -1,0 +1,68 @@
+"""What the GPUs of the catalog are predicted to do with each family's defaults: computed ahead, so it loads no library.
+
+`benchmarks/predict_catalog.py` writes the file with the planner itself.
+"""
+
+import json
+import shlex
+from functools import cache
+
+from autotune.errors import NothingFits
+from autotune.families import Family, PublishedModel
+from autotune.hardware import load_catalog
+from autotune.runtime import shipped_path
+from autotune.schema import Frozen
+
+FILE = "predictions.json"
+"""In the shipped folder: for each published model and GPU what its plan predicts, or null if nothing fits."""
+
+
+class CatalogPrediction(Frozen):
+    """What a plan of a model for one GPU predicts, with the family's defaults."""
+
+    gpu: str
+    """Its name in the catalog."""
+    memory_gb: float
+    """Nominal."""
+    step_seconds: float | None = None
+    """Of an optimizer step; None if nothing fits."""
+    time_uncertainty: float | None = None
+    """Standard error of `step_seconds`, as a share of it."""
+    run_memory_bytes: int | None = None
+    """In the phase that needs most."""
+
+
+class NoGpu(NothingFits):
+    """A published model cannot be tried, since this machine has no GPU. `elsewhere` says which GPUs it fits."""
+
+    model: str = ""
+    family: str = ""
+    elsewhere: tuple[CatalogPrediction, ...] = ()
+
+    @classmethod
+    def build(cls, family: Family, model: PublishedModel, data: str | None = None) -> "NoGpu":
+        """The error for a family's published model, with the command that plans for the smallest GPU that it fits."""
+        name = model.name or family.name
+        predictions = catalog_predictions(name)
+        fitting = [each for each in predictions if each.step_seconds is not None]
+        smallest = min(fitting, key=lambda each: (each.memory_gb, each.step_seconds or 0.0), default=None)
+        command = ["autotune", "plan", "--model", name, *(["--data", data] if data else [])]
+        gpu = smallest.gpu if smallest else "NAME"
+        error = cls(
+            f"{model.hub_id} cannot be tried here: this machine has no GPU",
+            hint=f"plan for a GPU by name: {shlex.join([*command, '--hardware', gpu])}  (all: autotune probe --list)",
+        )
+        error.model, error.family, error.elsewhere = name, family.name, predictions
+        return error
+
+
+@cache
+def catalog_predictions(model: str) -> tuple[CatalogPrediction, ...]:
+    """For every GPU of the catalog, the fastest first and those that the model does not fit last; empty if unknown."""
+    known = json.loads(shipped_path(FILE).read_text())["models"].get(model, {})
+    predictions = (
+        CatalogPrediction(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, **(known[gpu.id] or {}))
+        for gpu in load_catalog()
+        if gpu.id in known
+    )
+    return tuple(sorted(predictions, key=lambda each: (each.step_seconds or float("inf"), each.gpu)))

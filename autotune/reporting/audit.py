@@ -1,0 +1,77 @@
+"""An audit as text, or as Markdown for a thread. Pure."""
+
+from collections.abc import Sequence
+
+from autotune.reporting.text import memory_text, seconds_text, wrapped
+from autotune.schema import Estimate
+from autotune.trainers import Audit
+
+BROKEN = "not as in the file, because it does not run there"
+PREDICTED = "Predicted by autotune's cost model for its own executor; nothing has run."
+
+
+def audit_lines(audit: Audit) -> list[str]:
+    """The file as written, the fastest that learns the same, and what each difference is worth."""
+    config = audit.config
+    lines = [f"{config.path} ({config.trainer}) on {audit.as_written.hardware}", PREDICTED, ""]
+    lines += _table(_comparison(audit), (16, 18, 18))
+    lines += ["", BROKEN, *(f"  {one}" for one in audit.breaks)] if audit.breaks else []
+    if audit.worth:
+        lines += ["", "what each change is worth alone", *_table(_worth(audit), (22, 16, 16, 10, 12))]
+    lines += ["", "not carried over, so not compared"] if config.not_carried else []
+    lines += [f"  line {one.line}: {one.key}: {one.meaning}" for one in config.not_carried if one.line]
+    return [part for line in lines for part in wrapped(line, 4)]
+
+
+def audit_markdown(audit: Audit) -> str:
+    """The same as tables for pasting into a thread."""
+    config = audit.config
+    lines = [f"**{config.trainer}: {config.model} on {audit.as_written.hardware}**", "", PREDICTED, ""]
+    lines += _markdown_table(_comparison(audit))
+    if audit.worth:
+        lines += ["", "What each change is worth alone:", "", *_markdown_table(_worth(audit))]
+    lines += ["", f"{BROKEN.capitalize()}:", "", *(f"- {one}" for one in audit.breaks)] if audit.breaks else []
+    lost = [f"- `{one.key}` (line {one.line}): {one.meaning}" for one in config.not_carried if one.line]
+    return "\n".join([*lines, *(["", "Not carried over, so not compared:", "", *lost] if lost else [])]) + "\n"
+
+
+def _comparison(audit: Audit) -> list[list[str]]:
+    written, fastest = _column(audit.as_written), _column(audit.fastest)
+    titles = ["seconds per step", "images/s", "run memory", "of the budget", "neediest phase", "the job", "fits"]
+    rows = [["", "as written", "fastest"]]
+    return rows + [list(row) for row in zip(titles, written, fastest, strict=True)]
+
+
+def _column(estimate: Estimate | None) -> list[str]:
+    if estimate is None:
+        return ["nothing fits", *["-"] * 6]
+    prediction = estimate.prediction
+    neediest = max(prediction.phases, key=lambda phase: phase.peak_memory_bytes)
+    return [
+        f"{estimate.step_seconds:.3f}",
+        f"{prediction.images_per_second:.2f}",
+        memory_text(prediction.required_memory_bytes),
+        memory_text(estimate.budget_bytes),
+        neediest.name,
+        seconds_text(estimate.job.total_seconds),
+        "yes" if estimate.fits else f"no: {neediest.name}",
+    ]
+
+
+def _worth(audit: Audit) -> list[list[str]]:
+    rows = [["setting", "as written", "instead", "s/step", "memory"]]
+    for one in audit.worth:
+        memory = f"{'-' if one.run_memory_saved_bytes > 0 else '+'}{memory_text(abs(one.run_memory_saved_bytes))}"
+        rows.append([one.knob, str(one.written), str(one.better), f"{-one.step_seconds_saved:+.3f}", memory])
+    rows.append(["sum of these", "", "", f"{-audit.sum_of_step_seconds_saved:+.3f}", ""])
+    return [*rows, ["all together", "", "", f"{-audit.step_seconds_saved:+.3f}", ""]]
+
+
+def _table(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    padded = ([f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return ["  " + " ".join(cells).rstrip() for cells in padded]
+
+
+def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]

@@ -1,0 +1,38 @@
+"""What a configuration's settings cost on a card, compared with those that are predicted to be fastest there."""
+
+from autotune.schema import Choice, Estimate, Frozen
+from autotune.trainers.importing import ImportedConfig
+
+
+class SettingWorth(Frozen):
+    """What it would change to give one setting of a file the other value, all else as written."""
+
+    knob: str
+    written: Choice
+    better: Choice
+    step_seconds_saved: float
+    run_memory_saved_bytes: int
+
+
+class Audit(Frozen):
+    """A configuration on a card, as written and as it could be. Everything is predicted; nothing has run."""
+
+    config: ImportedConfig
+    as_written: Estimate
+    """With autotune's executor: memory by phase, time and whether it fits."""
+    breaks: tuple[str, ...]
+    """What of the file this card cannot do, one sentence each; the estimate then has the usual value."""
+    fastest: Estimate | None
+    """The fastest settings that learn the same; None if nothing fits."""
+    worth: tuple[SettingWorth, ...]
+    """By settings that differ, those that save most first."""
+
+    @property
+    def step_seconds_saved(self) -> float:
+        """What all differences together save of a step."""
+        return 0.0 if self.fastest is None else self.as_written.step_seconds - self.fastest.step_seconds
+
+    @property
+    def sum_of_step_seconds_saved(self) -> float:
+        """The sum of what each difference saves alone; settings that need each other make it differ from the whole."""
+        return sum(one.step_seconds_saved for one in self.worth)

@@ -1,0 +1,244 @@
+"""From a plan to another trainer's files. What the trainer lacks is found by reading back what is written."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from autotune.errors import InvalidInput
+from autotune.families import FAMILIES, Family
+from autotune.schema import Candidate, Frozen, Job, TrainingPlan, Workload
+from autotune.trainers.document import Setting
+from autotune.trainers.importing import ConfigLine, read_settings
+from autotune.trainers.rules import CannotExpress, Context, Rule, Values, count_blocks, is_knob
+from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
+
+LEARNING = (
+    *("resolution", "num_frames", "rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size"),
+    *("control", "caption", "trigger", "num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps"),
+    *("weight_decay", "max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale", "weighting_scheme"),
+    "caption_dropout",
+)
+"""Names that decide what is learned."""
+LOADING = ("loader", "data_workers", "batch_memory")
+"""Knobs of how files and batches are read: they change neither learning nor memory of the device."""
+Kind = Literal["learning", "settings", "loading"]
+BLOCKS = ("checkpointed_blocks", "swapped_blocks")
+
+
+class Difference(Frozen):
+    """One value of a plan that the exported files have otherwise."""
+
+    name: str
+    kind: Kind
+    planned: str
+    written: str
+
+
+class ExportedConfig(Frozen):
+    """A plan as another trainer's files."""
+
+    trainer: str
+    plan_digest: str
+    files: dict[str, str]
+    """Text of each file, by its name."""
+    differences: tuple[Difference, ...]
+    remarks: tuple[str, ...]
+    """What this trainer does otherwise with what is written."""
+
+
+def values_of(plan: TrainingPlan) -> dict[str, Any]:
+    """Everything that a plan says, by the names that rules use."""
+    frozen, workload = plan.frozen, plan.frozen.workload
+    return {
+        **{name: value for name, value in dict(plan.job).items() if name not in ("model", "revision")},
+        **_workload_values(workload),
+        **dict(frozen.settings),
+        **{f"caching.{name}": value for name, value in frozen.caching},
+        "num_gpus": frozen.hardware.num_processes,
+        "num_images": sum(bucket.num_items for bucket in workload.buckets),
+    }
+
+
+def _workload_values(workload: Workload) -> dict[str, Any]:
+    names = ("rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size")
+    values = {name: getattr(workload, name) for name in names}
+    return {**values, "resolution": workload.resolution_px, "num_frames": workload.largest_bucket.num_frames}
+
+
+def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -> ExportedConfig:
+    """The files of another trainer that do what the plan says, as nearly as it can.
+
+    Raises:
+        InvalidInput: the trainer does not know the model, or has no neighbor of a setting that needs no more memory;
+            with `strict`, also if anything that changes learning or memory would differ.
+    """
+    workload = plan.frozen.workload
+    known = known_model(trainer, workload.model.family)
+    context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
+    planned = values_of(plan)
+    try:
+        written = write_settings(trainer, known, planned, context, _weights(plan, context.family))
+    except CannotExpress as error:
+        raise InvalidInput(f"{trainer.title} cannot do what the plan says: {error}", hint=_plan_for(trainer)) from error
+    read, lines = _read_back(trainer, written, context)
+    _require_no_more_memory(trainer, planned, read, workload.model.num_blocks)
+    differences = compare(planned, read, context)
+    remarks = tuple(dict.fromkeys(f"{one.key}: {one.meaning}" for one in lines)) + trainer.notes
+    binding = [one for one in differences if one.kind != "loading"]
+    if strict and binding:
+        first = binding[0]
+        message = f"{trainer.title} would differ: {first.name} is {first.planned} in the plan, {first.written} there"
+        raise InvalidInput(f"{message} ({len(binding)} in all)", hint=f"leave --strict out, or {_plan_for(trainer)}")
+    head = _head(plan, trainer, differences, remarks)
+    files = dict(trainer.files(written, head))
+    return ExportedConfig(
+        trainer=trainer.name, plan_digest=plan.identity, files=files, differences=differences, remarks=remarks
+    )
+
+
+def _require_no_more_memory(trainer: Trainer, planned: Values, read: Values, num_blocks: int) -> None:
+    for name in BLOCKS:
+        own, there = (count_blocks(values.get(name, 0), num_blocks) for values in (planned, read))
+        if there < own:
+            message = f"{trainer.title} cannot do what the plan says: {name} would be {there}, not {own}: more memory"
+            raise InvalidInput(message, hint=_plan_for(trainer))
+
+
+def known_model(trainer: Trainer, family: str) -> KnownModel:
+    """How a trainer names a family. Raises InvalidInput if it does not train it."""
+    known = next((one for one in trainer.models if one.family == family), None)
+    if known is None:
+        names = ", ".join(dict.fromkeys(one.family for one in trainer.models))
+        message = f"{trainer.title} has no training of {family} that autotune knows"
+        raise InvalidInput(message, hint=f"it has {names}")
+    return known
+
+
+def _plan_for(trainer: Trainer) -> str:
+    return f"make a plan that it can express: autotune plan --from PLAN --for {trainer.name}"
+
+
+def _weights(plan: TrainingPlan, family: Family) -> str:
+    """What another program can load: a folder, or the hub's name."""
+    return family.hub_id if plan.job.model == family.name else plan.job.model
+
+
+def write_settings(trainer: Trainer, known: KnownModel, values: Values, context: Context, weights: str) -> Values:
+    """A plan's values by the trainer's keys. Raises CannotExpress."""
+    written = {**trainer.defaults, **trainer.fixed, **known.keys}
+    if trainer.weights_keys:
+        written[trainer.weights_keys[0]] = weights
+    written |= {
+        key: values["data"] or FILL_IN for rule in trainer.rules if rule.names == ("data",) for key in rule.keys[:1]
+    }
+    for rule in trainer.rules:
+        if rule.names != ("data",):
+            written |= rule.write(values, context)
+    return {key: value for key, value in written.items() if value is not None}
+
+
+def _read_back(trainer: Trainer, written: Values, context: Context) -> tuple[Values, list[ConfigLine]]:
+    settings = {key: Setting(key, value, line=1) for key, value in written.items()}
+    reading = read_settings(trainer, settings, context)
+    return reading.values, [line for kind, line in reading.lines if kind == "not_carried" and line.line]
+
+
+def compare(planned: Values, read: Values, context: Context) -> tuple[Difference, ...]:
+    """Where what is read back differs from the plan, learning first."""
+    assumed = _assumed(context.family)
+    names = [*LEARNING, *(name for name in planned if is_knob(name))]
+    found = []
+    for name in dict.fromkeys(names):
+        own, other = planned.get(name), read.get(name, assumed.get(name))
+        if name == "num_steps" and (epochs := read.get("num_train_epochs")) is not None:
+            other = own if planned.get("num_train_epochs") == epochs else f"{epochs} epochs"
+        if not is_equal(name, own, other, context.num_blocks or 1):
+            kind: Kind = "learning" if name in LEARNING else "loading" if name in LOADING else "settings"
+            found.append(Difference(name=name, kind=kind, planned=_text(own), written=_text(other)))
+    return tuple(found)
+
+
+def _assumed(family: Family) -> dict[str, Any]:
+    """What a name that a trainer does not mention stands for."""
+    fields = {**Candidate.model_fields, **Job.model_fields}
+    usual = {name: field.default for name, field in fields.items() if not field.is_required()}
+    encoders: dict[str, Any] = {"caching.text_encoder_device": "training", "caching.text_encoder_quantization": "none"}
+    encoders |= {"caching.text_encoder_streamed": False, "caching.residency": "release"}
+    return {**usual, **encoders, "lora_dropout": 0.0, "guidance_scale": family.defaults.training_guidance}
+
+
+def is_equal(name: str, own: Any, other: Any, num_blocks: int) -> bool:
+    """Whether two values of a name mean the same; checkpointing the last block, too, is no difference."""
+    if name in BLOCKS and other is not None:
+        counts = [count_blocks(value, num_blocks) for value in (own, other)]
+        top = num_blocks - 1 if name == "checkpointed_blocks" else num_blocks
+        return min(counts[0], top) == min(counts[1], top)
+    if isinstance(own, float | int) and isinstance(other, float | int) and not isinstance(own, bool):
+        return math.isclose(own, other, rel_tol=1e-6)
+    return own == other or str(own) == str(other)
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, ...], remarks: tuple[str, ...]) -> str:
+    """Comments that say where the files come from and where they differ."""
+    expected = plan.frozen.expected
+    lines = [
+        f"Written by autotune for {trainer.title}, whose keys were read at {trainer.version}, from the plan",
+        plan.identity,
+        f"autotune's own executor is expected to take {expected.step_seconds:.3f} s a step and "
+        f"{expected.required_memory_bytes / 2**30:.2f} GiB ({expected.evidence}).",
+        f"{trainer.title} will take other times and bytes.",
+    ]
+    for kind, title in (
+        ("learning", "It will learn differently:"),
+        ("settings", "Settings of the plan that it lacks, and what is written instead:"),
+        ("loading", "How files and batches are read is its own:"),
+    ):
+        these = [f"  {d.name}: {d.planned} in the plan, {d.written} here" for d in differences if d.kind == kind]
+        lines += [title, *these] if these else []
+    lines += ["It computes differently:", *(f"  {remark}" for remark in remarks)] if remarks else []
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def inexpressible(
+    trainer: Trainer, family: str, num_blocks: int, choices: Mapping[str, tuple[Any, ...]]
+) -> tuple[tuple[str, str], ...]:
+    """The values of each knob that a trainer cannot express: exclusions for a search that is to suit it.
+
+    Raises:
+        InvalidInput: the trainer does not know the model.
+    """
+    known_model(trainer, family)
+    context = Context(FAMILIES[family], num_blocks)
+    usual = _assumed(context.family)
+    first = {name: values[0] for name, values in choices.items()}
+    missing = []
+    for rule in trainer.rules:
+        for name in choices.keys() & set(rule.names) - set(LOADING):
+            for value in choices[name]:
+                values = {**JOB, **usual, **first, name: value}
+                read = _reread(trainer, rule, values, context)
+                if read is None or not is_equal(name, value, read.get(name, usual.get(name)), num_blocks):
+                    missing.append((name, str(value)))
+    ruled = {name for rule in trainer.rules for name in rule.names}
+    absent = [name for name in choices if name not in ruled and name not in LOADING]
+    missing += [(name, str(value)) for name in absent for value in choices[name] if value != usual.get(name)]
+    return tuple(missing)
+
+
+JOB: Values = {"effective_batch_size": 1 << 16, "num_gpus": 1}
+
+
+def _reread(trainer: Trainer, rule: Rule, values: Values, context: Context) -> Values | None:
+    """What a rule writes, read back by it; None if it cannot be expressed, or not exactly."""
+    try:
+        written = {key: value for key, value in rule.write(values, context).items() if value is not None}
+    except CannotExpress:
+        return None
+    settings = {key: Setting(key, value, line=1) for key, value in written.items()}
+    reading = read_settings(replace(trainer, rules=(rule,)), settings, context)
+    return None if any(kind == "not_carried" for kind, _ in reading.lines) else reading.values

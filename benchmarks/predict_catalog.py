@@ -1,0 +1,71 @@
+"""Writes `profiles/predictions.json`: what every GPU of the catalog would do with each model's defaults.
+
+    python benchmarks/predict_catalog.py [MODEL ...]        some minutes of one CPU; without names, all models
+
+`autotune plan` shows it where there is no GPU, and a test compares some of it with the planner. Written again
+whenever the cost model, the knobs, a family's defaults or the catalog change what is predicted.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.runtime.quiet import silence_libraries
+
+silence_libraries()
+
+from autotune.cost import predict as cost
+from autotune.cost.model import TracedModel
+from autotune.errors import NothingFits
+from autotune.families.base import Family, Parts
+from autotune.families.registry import FAMILIES
+from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
+from autotune.planning.elsewhere import FILE
+from autotune.planning.planner import make_plan
+from autotune.planning.request import PlanRequest
+from autotune.runtime.files import write_text_atomic
+from autotune.runtime.paths import shipped_path
+from autotune.schema.workload import Workload
+
+shared: dict[object, TracedModel] = {}
+
+
+def share_trace(family: Family, config: Mapping[str, Any], workload: Workload, rules: Any, parts: Parts) -> TracedModel:
+    """One traced model for all GPUs with the same kernels: tracing takes three quarters of the time."""
+    key = (family.name, workload, rules)
+    if key not in shared:
+        shared[key] = TracedModel(family, config, workload, rules, parts)
+    return shared[key]
+
+
+def predict(model: str, gpu: CatalogGpu) -> dict[str, float] | None:
+    """What a plan with the family's defaults predicts for the GPU, or None if nothing fits."""
+    try:
+        plan = make_plan(PlanRequest(model=model, is_local=False), profile_of_gpu(gpu)).plan
+    except NothingFits:
+        return None
+    expected = plan.frozen.expected
+    return {
+        "step_seconds": float(f"{expected.step_seconds:.3g}"),
+        "time_uncertainty": round(expected.time_uncertainty or 0.0, 2),
+        "run_memory_bytes": expected.required_memory_bytes,
+    }
+
+
+def main() -> None:
+    cost.TracedModel = share_trace  # type: ignore[assignment,misc]
+    models = [model.name or family.name for family in FAMILIES.values() for model in family.models]
+    known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
+    found: dict[str, dict[str, dict[str, float] | None]] = {name: known.get(name, {}) for name in models}
+    for name in sys.argv[1:] or models:
+        found[name] = {}
+        shared.clear()
+        for gpu in load_catalog():
+            found[name][gpu.id] = predict(name, gpu)
+            print(name, gpu.id, found[name][gpu.id], file=sys.stderr)
+    write_text_atomic(shipped_path(FILE), json.dumps({"models": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

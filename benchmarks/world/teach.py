@@ -1,0 +1,163 @@
+"""Teach the demo's shape many times in one process, with the program's own loading, noise, step and optimizer.
+
+By `python benchmarks/world/teach.py rate=1e-3,steps=300 rate=4e-3 ...` the demo's rate and steps were chosen:
+the figures are of the prompts that the demo does not report. Wrong pictures: `wrong=1`.
+"""
+
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from autotune.demo.folders import SMALL_WORLD
+from autotune.demo.lesson import (
+    NEW_SHAPE,
+    OWN_GUIDANCE,
+    TAUGHT_REPEATS,
+    known_scenes,
+    load_pipeline,
+    sample_images,
+    score_images,
+    show_to_vae,
+    taught_scenes,
+    unseen_scenes,
+)
+from autotune.demo.world import KNOWN_SHAPES, Scene, draw_centered
+from autotune.families.resolve import resolve_model
+from autotune.schema.candidate import Candidate
+from autotune.training.describe import WorkloadOverrides, describe_workload
+from autotune.training.model import load_model
+from autotune.training.step import AdapterOptimizer, Noising, optimizer_step, to_device
+
+CPU = torch.device("cpu")
+PLAIN = Candidate(micro_batch_size=4, checkpointed_blocks=0, precision="fp32")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is chosen about learning."""
+
+    rate: float = 4e-3
+    steps: int = 400
+    rank: int = 16
+    targets: str = "attention+mlp"
+    batch: int = 8
+    repeats: int = TAUGHT_REPEATS
+    """How often each of the twelve is seen per epoch."""
+    own: int = 48
+    """Number of images that the model draws itself."""
+    shift: float = 1.0
+    decay: float = 1e-3
+    cosine: int = 1
+    """1 if the rate falls to zero along a cosine."""
+    guidance: float = OWN_GUIDANCE
+    """With which the model draws these."""
+    wrong: int = 0
+    shape: str = NEW_SHAPE
+
+
+@dataclass
+class Classroom:
+    """The pretrained model and encoded images."""
+
+    folder: Path = SMALL_WORLD
+    encoded: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.resolved = resolve_model(str(self.folder))
+        self.family, self.pipeline = self.resolved.family, load_pipeline(self.folder)
+        self.own: dict = {}
+
+    @torch.no_grad()
+    def encode(self, scenes: Sequence[Scene], images: Sequence) -> list[dict[str, torch.Tensor]]:
+        pixels = self.pipeline.image_processor.preprocess(list(images))
+        return [
+            {"latents": self.family.encode_pixels(self.pipeline, one[:, None])}
+            | self.family.encode_caption(self.pipeline, scene.caption)
+            for one, scene in zip(pixels, scenes, strict=True)
+        ]
+
+    def draw_own(self, guidance: float) -> list[dict[str, torch.Tensor]]:
+        if guidance not in self.own:
+            known = known_scenes()[0]
+            images = sample_images(self.pipeline, [scene.caption for scene in known], 0, guidance)
+            self.own[guidance] = self.encode(known, images)
+        return self.own[guidance]
+
+    def images(self, job: Job) -> list[dict[str, torch.Tensor]]:
+        if (job.shape, job.wrong) not in self.encoded:
+            scenes = drawn = taught_scenes(job.shape)
+            if job.wrong:
+                drawn = wrong_scenes(scenes)
+            self.encoded[job.shape, job.wrong] = self.encode(scenes, [scene.draw() for scene in drawn])
+        return self.encoded[job.shape, job.wrong] * job.repeats + self.draw_own(job.guidance)[: job.own]
+
+    def teach(self, job: Job, settings: Candidate = PLAIN, seed: int = 0) -> torch.nn.Module:
+        """A transformer with an adapter that has learned, on plain weights whatever it was trained on."""
+        wishes = WorkloadOverrides(size_px=(64, 64), rank=job.rank, targets=job.targets, quality="compact")
+        workload = describe_workload(self.resolved, None, wishes)
+        model = load_model(self.resolved, workload, settings, CPU, seed)
+        optimizer = AdapterOptimizer(model.adapter, learning_rate=job.rate, weight_decay=job.decay, max_grad_norm=1.0)
+        noising, images, rng = Noising(seed, job.shift), self.images(job), random.Random(seed)
+        queue: list[dict[str, torch.Tensor]] = []
+        for step in range(job.steps):
+            while len(queue) < job.batch:
+                queue += rng.sample(images, len(images))
+            fall = (1 + math.cos(math.pi * step / job.steps)) / 2 if job.cosine else 1
+            optimizer.adamw.param_groups[0]["lr"] = job.rate * fall
+            picked, queue = queue[: job.batch], queue[job.batch :]
+            size = settings.micro_batch_size
+            parts = [picked[start : start + size] for start in range(0, job.batch, size)]
+            batches = [{name: torch.stack([one[name] for one in part]) for name in part[0]} for part in parts]
+            batches = [to_device(batch, CPU, model.dtype) for batch in batches]
+            optimizer_step(
+                self.family, model.transformer, optimizer, batches, noising=noising, step=step,
+                effective_batch_size=job.batch,
+            )  # fmt: skip
+        plain = load_model(self.resolved, workload, PLAIN, CPU, seed)
+        for theirs, ours in zip(plain.adapter, optimizer.masters, strict=True):
+            theirs.data.copy_(ours.data)
+        return plain.transformer
+
+    def fidelity(self, transformer: torch.nn.Module | None, scenes: Sequence[Scene], first_seed: int) -> float:
+        """As a share of what the VAE shows; None for the model as it was."""
+        kept = self.pipeline.transformer
+        self.pipeline.transformer = transformer or kept
+        images = sample_images(self.pipeline, [scene.caption for scene in scenes], first_seed)
+        self.pipeline.transformer = kept
+        best = show_to_vae(self.pipeline, [scene.draw() for scene in scenes])
+        return sum(score_images(scenes, images)) / sum(score_images(scenes, best))
+
+
+def wrong_scenes(scenes: Sequence[Scene]) -> list[Scene]:
+    """For each scene another of a known shape in the same colors: captions then promise what images do not show."""
+    rng = random.Random(9)
+    return [draw_centered(rng, rng.choice(KNOWN_SHAPES), scene.figures[0].color, scene.ground) for scene in scenes]
+
+
+def main(wishes: Sequence[str], seed: int = 5000) -> None:
+    torch.set_num_threads(1)
+    room = Classroom()
+    unseen, known = unseen_scenes()[1::2], known_scenes()[2]
+    base = {"new": room.fidelity(None, unseen, seed), "known": room.fidelity(None, known, seed)}
+    print(json.dumps({"before": base}), flush=True)
+    for wish in wishes:
+        named = dict(part.split("=") for part in wish.split(","))
+        kinds = {name: type(getattr(Job(), name)) for name in named}
+        job = Job(**{name: kinds[name](value) for name, value in named.items()})
+        begin = time.process_time()
+        transformer = room.teach(job)
+        seconds = time.process_time() - begin
+        scenes = {"new": unseen_scenes(job.shape)[1::2], "known": known}
+        found = {name: round(room.fidelity(transformer, part, seed), 3) for name, part in scenes.items()}
+        print(json.dumps({"job": wish, "cpu_s": round(seconds, 1)} | found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,103 @@
+"""What is wrong with a request is told before anything long: the rates, a trial, a download."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autotune
+from autotune.demo.folders import draw_images
+from autotune.errors import AutotuneError
+from autotune.schema.plan import TrainingPlan
+from tests.training.small import machine, write_model_and_images
+from tests.training.small import make_plan as plan_by_hand
+
+TABLE = """(
+    elsewhere.CatalogPrediction(
+        gpu="nvidia-rtx-4090", memory_gb=24, step_seconds=14.1, time_uncertainty=0.3, run_memory_bytes=19 << 30
+    ),
+    elsewhere.CatalogPrediction(gpu="nvidia-rtx-3060", memory_gb=12),
+)"""
+HEAVY = ("torch", "diffusers", "transformers", "optuna")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of a small model and of its data."""
+    return write_model_and_images(tmp_path_factory.mktemp("small"))
+
+
+def _drop_captions(images: Path, folder: Path) -> dict[str, Any]:
+    draw_images(folder, count=2)
+    for file in folder.glob("*.txt"):
+        file.unlink()
+    return {"data": folder}
+
+
+WRONG: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
+    "captions": (_drop_captions, "have no caption"),
+    "data": (lambda images, folder: {"data": folder / "gone"}, "there is no data folder"),
+    "steps": (lambda images, folder: {"data": images, "num_steps": 0}, "num_steps"),
+    "output": (lambda images, folder: {"data": images, "output": str(images / "run")}, "lies in the data folder"),
+    "memory": (lambda images, folder: {"data": images, "max_memory": "12 potatoes"}, "not an amount of memory"),
+    "database": (lambda images, folder: {"data": images, "join": "postgresql://a@127.0.0.1:9/b"}, "storage|driver"),
+    "study": (lambda images, folder: {"data": images, "study": "a/b"}, "cannot name a study"),
+    "processes": (lambda images, folder: {"data": images, "num_gpus": 3, "effective_batch_size": 4}, "shared evenly"),
+    "pins": (lambda images, folder: {"data": images, "pins": {"attention": "sage"}}, "sage"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_told_before_the_rates_are_measured(
+    what: str, small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*asked: object) -> None:
+        pytest.fail("the rates are being measured")
+
+    monkeypatch.setattr("autotune.hardware.store.measure_rates", measure)
+    monkeypatch.setattr("autotune.hardware.store._load_sound", lambda path: None)
+    arguments, words = WRONG[what]
+    with pytest.raises(AutotuneError, match=words):
+        autotune.plan(str(small[0]), **arguments(small[1], tmp_path / "data"), path=tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize("what", ["captions", "data", "output"])
+def test_a_predicted_plan_is_not_tried_while_its_run_could_not_start(
+    what: str, small: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tried(*asked: object) -> TrainingPlan:
+        pytest.fail("the plan is being tried")
+
+    monkeypatch.setattr("autotune.planning.measured_here", tried)
+    made = plan_by_hand(*small, machine())
+    expected = made.frozen.expected.changed(evidence="predicted")
+    predicted = made.changed(frozen=made.frozen.changed(expected=expected))
+    arguments, words = WRONG[what]
+    with pytest.raises(AutotuneError, match=words):
+        autotune.train(predicted, **arguments(small[1], tmp_path / "data"))
+
+
+def test_without_a_gpu_a_published_model_is_answered_at_once_with_what_it_would_take_elsewhere() -> None:
+    code = (
+        "import sys, autotune.api.machines as machines\n"
+        "machines.may_have_gpu = lambda: False\n"
+        "from autotune.planning import elsewhere\n"
+        f"elsewhere.catalog_predictions = lambda family: {TABLE}\n"
+        "from autotune.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: print('status', ended.code)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    asked = ("plan", "--model", "qwen-image", "--data", "my photos")
+    process = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, check=True)
+    *table, status, loaded = process.stdout.splitlines()
+    assert (status, loaded) == ("status 3", "[]"), "a library that takes seconds to import was loaded"
+    assert any(line.startswith("nvidia-rtx-4090") and " s ±" in line for line in table)
+    assert table[-1] == "does not fit: nvidia-rtx-3060"
+    assert max(map(len, table)) <= 80
+    assert "cannot be tried here: this machine has no GPU" in process.stderr
+    command = " ".join(process.stderr.split())
+    assert "autotune plan --model qwen-image --data 'my photos' --hardware nvidia-rtx-4090" in command

@@ -1,0 +1,76 @@
+"""The whole program teaches a real model a shape that it has never seen, or fails here. Judged by geometry."""
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from PIL import Image
+from safetensors import safe_open
+
+from autotune.demo.folders import SMALL_WORLD
+from autotune.demo.lesson import ConceptFidelity, judge_lesson, taught_scenes, write_images
+from autotune.demo.world import KNOWN_SHAPES, draw_centered
+from tests.conftest import Journey, autotune_here
+
+
+def has_learned(found: ConceptFidelity) -> bool:
+    """What the demo promises, with a margin for other machines' rounding."""
+    return found.before < 0.1 and found.after > 0.6 and found.others_after > found.others_before - 0.2
+
+
+def test_the_demo_teaches_the_new_shape_and_keeps_the_others(journey: Journey) -> None:
+    written = json.loads((journey.result / "concept.json").read_text())
+    found = ConceptFidelity(**written["concept_fidelity"])
+    assert has_learned(found), found
+    assert len(written["prompts"]) == 14 + 18
+    taught = {path.read_text().strip() for path in journey.images.rglob("*.txt")}
+    assert not taught & {prompt["prompt"] for prompt in written["prompts"]}
+    with Image.open(journey.result / "concept.png") as picture:
+        assert picture.width > 800
+    assert f"{found.before:.2f} before, {found.after:.2f} after" in journey.process.stdout
+
+
+@pytest.fixture
+def wrong_images(tmp_path: Path) -> Path:
+    """What the demo trains on, but other shapes under the captions of the new one."""
+    rng, taught = random.Random(0), taught_scenes()
+    wrong = [draw_centered(rng, rng.choice(KNOWN_SHAPES), s.figures[0].color, s.ground).draw() for s in taught]
+    write_images(tmp_path / "wrong", taught, wrong)
+    return tmp_path / "wrong"
+
+
+def test_a_rate_that_destroys_is_noticed(capfd: pytest.CaptureFixture[str], journey: Journey, tmp_path: Path) -> None:
+    trained = autotune_here(capfd, "train", journey.plan_file, "--learning-rate", 0.1, "--output", tmp_path / "out")
+    assert trained.returncode == 0, trained.stderr
+    found = judge_lesson(journey.model, tmp_path / "out")
+    assert not has_learned(found), asdict(found)
+    assert found.after < 0.2
+
+
+def test_wrong_pictures_are_noticed(
+    capfd: pytest.CaptureFixture[str], journey: Journey, wrong_images: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    trained = autotune_here(capfd, "train", journey.plan_file, "--data", wrong_images, "--output", out)
+    assert trained.returncode == 0, trained.stderr
+    found = judge_lesson(journey.model, out)
+    assert not has_learned(found), asdict(found)
+    assert found.after < 0.2
+
+
+def test_the_shipped_weights_are_small_and_load_in_stock_classes_without_rows_of_zeros() -> None:
+    files = [path for path in SMALL_WORLD.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 8e6
+    assert {path.suffix for path in files} == {".json", ".md", ".safetensors"}
+    transformer = QwenImageTransformer2DModel.from_pretrained(SMALL_WORLD / "transformer")
+    AutoencoderKLQwenImage.from_pretrained(SMALL_WORLD / "vae")
+    linears = [module for module in transformer.modules() if isinstance(module, torch.nn.Linear)]
+    assert linears
+    assert all(layer.weight.abs().amax(dim=1).min() > 0 for layer in linears)
+    for path in SMALL_WORLD.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert all(file.get_tensor(name).isfinite().all() for name in file.keys())  # noqa: SIM118

@@ -1,0 +1,74 @@
+"""On a CPU one figure decides in search, plan, check and train: what the process as a whole takes of the memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.errors import InvalidInput, NothingFits
+from autotune.planning.backend import PlannerBackend
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile
+from autotune.schema.trial import PhasePeak, TrialResult
+from autotune.search.study import TrialFunction
+from autotune.training.fit import hardware_misfits
+from autotune.training.preparation import prepare
+from autotune.trials.runner import ProcessTrialRunner
+from tests import builders
+from tests.builders import GIB, trial
+from tests.planning.machines import CAPABILITIES, make_plan, request, surroundings
+
+PROCESS_BYTES = GIB * 3 // 2
+CACHING_BYTES = GIB // 2
+"""What the text encoder takes beyond a step."""
+
+
+def machine(budget_bytes: int) -> HardwareProfile:
+    made = builders.hardware(*CAPABILITIES, kind="cpu", budget_bytes=budget_bytes)
+    return made.changed(device=made.device.changed(memory_kind="host", compute_capability=None))
+
+
+def backend() -> PlannerBackend:
+    """Trials that are measured as on a CPU, and judged as by the real runner."""
+
+    def measure(cost: Any, candidate: Candidate, *, confirms: bool = False) -> TrialResult:
+        tensors = int(1.01 * cost.predict_uncalibrated(candidate).allocated_memory_bytes)
+        host = {"training": tensors + PROCESS_BYTES, "caching": tensors + PROCESS_BYTES + CACHING_BYTES}
+        phases = [PhasePeak(name=name, seconds=1.0, device_bytes=None, host_bytes=size) for name, size in host.items()]
+        seconds = 5 - 0.01 * tensors / GIB  # the larger, the faster
+        measured = {"host_memory_bytes": host["training"], "phases": tuple(phases) if confirms else ()}
+        result = trial(candidate, seconds, tensors, confirms=confirms, wall_seconds=1.0, **measured)
+        budget, kept = cost.training_budget, cost.resident_encoder_bytes
+        with ProcessTrialRunner(cost.hardware, "m", cost.workload, budget=budget, resident_bytes=kept) as runner:
+            return runner.classify(candidate, result)
+
+    @contextmanager
+    def trials(model: str, cost: Any) -> Iterator[TrialFunction]:
+        yield lambda candidate: measure(cost, candidate)
+
+    def rehearse(model: str, cost: Any, candidate: Candidate, max_seconds: float) -> TrialResult:
+        return measure(cost, candidate, confirms=True)
+
+    return replace(surroundings(), trials=trials, rehearse=rehearse)
+
+
+@pytest.mark.usefixtures("_by_formula")
+def test_plan_check_and_train_agree_at_every_budget_down_to_where_nothing_fits() -> None:
+    fitting = []
+    for eighths in range(19 * 8, 13 * 8, -2):
+        hardware = machine(eighths * GIB // 8)
+        try:
+            plan = make_plan(request(max_trials=30), hardware, backend=backend())
+        except NothingFits:
+            fitting.append(False)
+            continue
+        fitting.append(True)
+        assert plan.frozen.trials[-1].confirms
+        assert plan.frozen.expected.required_memory_bytes <= hardware.device.budget_bytes
+        assert hardware_misfits(plan, hardware) == ()  # what `check` asks
+        with pytest.raises(InvalidInput, match="names no data"):  # `train` gets beyond the machine
+            prepare(plan, hardware, resume=False)
+    assert fitting == sorted(fitting, reverse=True)
+    assert {True, False} == set(fitting)

@@ -1,0 +1,35 @@
+"""The predictions that ship for the catalog: whole, and what the planner says today."""
+
+import json
+
+import pytest
+
+from autotune.errors import NothingFits
+from autotune.families.registry import FAMILIES
+from autotune.hardware.catalog import gpu_named, load_catalog, profile_of_gpu
+from autotune.planning.elsewhere import FILE, catalog_predictions
+from autotune.planning.planner import make_plan
+from autotune.planning.request import PlanRequest
+from autotune.runtime.paths import shipped_path
+
+KNOWN = json.loads(shipped_path(FILE).read_text())["models"]
+WRITE = "write them again: python benchmarks/predict_catalog.py"
+
+
+def test_catalog_predictions_know_every_model_and_every_gpu() -> None:
+    gpus = {gpu.id for gpu in load_catalog()}
+    models = [model.name or family.name for family in FAMILIES.values() for model in family.models]
+    assert {name: set(found) for name, found in KNOWN.items()} == dict.fromkeys(models, gpus), WRITE
+
+
+@pytest.mark.parametrize(("family", "gpu"), [("flux1-dev", "nvidia-rtx-4090"), ("kandinsky5-video-lite", "nvidia-l4")])
+def test_catalog_predictions_are_what_the_planner_says_today(family: str, gpu: str) -> None:
+    (known,) = (each for each in catalog_predictions(family) if each.gpu == gpu)
+    request, hardware = PlanRequest(model=family, is_local=False), profile_of_gpu(gpu_named(gpu))
+    try:
+        expected = make_plan(request, hardware).plan.frozen.expected
+    except NothingFits:
+        assert known.step_seconds is None, WRITE
+        return
+    assert known.step_seconds == pytest.approx(expected.step_seconds, rel=0.02), WRITE
+    assert known.run_memory_bytes == pytest.approx(expected.required_memory_bytes, rel=0.02), WRITE

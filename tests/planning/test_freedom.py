@@ -1,0 +1,147 @@
+"""More freedom never gives a slower predicted plan: a looser floor, more memory of the device or host, fewer pins.
+
+On every card of the catalog and for models of every family's size, by a formula in place of traces: what is proven is
+that nothing bars what the cost model prefers. `benchmarks/freedom.py` asks the same of the traces. Ties go to what is
+more exact, smaller and simpler, so that a plan may be slower by the width of a tie, 3%, and no more.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.backends import WEIGHT_FORMATS
+from autotune.errors import NothingFits
+from autotune.families.registry import FAMILIES, get_family
+from autotune.families.resolve import ResolvedModel
+from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
+from autotune.planning import alternatives, problem
+from autotune.planning import request as request_module
+from autotune.planning.request import PlanRequest
+from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import HardwareProfile, MemoryBudget
+from autotune.schema.prediction import PhaseMemory, Prediction
+from autotune.schema.workload import ModelSpec
+from autotune.search.winner import TIE
+from autotune.training.describe import WorkloadOverrides
+from tests.planning.formula import GIB, FormulaCostModel, by_formula
+from tests.planning.machines import make_plan
+
+SIZES = {
+    "flux1-dev": (11.9e9, 57),
+    "kandinsky5-image-lite": (6.0e9, 52),
+    "kandinsky5-video-lite": (2.0e9, 34),
+}
+"""Parameters and blocks; all others are as large as Qwen-Image."""
+CONVERSION = {"none": 1.0, "torchao-int8": 1.1, "torchao-fp8": 1.13, "bnb-int8": 1.2, "bnb-nf4": 1.3}
+Pins = tuple[tuple[str, str], ...]
+
+
+class Formula(FormulaCostModel):
+    """Weights by their format, activations by blocks that keep them, transfers that computing hides or does not."""
+
+    def weight_bytes(self, candidate: Candidate) -> int:
+        spec, per_parameter = self.workload.model, WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
+        wide = 2 if candidate.precision == "fp32" and candidate.quantization == "none" else 1
+        away = max(0, candidate.swapped_blocks - 2) / spec.num_blocks
+        return int((1 - away) * wide * per_parameter * spec.num_parameters)
+
+    def host_memory_bytes(self, candidate: Candidate) -> int:
+        alone = candidate.changed(swapped_blocks=0)
+        return GIB + int(1.3 * self.weight_bytes(alone) * candidate.swapped_blocks / self.workload.model.num_blocks)
+
+    def _raw(self, candidate: Candidate, time: float = 1.0, memory: float = 1.0) -> Prediction:
+        spec, sheet = self.workload.model, self.hardware.datasheet
+        recomputed, swapped = (
+            getattr(candidate, name) / spec.num_blocks for name in ("checkpointed_blocks", "swapped_blocks")
+        )
+        kept = 2.5 * spec.num_parameters * (1.02 - recomputed)
+        allocated = int(memory * (self.weight_bytes(candidate) + kept))
+        rate = 0.5 * (sheet.bf16_flops_per_second or sheet.fp32_flops_per_second)
+        computing = (
+            1e4 * spec.num_parameters / rate * (1 + recomputed / 3) * CONVERSION.get(candidate.quantization, 1.2)
+        )
+        sent = 2 * swapped * self.weight_bytes(candidate.changed(swapped_blocks=0)) / 2e10
+        phase = PhaseMemory.model_construct(name="train", peak_memory_bytes=allocated + GIB)
+        return Prediction.model_construct(
+            candidate=candidate,
+            peak_memory_bytes=allocated + GIB,
+            allocated_memory_bytes=allocated,
+            required_memory_bytes=allocated + GIB,
+            host_memory_bytes=self.host_memory_bytes(candidate),
+            phases=(phase,),
+            step_seconds=time * (computing + max(0.0, sent - swapped * computing)),
+        )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_formula() -> Iterator[None]:
+    def resolve(model: str) -> ResolvedModel:
+        parameters, blocks = SIZES.get(model, (20.4e9, 60))
+        spec = ModelSpec(
+            family=model, architecture="sha256:0", num_parameters=int(parameters), num_blocks=blocks, name=model
+        )
+        return ResolvedModel(get_family(model), get_family(model).transformer_config, spec, None)
+
+    with by_formula(), pytest.MonkeyPatch.context() as patch:
+        for module in (alternatives, problem):
+            patch.setattr(module, "CostModel", Formula)
+        patch.setattr(request_module, "resolve_model", resolve)
+        patch.setattr(problem, "read_parts", lambda model: None)
+        yield
+
+
+def seconds(
+    family: str, hardware: HardwareProfile, quality: str = "high", pins: Pins = (), share: float = 1.0
+) -> float:
+    """Of the predicted plan; infinite if nothing fits."""
+    work = WorkloadOverrides(quality=quality, effective_batch_size=1)  # type: ignore[arg-type]
+    budget = MemoryBudget(num_bytes=int(share * hardware.device.budget.num_bytes))
+    request = PlanRequest(family, work, pins=pins, is_local=False, memory_budget=budget)
+    try:
+        return make_plan(request, hardware).frozen.expected.step_seconds
+    except NothingFits:
+        return float("inf")
+
+
+def with_host(hardware: HardwareProfile, gib: int) -> HardwareProfile:
+    changes = {"memory_bytes": gib * GIB, "available_memory_bytes": int(0.9 * gib * GIB)}
+    return hardware.model_copy(update={"host": hardware.host.model_copy(update=changes)})
+
+
+PAIRS = tuple(zip(load_catalog(), itertools.cycle(FAMILIES), strict=False))
+
+
+@pytest.mark.parametrize(("card", "family"), PAIRS, ids=lambda each: getattr(each, "id", each))
+def test_no_card_and_no_family_gets_a_slower_plan_for_more_freedom(card: CatalogGpu, family: str) -> None:
+    hardware = profile_of_gpu(card)
+    exact, high, compact = (seconds(family, hardware, quality) for quality in ("exact", "high", "compact"))
+    assert high <= (1 + TIE) * exact
+    assert compact <= (1 + TIE) * high
+    assert high <= (1 + TIE) * seconds(family, hardware, pins=(("swapped_blocks", "0"),))
+    assert high <= (1 + TIE) * seconds(family, hardware, share=0.8)
+    assert high <= (1 + TIE) * seconds(family, with_host(hardware, 24))
+
+
+cards, families = st.sampled_from([profile_of_gpu(card) for card in load_catalog()]), st.sampled_from([*FAMILIES])
+pins = st.lists(
+    st.one_of(
+        st.tuples(st.just("quantization"), st.sampled_from(["none", "torchao-int8"])),
+        st.tuples(st.just("swapped_blocks"), st.just("0")),
+        st.tuples(st.just("checkpointed_blocks"), st.just("0")),
+    ),
+    max_size=2,
+    unique_by=lambda pin: pin[0],
+).map(tuple)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cards, families, pins, st.floats(0.3, 1), st.floats(0.3, 1))
+def test_more_memory_and_fewer_pins_together_give_no_slower_plan(
+    hardware: HardwareProfile, family: str, pinned: Any, one: float, other: float
+) -> None:
+    more = seconds(family, hardware, share=max(one, other))
+    assert more <= (1 + TIE) * seconds(family, hardware, pins=pinned, share=min(one, other))

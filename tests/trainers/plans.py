@@ -1,0 +1,66 @@
+"""Plans made by hand, for any family and any values."""
+
+from typing import Any
+
+from autotune.families.registry import FAMILIES
+from autotune.schema.candidate import CachingSettings, Candidate
+from autotune.schema.hardware import Versions
+from autotune.schema.job import Job
+from autotune.schema.plan import Expected, FrozenPart, PlannedHardware, TrainingPlan
+from autotune.schema.plan_file import seal
+from autotune.schema.workload import Bucket, ModelSpec, Workload
+
+NUM_BLOCKS = {"qwen": 60, "flux": 57, "kandinsky": 52}
+SETTINGS = {"micro_batch_size": 1, "checkpointed_blocks": 0}
+
+
+def plan_of(family: str, **changes: Any) -> TrainingPlan:
+    """A plan with these values, by the names of the job, the workload, the settings or `caching.FIELD`."""
+    defaults = FAMILIES[family].defaults
+
+    def of(kind: Any) -> dict[str, Any]:
+        return {name: value for name, value in changes.items() if name in kind.model_fields}
+
+    side, frames = changes.get("resolution", 1024), changes.get("num_frames", defaults.num_frames)
+    job = {
+        **{"model": family, "data": "photos", "num_steps": 2000, "learning_rate": 1e-4, "weight_decay": 1e-3},
+        **{"max_grad_norm": 1.0, "timestep_shift": defaults.timestep_shift, "seed": 42, "preview_steps": 25},
+        **{"guidance_scale": defaults.training_guidance, "num_frames": frames, **of(Job)},
+    }
+    blocks = next(number for name, number in NUM_BLOCKS.items() if family.startswith(name))
+    workload = {
+        "model": ModelSpec(family=family, architecture="sha256:0", num_parameters=1, num_blocks=blocks, name=family),
+        "resolution_px": side,
+        "buckets": (Bucket(width_px=side, height_px=side, num_frames=frames, num_items=20),),
+        **{"max_text_tokens": 256, "text_padding": "masked", "rank": 16, "lora_alpha": 16.0, "targets": "attention"},
+        **{"effective_batch_size": 4, **of(Workload)},
+    }
+    caching = {name[8:]: value for name, value in changes.items() if name.startswith("caching.")}
+    hardware = PlannedHardware(
+        device_name="card",
+        device_kind="cuda",
+        fingerprint="0",
+        match_keys={},
+        total_memory_bytes=24 << 30,
+        budget_bytes=22 << 30,
+        versions=Versions(python="3.12", torch="2.13.0"),
+    )
+    frozen = FrozenPart(
+        schema_version=2,
+        autotune_version="0.1.0",
+        hardware=hardware,
+        workload=Workload(**workload),
+        settings=Candidate(**{**SETTINGS, **of(Candidate)}),
+        caching=CachingSettings(**caching),
+        expected=Expected(
+            evidence="predicted",
+            step_seconds=1.0,
+            images_per_second=4.0,
+            peak_memory_bytes=20 << 30,
+            process_memory_bytes=1 << 30,
+        ),
+        reasons=(),
+        search_seconds=0,
+        trials=(),
+    )
+    return seal(Job(**job), frozen)

@@ -1,0 +1,59 @@
+"""Audits: the file as it is written on a card, the fastest that learns the same, and each difference alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autotune.api.audits import audit
+from autotune.reporting.audit import audit_lines, audit_markdown
+from tests.conftest import autotune_here
+from tests.trainers.test_importing import CONFIGS
+from tests.training.small import write_model_and_images
+
+
+def write_config(folder: Path, *changes: tuple[str, str]) -> Path:
+    model, _ = write_model_and_images(folder)
+    text = (CONFIGS / "ai_toolkit.yaml").read_text()
+    for old, new in (
+        ("name_or_path: Qwen/Qwen-Image", f"name_or_path: {model}"),
+        ("resolution: [512, 768, 1024]", "resolution: 256"),
+        *changes,
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_an_audit_predicts_the_file_and_the_fastest_and_each_difference(tmp_path: Path) -> None:
+    path = write_config(
+        tmp_path, ("dtype: bf16\n        cache", "dtype: bf16\n        attention_backend: sage\n        cache")
+    )
+    found = audit(path, hardware="nvidia-rtx-4090")
+    written = found.as_written.prediction.candidate
+    num_blocks = found.as_written.workload.model.num_blocks
+    assert (written.quantization, written.micro_batch_size) == ("torchao-fp8", 1)
+    assert (written.checkpointed_blocks, written.swapped_blocks) == (num_blocks, round(num_blocks / 4))
+    assert [one.partition(":")[0] for one in found.breaks] == ["attention sage"]
+    assert found.fastest is not None
+    assert found.fastest.step_seconds < found.as_written.step_seconds
+    assert found.as_written.num_steps == found.fastest.num_steps == 3000
+    assert found.as_written.workload == found.fastest.workload
+    better = found.fastest.prediction.candidate
+    assert {one.knob for one in found.worth} <= {name for name, value in better if getattr(written, name) != value}
+    assert found.worth[0].step_seconds_saved > 0
+    assert all(len(line) <= 80 for line in audit_lines(found) if str(tmp_path) not in line)
+    text = audit_markdown(found)
+    assert "| quantization | torchao-fp8 | none |" in text
+    assert "`train.ema_config.use_ema` (line 39)" in text
+
+
+def test_the_command_prints_text_markdown_and_json(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ("audit", write_config(tmp_path), "--hardware", "nvidia-rtx-4090")
+    assert "what each change is worth alone" in autotune_here(capfd, *asked).stdout
+    assert "| all together |" in autotune_here(capfd, *asked, "--markdown").stdout
+    told = json.loads(autotune_here(capfd, *asked, "--json").stdout)
+    assert told["as_written"]["fits"]
+    assert told["fastest"]["step_seconds"] <= told["as_written"]["step_seconds"]

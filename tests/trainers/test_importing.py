@@ -1,0 +1,237 @@
+"""Other trainers' configurations: every key is accounted for, at its line, and means what its trainer means by it."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.errors import InvalidInput
+from autotune.families.registry import FAMILIES
+from autotune.trainers.document import Setting, read_document
+from autotune.trainers.importing import ConfigLine, ImportedConfig, read_config, read_settings
+from autotune.trainers.registry import get_trainer, trainers
+from autotune.trainers.rules import Context
+from autotune.trainers.trainer import Trainer
+
+CONFIGS = Path(__file__).parent / "configs"
+MAIN_FILES = {
+    "ai_toolkit.yaml": "ai-toolkit",
+    "musubi.toml": "musubi",
+    "simpletuner.json": "simpletuner",
+    "diffusers.sh": "diffusers",
+    "sd_scripts.toml": "sd-scripts",
+    "kohya_gui.json": "sd-scripts",
+    "onetrainer.json": "onetrainer",
+}
+
+
+def lines_of(config: ImportedConfig) -> list[ConfigLine]:
+    return [*config.carried, *config.pinned, *config.decided, *config.not_carried]
+
+
+def lost(config: ImportedConfig) -> dict[str, str]:
+    return {line.key: line.meaning for line in config.not_carried}
+
+
+@pytest.mark.parametrize(("name", "trainer"), MAIN_FILES.items())
+def test_the_trainer_is_found_out_by_content_alone(tmp_path: Path, name: str, trainer: str) -> None:
+    assert read_config(CONFIGS / name).trainer == trainer
+
+
+@pytest.mark.parametrize("name", MAIN_FILES)
+def test_every_setting_is_accounted_for_at_the_line_that_it_is_on(name: str) -> None:
+    config = read_config(CONFIGS / name)
+    told = {(line.file, line.line) for line in lines_of(config) if line.line}
+    files = {file for file, _ in told}
+    for file in files:
+        text = (CONFIGS / file).read_text().splitlines()
+        named = [line for line in lines_of(config) if line.file == file and line.line]
+        for line in named:
+            words = text[line.line - 1]
+            last = line.key.rpartition(".")[2].partition("[")[0]
+            assert last in words or line.value in words, line
+    for setting in read_document(CONFIGS / name).settings:
+        assert any(line.line == setting.line for line in lines_of(config)), setting
+
+
+def test_ai_toolkit() -> None:
+    config = read_config(CONFIGS / "ai_toolkit.yaml")
+    assert (config.model, config.data) == ("Qwen/Qwen-Image", "photos")
+    assert config.options == {
+        **{"rank": 32, "lora_alpha": 32.0, "lora_dropout": 0.0, "targets": "attention", "trigger": "sks"},
+        **{"caption_dropout": 0.05, "resolution": 1024, "num_frames": 1, "effective_batch_size": 4},
+        **{"num_steps": 3000, "learning_rate": 1e-4, "weight_decay": 1e-4, "max_grad_norm": 1.0},
+        **{"lr_scheduler": "constant", "lr_warmup_steps": 0, "checkpointing_steps": 250, "checkpoints_total_limit": 4},
+        **{"timestep_sampling": "logit_normal", "timestep_shift": 1.0, "preview_every": 250, "preview_steps": 25},
+        "preview_prompts": ("sks dog in the snow", "sks dog on a beach"),
+    }
+    assert config.pins == {
+        **{"micro_batch_size": "1", "checkpointed_blocks": "all", "swapped_blocks": "25%", "attention": "native"},
+        **{"quantization": "torchao-fp8", "precision": "bf16", "compile": "off"},
+        "caching.text_encoder_quantization": "torchao-fp8",
+    }
+    assert lost(config).keys() == {
+        *("datasets[].resolution", "train.optimizer", "train.ema_config.use_ema", "model.qtype", "model.quantize_te")
+    }
+
+
+def test_musubi_takes_the_micro_batch_from_the_file_of_data_sets_and_flattens_sections() -> None:
+    config = read_config(CONFIGS / "musubi.toml")
+    assert (config.family, config.data) == ("qwen-image", "photos")
+    assert (config.pins["micro_batch_size"], config.options["effective_batch_size"]) == ("2", 8)
+    assert (config.pins["swapped_blocks"], config.pins["quantization"]) == ("16", "torchao-fp8")
+    assert (config.options["num_train_epochs"], "num_steps" in config.options) == (16, False)
+    assert (config.options["timestep_sampling"], config.options["timestep_shift"]) == ("logit_normal", 2.2)
+    assert config.options["targets"] == "attention"
+
+
+def test_simpletuner_s_defaults_that_change_learning_are_told() -> None:
+    config = read_config(CONFIGS / "simpletuner.json")
+    defaults = {line.key: line.meaning for line in config.carried if not line.line}
+    assert defaults["lora_dropout"] == "lora_dropout 0.1"
+    assert defaults["caption_dropout_probability"] == "caption_dropout 0.1"
+    assert (config.options["lora_alpha"], config.pins["checkpointed_blocks"]) == (16.0, "2/4")
+    assert lost(config)["use_tread"] == "not understood"
+    assert "not here" in lost(config)["data_backend_config"]
+
+
+def test_sd_scripts_adapts_all_layers_unless_told_otherwise() -> None:
+    config = read_config(CONFIGS / "sd_scripts.toml")
+    assert (config.family, config.options["targets"]) == ("flux1-dev", "all-linear")
+    assert (config.pins["quantization"], config.pins["swapped_blocks"]) == ("layerwise-fp8", "18")
+    assert (config.options["resolution"], config.pins["micro_batch_size"]) == (768, "4")
+    assert lost(config)["optimizer_args"] == "betas: autotune has no such argument"
+    gui = read_config(CONFIGS / "kohya_gui.json")
+    assert (gui.options["resolution"], gui.pins["attention"], gui.data) == (1024, "native", "photos")
+
+
+def test_a_command_line_of_diffusers_with_its_variables_and_its_file_for_bitsandbytes() -> None:
+    config = read_config(CONFIGS / "diffusers.sh")
+    assert (config.model, config.data, config.options["caption"]) == ("Qwen/Qwen-Image", "photos", "a photo of sks dog")
+    assert (config.pins["quantization"], config.options["quality"]) == ("bnb-nf4", "compact")
+    assert (config.pins["attention"], config.options["timestep_sampling"]) == ("flash", "logit_normal")
+    assert {"use_8bit_adam", "with_prior_preservation"} <= lost(config).keys()
+
+
+def test_onetrainer() -> None:
+    config = read_config(CONFIGS / "onetrainer.json")
+    assert (config.model, config.data, config.options["num_train_epochs"]) == ("Qwen/Qwen-Image", "photos", 80)
+    assert (config.pins["micro_batch_size"], config.options["effective_batch_size"]) == ("2", 4)
+    assert (config.pins["swapped_blocks"], config.pins["quantization"]) == ("50%", "layerwise-fp8")
+    assert config.options["targets"] == "attention"
+    assert lost(config)["lora_decompose"].startswith("another kind of adapter")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("lr: 1e-4", "lr: fast", "line 35: ai-toolkit's train.lr cannot be fast"),
+        ("batch_size: 1", "batch_size: 1.5", "line 27: ai-toolkit's train.batch_size cannot be 1.5"),
+        ("arch: qwen_image", "arch: zimage", "(model.arch zimage, line 41)"),
+        ("type: diffusion_trainer", "type: something", "no configuration of a known trainer"),
+        ("device: cuda", "device: &a cuda", "anchors"),
+        ("lr: 1e-4", "lr: !!python/object:os.system 1", "tags"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, old: str, new: str, words: str) -> None:
+    changed = tmp_path / "config.yaml"
+    changed.write_text((CONFIGS / "ai_toolkit.yaml").read_text().replace(old, new))
+    with pytest.raises(InvalidInput) as refused:
+        read_config(changed)
+    assert words in refused.value.message
+
+
+ODD = st.sampled_from([None, True, False, -1, 0, 1.5, float("nan"), float("inf"), 10**400, "", "x", "1e999", "(", []])
+
+
+@pytest.mark.parametrize("name", MAIN_FILES)
+@settings(max_examples=60, deadline=None)
+@given(odd=st.lists(ODD | st.lists(ODD, max_size=3), min_size=1, max_size=5), data=st.data())
+def test_odd_values_are_refused_by_name_or_accounted_for(name: str, odd: list[Any], data: st.DataObject) -> None:
+    document = read_document(CONFIGS / name)
+    trainer = get_trainer(MAIN_FILES[name])
+    context = Context(FAMILIES[trainer.models[0].family])
+    own = document.below(trainer.root).settings
+    written = {one.key.rpartition(".")[2] if trainer.sections_kept else one.key: one for one in own}
+    for value in odd:
+        key = data.draw(st.sampled_from(sorted({key for rule in trainer.rules for key in rule.keys})))
+        written[key] = Setting(key, value, 1, name)
+    with contextlib.suppress(InvalidInput):
+        assert read_settings(trainer, written, context).lines
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2", "{" * 3000, "a = 'b", "\x00", "--x"])
+@pytest.mark.parametrize("suffix", [".yaml", ".toml", ".json", ".sh", ""])
+def test_what_is_no_configuration_is_an_error_not_a_crash(tmp_path: Path, content: str, suffix: str) -> None:
+    path = tmp_path / f"config{suffix}"
+    path.write_text(content)
+    with pytest.raises(InvalidInput):
+        read_config(path)
+
+
+def test_a_large_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    large = tmp_path / "large.yaml"
+    large.write_text("#" * (1 << 21))
+    for path in (large, tmp_path, tmp_path / "absent.toml"):
+        with pytest.raises(InvalidInput):
+            read_config(path)
+
+
+def test_another_section_of_data_is_not_dropped_silently(tmp_path: Path) -> None:
+    text = (CONFIGS / "ai_toolkit.yaml").read_text()
+    second = "        - folder_path: more\n          num_repeats: 2\n      train:\n"
+    path = tmp_path / "config.yaml"
+    path.write_text(text.replace("      train:\n", second, 1))
+    assert "datasets[1].folder_path" in lost(read_config(path))
+
+
+@pytest.mark.parametrize("trainer", trainers().values(), ids=lambda one: one.name)
+def test_a_table_relates_names_that_autotune_has(trainer: Trainer) -> None:
+    keys = [key for rule in trainer.rules for key in rule.keys]
+    assert {known.family for known in trainer.models} <= FAMILIES.keys()
+    undecided = [key for key in trainer.fixed if not _is_known(trainer, key, keys)]
+    assert undecided == []  # what export writes, import understands
+
+
+def _is_known(trainer: Trainer, key: str, keys: list[str]) -> bool:
+    known = key in keys or trainer.find_decided(key) is not None or trainer.find_unlearned(key, None) is not None
+    return known or key in trainer.references or key.startswith("backends[1]")
+
+
+EXTENSION = """
+from dataclasses import replace
+from autotune.trainers.ai_toolkit import AI_TOOLKIT
+
+ACME = replace(AI_TOOLKIT, name="acme", title="Acme", detect=lambda document: document.value("acme") is not None)
+"""
+
+
+def test_another_distribution_s_trainer_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[autotune.trainers]\nacme = acme_trainer:ACME\nbad = acme_trainer:EXTENSION\n"
+    )
+    (tmp_path / "acme_trainer.py").write_text(EXTENSION)
+    text = (CONFIGS / "ai_toolkit.yaml").read_text().replace("diffusion_trainer", "acme_trainer")
+    (tmp_path / "config.yaml").write_text("acme: 1\n" + text.removeprefix("---\n"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    script = (
+        "import json, sys; from pathlib import Path; from autotune import import_config; "
+        f"one = import_config({str(tmp_path / 'config.yaml')!r}); "
+        "print(json.dumps([one.trainer, one.options['rank'], 'torch' in sys.modules, 'diffusers' in sys.modules]))"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["acme", 32, False, False]
+    assert "adds nothing to autotune" in done.stderr
