@@ -49,7 +49,7 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
     """Create the output folder, or take over the existing one; it is this run's while the returned lock is held.
 
     The operating system frees the lock however its process ends, so a dead run never blocks. With `lock` False the
-    folder is checked but not locked: for a process that belongs to the one that holds the lock.
+    folder is checked, and neither locked nor written: for a process that belongs to the one that holds the lock.
 
     Raises:
         InvalidInput: it holds another run, or this one and `resume` was not asked for; another run is writing to it
@@ -67,7 +67,7 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
         if lock:
             for part in folder.glob(f"**/{PART_FILES}"):  # whoever wrote it is dead
                 part.unlink(missing_ok=True)
-        write_plan(folder / RUN_PLAN_FILE, plan)
+            write_plan(folder / RUN_PLAN_FILE, plan)
     except InvalidInput:
         folder_lock.release()
         raise

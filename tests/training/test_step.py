@@ -93,9 +93,9 @@ def test_noise_levels_have_the_shifted_median(shift):
     assert levels[1000] == pytest.approx(shift / (1 + shift), abs=0.03)
 
 
-def test_uniform_levels_are_uniform_and_a_shift_may_go_by_tokens():
+def test_uniform_levels_are_uniform_and_a_shift_may_go_by_shape():
     levels = sorted(Noising(0, 1.0, "uniform").draw(step, 0, (1, 1, 2, 2))[1] for step in range(2000))
     assert [levels[at] for at in (200, 1000, 1800)] == pytest.approx([0.1, 0.5, 0.9], abs=0.03)
     seen = []
-    Noising(0, lambda tokens: seen.append(tokens) or 2.0).draw(0, 0, (16, 1, 8, 12))
-    assert seen == [24]
+    Noising(0, lambda shape: seen.append(shape) or 2.0).draw(0, 0, (16, 1, 8, 12))
+    assert seen == [(16, 1, 8, 12)]
