@@ -18,7 +18,8 @@ silence_libraries()
 from autotune.cost import predict as cost
 from autotune.cost.model import TracedModel
 from autotune.errors import NothingFits
-from autotune.families.base import Family, Parts
+from autotune.families.base import Family
+from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES
 from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
 from autotune.planning.elsewhere import FILE

@@ -73,17 +73,18 @@ def estimate(
         effective_batch_size=default_batch if effective_batch_size is None else effective_batch_size,
     )
     context = TuningContext(profile, resolved.family, describe_workload(resolved, None, overrides))
-    blocks = context.workload.model.num_blocks if checkpointed_blocks is None else checkpointed_blocks
-    candidate = _candidate(context, {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks, **settings})
+    candidate = _candidate(context, checkpointed_blocks, micro_batch_size=micro_batch_size, **settings)
     cost = CostModel.build(profile, context.workload, resolved.family, resolved.config, read_parts(resolved))
     return estimate_candidate(cost, candidate, num_steps=num_steps, price_per_hour=price_per_hour)
 
 
-def _candidate(context: TuningContext, settings: dict[str, str | int]) -> Candidate:
+def _candidate(context: TuningContext, checkpointed_blocks: int | None, **settings: str | int) -> Candidate:
     if unknown := settings.keys() - Candidate.model_fields:
         name = min(unknown)
         raise InvalidInput(f"there is no setting {name!r}", hint=suggest_nearest(name, Candidate.model_fields))
     preferred = {k.name: k.choices_for_family(context).admitted[0] for k in KNOBS if k.name in CHOSEN_BY_MACHINE}
+    total = context.workload.model.num_blocks
+    preferred["checkpointed_blocks"] = total if checkpointed_blocks is None else checkpointed_blocks
     try:
         return Candidate.model_validate({**preferred, **settings})
     except ValidationError as error:

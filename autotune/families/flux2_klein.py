@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Batch, Config, Defaults, Family, Parts, PublishedModel, Sample, Shapes, Sizes
+from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
 from autotune.families.packing import ATTENTION
+from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput
 from autotune.families.base import (
-    FLUX_VAE,
     Batch,
-    Config,
-    Defaults,
     Family,
-    Parts,
-    PublishedModel,
     Sample,
     Shapes,
     Sizes,
@@ -25,6 +20,7 @@ from autotune.families.base import (
     unwrap_model,
 )
 from autotune.families.packing import PATCH, VAE_FACTOR
+from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

@@ -4,21 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import (
-    Batch,
-    Config,
-    Defaults,
-    Family,
-    Parts,
-    PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
-    build_empty_pipeline,
-    count_tokens,
-)
+from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline, count_tokens
 from autotune.families.latents import encode_standardized
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
+from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families.base import Family, PublishedModel
+from autotune.families.base import Family
 from autotune.families.flux1_dev import Flux1Dev
 from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
+from autotune.families.published import PublishedModel
 from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from autotune.families.sdxl import StableDiffusionXL

@@ -13,8 +13,9 @@ import diffusers
 import torch
 
 from autotune.errors import InvalidInput, first_line, suggest_nearest
-from autotune.families.base import Family, Parts
+from autotune.families.base import Family
 from autotune.families.noise import NoiseProcess
+from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES, find_published
 from autotune.schema import ModelSpec, digest_of
 from autotune.weights import (

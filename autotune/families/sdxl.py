@@ -8,10 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import Batch, Config, Defaults, Family, Parts, PublishedModel, Sample, Shapes, Sizes
+from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
 from autotune.families.latents import encode_image
 from autotune.families.noise import DiscreteDiffusion, NoiseProcess
 from autotune.families.packing import VAE_FACTOR
+from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket
 
 if TYPE_CHECKING:

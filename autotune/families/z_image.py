@@ -4,21 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.families.base import (
-    FLUX_VAE,
-    Batch,
-    Config,
-    Defaults,
-    Family,
-    Parts,
-    PublishedModel,
-    Sample,
-    Shapes,
-    Sizes,
-    count_chat_tokens,
-)
+from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, count_chat_tokens
 from autotune.families.latents import encode_image
 from autotune.families.packing import VAE_FACTOR
+from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket, TextPadding
 
 if TYPE_CHECKING:

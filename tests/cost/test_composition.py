@@ -9,7 +9,7 @@ from tiny_models import TINY, cpu, gpu, workload_of
 from autotune.cost.composition import compose, stretched_index, table_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
-from autotune.families.base import Parts
+from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES
 
 DEPTHS = {

@@ -1,6 +1,7 @@
 """A family that autotune does not have, as somebody would add it: Stable Diffusion 3, without its T5 encoder."""
 
-from autotune.families.base import Defaults, Family, Parts, PublishedModel
+from autotune.families.base import Family
+from autotune.families.published import Defaults, Parts, PublishedModel
 from autotune.families.small.parts import clip_tokenizer
 
 BLOCK = r"transformer_blocks\.\d+"

@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from transformers import CLIPTextModelWithProjection
 
-from autotune.families.base import Config
+from autotune.families.published import Config
 from autotune.families.small.parts import clip_text_encoder, clip_tokenizer
 
 
