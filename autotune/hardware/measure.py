@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -18,6 +19,9 @@ from autotune.hardware.sources import RealSystem
 from autotune.hardware.system import System
 from autotune.runtime import silence_libraries
 from autotune.schema import Conditions, HardwareProfile, Rate
+
+if TYPE_CHECKING:
+    import torch
 
 Report = Callable[[str, str], None]
 CONDITIONS: Facts = {
@@ -103,15 +107,30 @@ def process_overhead(profile: HardwareProfile) -> Rate | None:
         index, free_before = profile.device.index, profile.device.free_memory_bytes
         if free_before is None or profile.device.memory_kind == "integrated":
             return None
-        matrix = torch.ones(8, 8, device=f"cuda:{index}")
-        matrix @ matrix  # loads cuBLAS
-        torch.cuda.synchronize(index)
+        _load_kernels(torch.device("cuda", index))
+        torch.cuda.empty_cache()
         num_bytes = free_before - torch.cuda.mem_get_info(index)[0] - torch.cuda.memory_reserved(index)
     else:
         num_bytes = psutil.Process().memory_info().rss
     if num_bytes <= 0:
         return None
     return Rate(name="process.overhead", value=num_bytes, unit="B", spread=0.0, num_samples=1)
+
+
+def _load_kernels(device: "torch.device") -> None:
+    """Use one kernel of each library that a step uses: CUDA loads a library's code with its first kernel, for good."""
+    import torch
+    from torch.nn import functional
+
+    capable = torch.cuda.is_bf16_supported(including_emulation=False)
+    for dtype in (torch.float32, torch.bfloat16 if capable else torch.float16):
+        images = torch.ones(1, 64, 32, 32, device=device, dtype=dtype, requires_grad=True)
+        matrix = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
+        heads = torch.ones(1, 2, 128, 128, device=device, dtype=dtype, requires_grad=True)
+        convolved = functional.conv2d(images, images.detach()[0, :, None, :3, :3].expand(64, 64, 3, 3))
+        attended = functional.scaled_dot_product_attention(heads, heads, heads)
+        (convolved.sum() + (matrix @ matrix).sum() + attended.sum()).backward()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
 
 
 def conditions_of(profile: HardwareProfile, system: System) -> Conditions | None:

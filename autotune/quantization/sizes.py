@@ -10,9 +10,10 @@ NF4_BLOCK = 64
 NESTED_BLOCK = 256
 """Absolute maxima per fp32 scale of theirs, with double quantization."""
 
-SLICE_BYTES = 4 << 20
+SLICE_BYTES = 32 << 20
 CPU_SLICE_BYTES = 1 << 20
-"""Bytes of a weight to quantize at a time: the smaller stays in a CPU's caches; on a GPU it would be launches."""
+"""Bytes of a weight to quantize at a time: the smaller stays in a CPU's caches; on a GPU it would be launches, and
+loading has memory to spare, since training needs far more."""
 
 
 def slice_bytes_of(weight: "Tensor") -> int:

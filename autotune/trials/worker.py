@@ -78,7 +78,9 @@ def _perform(request: Any, state: ChildState, limits: MemoryLimits) -> Any:
                 configure_allocator(candidate.allocator)  # before the cap starts CUDA
             cap_memory(limits)
             state.is_capped = True
-        return TASKS[type(request)](request, state)
+        result = TASKS[type(request)](request, state)
+        require_within_cap(limits)
+        return result
     except BaseException as error:
         traceback.print_exc()
         message = f"{type(error).__name__}: {first_line_with_notes(error)}"
@@ -105,10 +107,17 @@ def _require_preload() -> None:
         import autotune.trials.preload  # noqa: F401 - raises the error that the fork server swallowed
 
 
+CAP_SLACK_BYTES = 1 << 30
+"""CUDA's allocator holds a whole request against the cap, though an expandable segment has part of it already
+(c10/cuda/CUDACachingAllocator.cpp, `alloc_block`): the largest tensors of a step would end a trial that fits. What a
+trial really took is held against the cap when it has run."""
+
+
 def cap_memory(limits: MemoryLimits) -> None:
     """Let this process take no more than `limits` and, on a card, than is free now: other processes may have started.
 
-    On a CPU the cap comes on top of the libraries that every trial has.
+    On a card it may take somewhat more, `CAP_SLACK_BYTES`, if that is free. On a CPU the cap comes on top of the
+    libraries that every trial has.
     """
     device, cap_bytes = torch.device(limits.device), limits.cap_bytes
     if device.type == "cuda":
@@ -116,7 +125,7 @@ def cap_memory(limits: MemoryLimits) -> None:
         free, total = torch.cuda.mem_get_info(device)
         if torch.cuda.get_device_properties(device).is_integrated:
             free = total  # the free memory leaves out what the kernel would give back; the parent has looked at that
-        allowed = max(0, min(cap_bytes, free - limits.reserve_bytes))
+        allowed = max(0, min(cap_bytes + CAP_SLACK_BYTES, free - limits.reserve_bytes))
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
     elif device.type == "mps":
         torch.mps.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.mps.recommended_max_memory()))
@@ -124,3 +133,11 @@ def cap_memory(limits: MemoryLimits) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = psutil.Process().memory_info().data + cap_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def require_within_cap(limits: MemoryLimits) -> None:
+    """Raise MemoryError if this process took more of a card than its cap, whose enforcement leaves some slack."""
+    device = torch.device(limits.device)
+    if device.type == "cuda" and (taken := torch.cuda.max_memory_reserved(device)) > limits.cap_bytes:
+        amounts = f"{taken / 2**20:,.0f} MiB, {limits.cap_bytes / 2**20:,.0f} MiB may be taken"
+        raise MemoryError(f"the allocator took {amounts}")

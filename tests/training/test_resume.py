@@ -22,6 +22,7 @@ from autotune.errors import AutotuneError, InvalidInput, Preempted
 from autotune.schema.plan_file import read_plan, write_plan
 from autotune.training.adapter_file import ADAPTER_FILE, save_trained
 from autotune.training.checkpoint import Checkpoints, list_checkpoints
+from autotune.training.folder import claim_folder
 from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import read_metrics
 from autotune.training.preparation import prepare
@@ -241,6 +242,17 @@ def test_what_a_killed_run_left_half_written_is_removed(bench: Bench, tmp_path: 
         part.write_bytes(b"half")
     prepare(bench.plan(output=str(tmp_path / "out")), bench.hardware, resume=False).lock.release()
     assert not any(part.exists() for part in parts)
+
+
+def test_a_further_process_of_a_run_writes_nothing_and_sweeps_nothing(bench: Bench, tmp_path: Path) -> None:
+    """Else the first process, which sweeps while others check, would take what they write for leftovers."""
+    plan = bench.plan(output=str(tmp_path))
+    first = claim_folder(plan, resume=False, needed_bytes=0)
+    (tmp_path / ".run-plan.yaml.0123456789abcdef.part").write_bytes(b"half")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    claim_folder(plan, resume=False, needed_bytes=0, lock=False)
+    first.release()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_equal_runs_write_equal_bytes(bench: Bench, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Trials in real child processes, with real faults: each ends as a typed outcome, and the next trial runs."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -11,11 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.trial import TrialResult
 from autotune.trials.runner import ProcessTrialRunner
-from autotune.trials.worker import MemoryLimits, cap_memory
+from autotune.trials.worker import MemoryLimits, cap_memory, require_within_cap
 from tests.trials.conftest import FIRST, GIB, runner_for, workload
 
 
@@ -168,3 +170,13 @@ def test_a_limit_of_the_system_below_the_cap_holds(monkeypatch: pytest.MonkeyPat
     cap_memory(MemoryLimits("cpu", cap_bytes=8 * GIB, reserve_bytes=0))
     on_top = has if hard == resource.RLIM_INFINITY else 0
     assert limits == [(pytest.approx(expected + on_top, abs=64 * 2**20), hard)]
+
+
+@pytest.mark.parametrize(("reserved", "is_within"), [(6 * GIB, True), (6 * GIB + 1, False)])
+def test_what_a_trial_took_of_a_card_is_held_against_its_cap(
+    monkeypatch: pytest.MonkeyPatch, reserved: int, is_within: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: reserved)
+    limits = MemoryLimits("cuda:0", cap_bytes=6 * GIB, reserve_bytes=0)
+    with contextlib.nullcontext() if is_within else pytest.raises(MemoryError, match="6,144 MiB may be taken"):
+        require_within_cap(limits)
