@@ -61,8 +61,8 @@ class Entry:
     needs: Requirements = Requirements()
     _: KW_ONLY
     tolerance: float = 0.0
-    """Relative error of adapter gradients, against native attention on unquantized random weights, up to which it
-    counts as the entry's own; 0 if there is none."""
+    """Relative error of adapter gradients, against plain attention on unquantized random weights in fp32, up to which
+    it counts as the entry's own; 0 if there is none."""
     tolerance_reason: str = ""
     """Where an error of that size comes from."""
     skip_reason: SkipReason = lambda hardware: None
@@ -234,26 +234,11 @@ def prefers_cudnn(hardware: HardwareProfile) -> bool:
     return major in CUDNN_WINS and hardware.versions.has("cudnn", CUDNN_PREFERRED)
 
 
-def _skip_cudnn(hardware: HardwareProfile) -> str | None:
-    if prefers_cudnn(hardware):
-        return PICKED
-    if (hardware.device.compute_capability or (0, 0))[0] not in CUDNN_WINS:
-        return "cuDNN's kernel wins on Hopper and data-center Blackwell, and loses elsewhere"
-    return None
-
-
-def _skip_on_gpu(reason: str) -> SkipReason:
-    """On CPUs every backend is tried."""
-    return lambda hardware: reason if hardware.device.kind == "cuda" else None
-
-
 def _refused(reason: str, library: Library | None, *names: str) -> Iterator[AttentionBackend]:
     return (AttentionBackend(name, "", Requirements(library=library), unusable_reason=reason) for name in names)
 
 
 MASKS_DOUBTFUL = "trains; NaN gradients seen with a mask at some lengths"
-PICKED = "native takes this kernel by itself wherever it is the best that torch has"
-SLOW = "it writes out all pairs of tokens: slower and larger than any fused kernel on a GPU"
 NO_BACKWARD = "no backward: gradients vanish without an error"
 FETCHED = "not offered: diffusers would fetch its kernel from the hub and run it, and a plan runs no fetched code"
 GPU, AMPERE = Requirements(("cuda",)), Requirements(("cuda",), (8, 0))
@@ -261,22 +246,17 @@ FLASH_ATTN = Requirements(("cuda",), (8, 0), "flash_attn", "2.6.3")
 XFORMERS = Requirements(("cuda",), (7, 0), "xformers", "0.0.29")
 
 ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
-    AttentionBackend("native", "PyTorch chooses the kernel", tolerance=0.0),
+    AttentionBackend("native", "PyTorch chooses the kernel"),
     AttentionBackend(
         "_native_flash",
         "trains; takes no mask at all",
         Requirements(("cuda", "cpu"), (8, 0)),
         kernel="flash",
         refuses_masks=True,
-        skip_reason=_skip_on_gpu(PICKED),
     ),
-    AttentionBackend(
-        "_native_math", "plain matrix products, slow and always there", kernel="math", skip_reason=_skip_on_gpu(SLOW)
-    ),
-    AttentionBackend(
-        "_native_efficient", "trains, with masks too", GPU, kernel="efficient", skip_reason=_skip_on_gpu(PICKED)
-    ),
-    AttentionBackend("_native_cudnn", MASKS_DOUBTFUL, AMPERE, kernel="cudnn", skip_reason=_skip_cudnn),
+    AttentionBackend("_native_math", "plain matrix products, slow and always there", kernel="math"),
+    AttentionBackend("_native_efficient", "trains, with masks too", GPU, kernel="efficient"),
+    AttentionBackend("_native_cudnn", MASKS_DOUBTFUL, AMPERE, kernel="cudnn"),
     AttentionBackend("flash", "trains; takes no mask", FLASH_ATTN, kernel="flash", refuses_masks=True),
     AttentionBackend("xformers", "trains", XFORMERS, kernel="efficient"),
     *_refused("not offered: it is slow unless compiled by itself", None, "flex"),
@@ -284,7 +264,7 @@ ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     *_refused("raises in backward", "flash_attn", "_flash_3"),
     *_refused(NO_BACKWARD, "sageattention", "sage", "sage_hub", "sage_varlen"),
 )
-"""`native` is the reference that the others are compared with."""
+"""`native` is the default; all are held against plain products in fp32."""
 
 
 def _skip_for_int8(reason: str, *device_kinds: DeviceKind) -> SkipReason:

@@ -1,5 +1,6 @@
 """Small objects of every kind that flows, for tests that need one and don't care which."""
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,7 +10,7 @@ from autotune.backends import WEIGHT_FORMATS
 from autotune.families.registry import get_family
 from autotune.knobs.base import TuningContext
 from autotune.schema.candidate import Candidate
-from autotune.schema.hardware import Capability, Device, HardwareProfile, Host, Versions
+from autotune.schema.hardware import Capability, Device, HardwareProfile, Host, Rate, Versions
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Bucket, ModelSpec, Workload
 
@@ -63,7 +64,18 @@ def hardware(
             ),
             "versions": Versions(python="3.11.7", torch="2.13.0", cuda_runtime="13.0", torchao="0.18.0"),
             "capabilities": tuple(Capability(name=name, available=True, reason="test") for name in names),
+            "rates": attention_rates(names),
         }
+    )
+
+
+def attention_rates(capabilities: Iterable[str]) -> tuple[Rate, ...]:
+    """Speeds that make every backend worth a trial, in a dtype that nothing trains in: knobs see them, predictions
+    do not."""
+    names = [name for name in capabilities if name.startswith("attention.")]
+    fast = [(name, 1e14 if name == "attention.native" else 1.1e14) for name in names]
+    return tuple(
+        Rate(name=f"{name}.fp16.4096", value=value, unit="FLOP/s", spread=0.0, num_samples=3) for name, value in fast
     )
 
 

@@ -5,14 +5,19 @@ from typing import TYPE_CHECKING
 from autotune.backends import ATTENTION_BACKENDS
 from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.schema import Candidate, Choice
+from autotune.schema import Candidate, Choice, HardwareProfile
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+DEFAULT = "native"
+MIN_SPEED = 1.03
+"""Times the default's measured speed from which a backend is worth a trial: less is within the noise."""
+
+
 class Attention(Knob):
-    """The backends that this machine can use."""
+    """The backends that this machine can use and that it has measured to be faster than the default."""
 
     name = "attention"
     title = "attention"
@@ -24,14 +29,16 @@ class Attention(Knob):
     def choices(self, context: TuningContext) -> Choices:
         hardware, admitted = context.hardware, []
         rejected: dict[Choice, str] = {}
+        on_request: dict[Choice, str] = {}
         for name in self.names:
             capability = hardware.capability(ATTENTION_BACKENDS[name].capability)
-            why = ATTENTION_BACKENDS[name].skip_reason(hardware) if capability.available else capability.reason
-            if why is None:
-                admitted.append(name)
+            if not capability.available:
+                rejected[name] = capability.reason
+            elif why := ATTENTION_BACKENDS[name].skip_reason(hardware) or _not_faster_reason(name, hardware):
+                on_request[name] = why
             else:
-                rejected[name] = why
-        return Choices(tuple(admitted), rejected)
+                admitted.append(name)
+        return Choices(tuple(admitted), rejected, on_request)
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
         name = candidate.attention
@@ -48,3 +55,21 @@ class Attention(Knob):
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
         transformer.set_attention_backend(ATTENTION_BACKENDS[str(choice)].diffusers_name())  # type: ignore[operator]
+
+
+def _not_faster_reason(name: str, hardware: HardwareProfile) -> str | None:
+    """Why a backend is not worth a trial on this GPU, by what the probe measured; None if it is. On a CPU all are."""
+    if name == DEFAULT or hardware.device.kind != "cuda":
+        return None
+    usual, own = (_measured_rates(each, hardware) for each in (DEFAULT, name))
+    if not (common := usual.keys() & own.keys()):
+        return f"not measured beside {DEFAULT}, which takes the kernel that torch holds for the best"
+    longest = max(common, key=lambda shape: int(shape.rpartition(".")[2]))
+    speed = own[longest] / usual[longest]
+    return None if speed >= MIN_SPEED else f"the probe measured {speed:.2f} times the speed of {DEFAULT}"
+
+
+def _measured_rates(name: str, hardware: HardwareProfile) -> dict[str, float]:
+    """FLOP/s by dtype and number of tokens, e.g. `bf16.4096`."""
+    prefix = f"attention.{name}."
+    return {rate.name.removeprefix(prefix): rate.value for rate in hardware.rates if rate.name.startswith(prefix)}

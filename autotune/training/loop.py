@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from autotune.backends import ATTENTION_BACKENDS
 from autotune.data import BatchLoader, BatchOrder, EncodedDataset
 from autotune.errors import AutotuneError, Preempted
 from autotune.families import Batch
@@ -23,7 +24,7 @@ from autotune.runtime import (
     measure_peak_memory,
     release_memory,
 )
-from autotune.schema import Notice, OnEvent, StepFinished, TrainingPlan
+from autotune.schema import Candidate, Notice, OnEvent, StepFinished, TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
@@ -40,6 +41,15 @@ CHECK_WEIGHTS = "no rate has had an effect yet: `autotune weights inspect FILE` 
 
 TRACED_STEPS = range(3, 6)
 """Steps of this start that a trace covers: the ones before them allocate and warm up."""
+
+
+SURE_ATTENTION = ("_native_efficient", "_native_math")
+"""Backends that a step is taken again with when a gradient is not finite, the first that the machine has. Both take any
+mask; what they make not finite, no other would."""
+
+
+class _NotFinite(AutotuneError):
+    """A gradient is not finite although the loss is. The adapter is as it was before the step."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +142,10 @@ class TrainingLoop:
                     self._take_steps(signal_name, trace)
                     return
                 except Exception as error:
-                    if not is_single or not is_out_of_memory(error):
+                    if not is_single or not (isinstance(error, _NotFinite) or is_out_of_memory(error)):
                         raise
-                self._fall_back()  # outside of the handler: the error references what the step had saved
+                    safer = partial(self._change_attention, error) if isinstance(error, _NotFinite) else self._fall_back
+                safer()  # outside of the handler: the error references what the step had saved
 
     def _take_steps(self, signal_name: Callable[[], str | None], trace: torch.profiler.profile | None) -> None:
         """Every remaining step, with the settings in use."""
@@ -192,11 +203,23 @@ class TrainingLoop:
                 f"memory ran out at step {self.done + 1}, and the plan names no safer settings that need no reload",
                 hint="plan again with more to spare: autotune plan --from PLAN --reserve 2GiB",
             )
+        self._change_settings(safer, "memory ran out")
+
+    def _change_attention(self, error: "_NotFinite") -> None:
+        """Take the step again with another attention backend: cuDNN's has returned such gradients at some lengths."""
+        kind, attention = self.model.device.type, self.settings.attention
+        needs = {name: ATTENTION_BACKENDS[name].needs.device_kinds for name in SURE_ATTENTION}
+        sure = next(name for name, kinds in needs.items() if not kinds or kind in kinds)
+        if attention in SURE_ATTENTION:
+            raise error
+        self._change_settings(self.settings.changed(attention=sure), "a gradient was not finite")
+
+    def _change_settings(self, settings: Candidate, why: str) -> None:
         self.optimizer.discard_step()
         release_memory()
-        self.settings, self.measured_step, self.peak_bytes = safer, self.done + 1, 0
-        apply_settings(self.model, safer)
-        self._warn(f"memory ran out at step {self.done + 1}; from there on with {safer.label()}")
+        self.settings, self.measured_step, self.peak_bytes = settings, self.done + 1, 0
+        apply_settings(self.model, settings)
+        self._warn(f"{why} at step {self.done + 1}; from there on with {settings.label()}")
 
     def _save_and_preview(self, *, stopping: bool) -> None:
         job, context, done = self.job, self.context, self.done
@@ -228,7 +251,8 @@ class TrainingLoop:
         for name, value in (("loss", outcome.loss), ("norm of the gradient", outcome.gradient_norm)):
             if not math.isfinite(value):  # before anything is written: the newest checkpoint is a good one
                 hint = LOWER_LEARNING_RATE if step else CHECK_WEIGHTS
-                raise AutotuneError(f"the {name} is {value} at step {step + 1}", hint=hint)
+                kind = AutotuneError if name == "loss" else _NotFinite
+                raise kind(f"the {name} is {value} at step {step + 1}", hint=hint)
         self.rate.step(outcome.loss)
         self.seconds.append(seconds)
         self.data_seconds.append(waited)

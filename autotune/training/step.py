@@ -101,12 +101,17 @@ class AdapterOptimizer:
         )
 
     def step(self) -> Tensor:
-        """Clip, update and clear the gradients; returns the gradient norm before clipping."""
+        """Clip, update and clear the gradients; returns the gradient norm before clipping.
+
+        If it is not finite fused AdamW updates nothing, so that the step can be taken again.
+        """
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm)
+        if self.adamw.defaults["fused"]:
+            self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined] # as GradScaler tells it
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self._copy_to_parameters()

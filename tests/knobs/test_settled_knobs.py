@@ -17,6 +17,7 @@ from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.quantization import Quantization
 from autotune.knobs.swapped_blocks import Swapping
 from autotune.schema.candidate import Candidate
+from autotune.schema.hardware import Rate
 from tests.builders import hardware, workload
 
 
@@ -123,10 +124,18 @@ def test_8_bit_moments_are_refused_with_the_reason():
     assert "0.4 s" in Optimizer().choices(context()).rejected["adamw-8bit"]
 
 
-@pytest.mark.parametrize(("card", "cudnn", "tried"), [("h100-sxm", "9.20.0", False), ("h100-sxm", "9.10.2", True)])
-def test_cudnn_is_no_choice_of_its_own_where_native_takes_it(card, cudnn, tried):
-    one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == f"nvidia-{card}"))
-    one = one.model_copy(update={"versions": one.versions.model_copy(update={"cudnn": cudnn})})
-    choices = Attention().choices(TuningContext(one, get_family("qwen-image"), workload()))
-    assert ("_native_cudnn" in choices.admitted) == tried
+@pytest.mark.parametrize(("speed", "is_tried"), [(1.5, True), (1.0, False), (0.5, False), (None, False)])
+def test_what_the_probe_measured_decides_on_attention_and_every_backend_can_be_pinned(speed, is_tried):
+    one = profile_of_gpu(next(gpu for gpu in load_catalog() if gpu.id == "nvidia-h100-sxm"))
+    speeds = {"native": 1.0} if speed is None else {"native": 1.0, "_native_flash": speed}
+    rates = tuple(
+        Rate(name=f"attention.{name}.bf16.4096", value=value * 1e14, unit="FLOP/s", spread=0.0, num_samples=3)
+        for name, value in speeds.items()
+    )
+    choices = Attention().choices(
+        TuningContext(one.model_copy(update={"rates": rates}), get_family("qwen-image"), workload())
+    )
+    assert ("_native_flash" in choices.admitted) == is_tried
+    assert ("_native_flash" in choices.on_request) == (not is_tried)
+    assert {"_native_cudnn", "_native_efficient", "_native_math"} <= choices.on_request.keys()
     assert "native" in choices.admitted

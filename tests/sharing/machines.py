@@ -23,14 +23,17 @@ from autotune.sharing.files import LocalFiles
 from autotune.sharing.query import StoreMatches, find_matches
 from autotune.sharing.record import Record, build_record
 from autotune.sharing.store import Store
+from tests import builders
 from tests.builders import GIB, trial
 from tests.events import events_of
 from tests.planning.machines import request, surroundings
 from tests.sharing.examples import machine, rate
 
 QUESTION = request()
-RATES = (rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14))
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
+RATES = (
+    rate("memory.bandwidth", 3e12), rate("matmul.bf16.4096x3072x3072", 6e14), *builders.attention_rates(CAPABILITIES)
+)  # fmt: skip
 H100 = {
     "name": "NVIDIA H100 80GB HBM3", "compute_capability": (9, 0), "total_memory_bytes": 80 * GIB,
     "budget_bytes": 78 * GIB, "power_limit_watts": 700.0, "rates": RATES,

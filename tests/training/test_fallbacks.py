@@ -101,3 +101,29 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_a_checkpoint_has_it(
     with pytest.raises(AutotuneError, match=r"norm of the gradient is (inf|nan) at step 3"):
         bench.loop(plan, tmp_path)
     assert max(list_checkpoints(tmp_path / "checkpoints")) == 2
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_kernel_whose_gradient_is_no_number_is_replaced_and_the_step_taken_again(
+    bench: Bench, tmp_path: Path, bad: float
+) -> None:
+    plan = planned(bench)
+    undisturbed = [p.detach().clone() for p in bench.loop(plan, tmp_path / "a").model.adapter]
+    watched, attention = bench.trained.adapter[-1], []
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        attention.append(bench.trained.transformer.transformer_blocks[0].attn.processor._attention_backend)
+        return gradient * (bad if len(attention) == 3 else 1)  # in the second step
+
+    hook = watched.register_hook(spoil)
+    try:
+        loop = bench.loop(plan, tmp_path / "b")
+    finally:
+        hook.remove()
+    passes = len(attention) // 5  # four steps, of which one was taken twice
+    assert [name.value for name in attention] == ["native"] * 2 * passes + ["_native_math"] * 3 * passes
+    assert loop.settings.attention == "_native_math"
+    assert "a gradient was not finite at step" in loop.warnings[0]
+    assert loop.done == 4
+    for parameter, expected in zip(loop.model.adapter, undisturbed, strict=True):
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-3, atol=1e-5)
