@@ -6,8 +6,17 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.families.adapter import ADAPTER_NAME, add_adapter, disable_dropout, find_dropout_layers
-    from autotune.families.base import VIEWS_PER_IMAGE, Batch, Family, Parts, PublishedModel, Sample
+    from autotune.families.base import (
+        VIEWS_PER_IMAGE,
+        Batch,
+        Family,
+        Parts,
+        PublishedModel,
+        Sample,
+        unwrap_model,
+    )
     from autotune.families.loss import denoising_loss
+    from autotune.families.modulation import ModulationLayers
     from autotune.families.noise import FLOW_MATCHING, NoiseProcess
     from autotune.families.packing import PATCH
     from autotune.families.registry import FAMILIES, find_published, get_family

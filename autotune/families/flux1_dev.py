@@ -18,6 +18,7 @@ from autotune.families.base import (
     unwrap_model,
 )
 from autotune.families.latents import encode_image
+from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.schema import Bucket
 
@@ -80,6 +81,9 @@ class Flux1Dev(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|norm(1|1_context)?\.linear)",
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    modulation = ModulationLayers(
+        rf"{BLOCK}\.norm(1|1_context)?|norm_out", ("time_text_embed",), inputs=("pooled_prompt_embeds",)
+    )
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2

@@ -18,6 +18,7 @@ from autotune.families.base import (
     count_tokens,
 )
 from autotune.families.latents import encode_standardized
+from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.schema import Bucket, TextPadding
 
@@ -73,6 +74,7 @@ class QwenImage(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(img|txt)_mod\.1)",
     }
     block_lists = ("transformer_blocks",)
+    modulation = ModulationLayers(rf"{BLOCK}\.(img|txt)_mod|norm_out", ("time_text_embed",))
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2

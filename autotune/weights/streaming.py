@@ -84,6 +84,15 @@ def load_into(
         _return_memory(converted)
 
 
+def check_source(model: nn.Module, source: WeightSource) -> None:
+    """Check names, shapes and kinds of dtype of all weights of `model` from the headers, and read nothing.
+
+    Raises:
+        KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
+    """
+    _check_match(model, _find_slots(model), source, {name: name for name in source.locations})
+
+
 def _return_memory(converted: list[Tensor]) -> None:
     """Return to the system what nothing needs any more, the mapped pages of `converted` too; empties the list."""
     trim_heap()
@@ -117,10 +126,15 @@ def fill_random(
 def _draw(slot: "_Slot", device: torch.device, seed: int) -> Tensor:
     if slot.is_buffer and not slot.tensor.is_meta:
         return slot.tensor.to(device)
-    values = torch.zeros(slot.tensor.shape, device=device, dtype=slot.dtype)
+    return draw_random(slot.name, slot.tensor, device, seed)
+
+
+def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
+    """The random values that `fill_random` gives the tensor of this name, in shape and dtype of `like`."""
+    values = torch.zeros(like.shape, device=device, dtype=like.dtype)
     if values.ndim < 2:
-        return values.fill_(1) if slot.name.rpartition(".")[2] == "weight" else values
-    generator = torch.Generator(device).manual_seed(crc32(slot.name.encode(), seed))
+        return values.fill_(1) if name.rpartition(".")[2] == "weight" else values
+    generator = torch.Generator(device).manual_seed(crc32(name.encode(), seed))
     bound = (3 * values.shape[0] / max(values.numel(), 1)) ** 0.5
     return values.uniform_(-bound, bound, generator=generator)
 
