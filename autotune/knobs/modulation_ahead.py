@@ -76,6 +76,11 @@ class ModulationAhead(nn.Module):
         self._inputs: list[Tensor] = []
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the modulations of one draw."""
+        return self.width * self.dtype.itemsize
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """Parameters of all layers on the meta device, by name."""
         return {name: tensor for layer in self.layers for name, tensor in layer.tensors.items()}

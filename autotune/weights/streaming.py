@@ -9,7 +9,7 @@ of the model.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,20 @@ def check_source(model: nn.Module, source: WeightSource) -> None:
         KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
     """
     _check_match(model, _find_slots(model), source, {name: name for name in source.locations})
+
+
+def stream_tensors(
+    source: WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
+) -> Generator[tuple[str, Tensor]]:
+    """Yield every tensor of `source` by name, on `device`, in the policy's dtype, for weights that no model keeps.
+
+    Hardly more than one is in memory, unless the caller keeps them.
+    """
+    with closing(get_loader(loader, device).stream(source, device)) as stream:
+        for name, tensor in stream:
+            yield name, tensor.to(dtype_policy(name, tensor.dtype))
+            if loader == MappedLoader.name:
+                drop_mapped_pages(tensor)
 
 
 def _return_memory(converted: list[Tensor]) -> None:
