@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from tests.training.conftest import CPU, Bench, Killed
 from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images
 
 AHEAD = SETTINGS.changed(modulation="ahead")
+ALONE = Processes(0, 1, CPU)
 PROMPT = "a red circle on a white background"
 NAMES = [name for name, family in FAMILIES.items() if family.modulation is not None and not family.max_controls]
 # The stock Kandinsky rounds queries and keys to bf16, which turns the last bit of a time embedding into a bf16 step.
@@ -81,17 +82,17 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def short_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> int:
     """Two steps of four images."""
     monkeypatch.setattr(modulation, "MAX_WINDOW_DRAWS", 8)
-    yield 2
+    return 2
 
 
 def plan_with(bench: Bench, settings: Candidate, **job: Any) -> TrainingPlan:
     return bench.plan(settings=settings, **job)
 
 
-def loop_of(bench: Bench, plan: TrainingPlan, processes: Processes = Processes(0, 1, CPU)) -> TrainingLoop:
+def loop_of(bench: Bench, plan: TrainingPlan, processes: Processes = ALONE) -> TrainingLoop:
     trained = load_model(bench.resolved, plan.frozen.workload, plan.frozen.settings, CPU, plan.job.seed)
     for number, parameter in enumerate(trained.adapter):  # both halves away from zero
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
@@ -131,10 +132,10 @@ def test_gradients_are_those_of_resident_layers(
 
 
 def test_layers_are_not_loaded(family_bench: Bench) -> None:
-    plan, family = plan_with(family_bench, AHEAD), family_bench.resolved.family
+    plan = plan_with(family_bench, AHEAD)
     loop = loop_of(family_bench, plan)
     ahead = find_modulation_ahead(loop.model.transformer)
-    assert ahead is not None and family.modulation is not None
+    assert ahead is not None
     left = {name for name, parameter in loop.model.transformer.named_parameters() if not parameter.requires_grad}
     stored = load_file(family_bench.model_folder / "transformer" / "diffusion_pytorch_model.safetensors")
     assert stored.keys() - left >= ahead.tensors.keys()
@@ -147,7 +148,8 @@ def test_all_draws_of_a_run_come_from_windows(family_bench: Bench, short_windows
     loop = loop_of(family_bench, plan_with(family_bench, AHEAD, num_steps=5, caption_dropout=0.1))
     gradients(loop, range(5))
     ahead = find_modulation_ahead(loop.model.transformer)
-    assert ahead is not None and ahead.table is not None
+    assert ahead is not None
+    assert ahead.table is not None
     assert len(fetches) == 3
     assert len(ahead.table) == 8
     loop.evaluate()  # steps 5 to 8: the window that is held, and two more
