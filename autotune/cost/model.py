@@ -100,21 +100,22 @@ class TracedModel:
         self, family: Family, config: Mapping[str, Any], workload: Workload, rules: DeviceRules, parts: Parts
     ) -> None:
         self.family, self.config, self.workload, self.rules, self.parts = family, config, workload, rules, parts
-        self._templates = cache(self._template)
-        template = build_on_meta(family, config)
-        self.counts = self._counts(template)
+        self._resident = build_on_meta(family, config)
+        self.counts = self._counts(self._resident)
         """Blocks of each kind in the full model."""
-        shorten(family, template, TRACED_BLOCKS)
-        self.traced_counts = self._counts(template)
+        shorten(family, self._resident, TRACED_BLOCKS)
+        self.traced_counts = self._counts(self._resident)
+        self._template = cache(self._build_template)
         self.model, self.traced = self._cached(self._model), self._cached(self._traced)
         self.storage, self.vae_cost = cache(self._storage), self._cached(self._vae_cost)
         self.in_shape = cache(self._in_shape)
 
-    def _template(self, modulation: str) -> "nn.Module":
-        """The shortened transformer; its modulations, if they come ahead, are those of the full one."""
-        transformer: nn.Module = build_on_meta(self.family, self.config)
-        if modulation == "ahead":
-            take_layers(self.family, transformer)
+    def _build_template(self, modulation: str) -> Any:
+        """The shortened transformer; modulations that are computed ahead are those of the full one."""
+        if modulation != "ahead":
+            return self._resident
+        transformer = build_on_meta(self.family, self.config)
+        take_layers(self.family, transformer)
         shorten(self.family, transformer, TRACED_BLOCKS)
         return transformer
 
@@ -158,7 +159,7 @@ class TracedModel:
 
     def _model(self, precision: str, quantization: str, modulation: str = "resident") -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
-        transformer, dtype = deepcopy(self._templates(modulation)), torch_dtype(precision)
+        transformer, dtype = deepcopy(self._template(modulation)), torch_dtype(precision)
         cast_as_loaded(transformer, dtype)
         if ahead := find_modulation_ahead(transformer):
             ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
