@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
+from autotune.knobs.modulation_ahead import find_modulation_ahead
 from autotune.knobs.precision import torch_dtype
 from autotune.runtime.quiet import redirect_stderr
 from autotune.schema.candidate import Candidate
 from autotune.schema.workload import Workload
-from autotune.training.model import apply_knobs
-from autotune.training.step import AdapterOptimizer, optimizer_step
+from autotune.training.model import TrainingModel, apply_knobs
+from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
+from autotune.training.step import AdapterOptimizer, Noising, optimizer_step, to_device
 from autotune.weights.building import cast_as_loaded
 
 
@@ -50,7 +53,8 @@ def batches(family: Family, config: Mapping[str, Any], workload: Workload, candi
     shapes = family.sample_shapes(config, bucket, tokens, workload.num_control_images)
     dtype = torch_dtype(candidate.precision)
     size = candidate.micro_batch_size
-    sample = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    generator = torch.Generator().manual_seed(0)
+    sample = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     return [family.collate([sample] * size) for _ in range(workload.effective_batch_size // size)]
 
 
@@ -77,6 +81,20 @@ def memory_events(profiler: Any) -> list[int]:
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
+def _windows(
+    family: Family, transformer: Any, workload: Workload, candidate: Candidate, batch: Batch
+) -> ModulationWindows | None:
+    """Of modulations that the candidate has computed ahead; all images are alike."""
+    ahead = find_modulation_ahead(transformer)
+    if ahead is None:
+        return None
+    dtype, device, size = torch_dtype(candidate.precision), torch.device("cpu"), workload.effective_batch_size
+    model = TrainingModel(family, transformer, [], device, dtype, family.noise)
+    image = ConditionedImage(batch["latents"].shape[1:], pick_inputs(model, {k: v[0] for k, v in batch.items()}))
+    place = partial(to_device, device=device, dtype=dtype)
+    return ModulationWindows(model, ahead, Noising(), lambda _: [image] * size, size, 0, place)
+
+
 def run(
     family: Family, config: Mapping[str, Any], workload: Workload, candidate: Candidate, *, num_timed: int = 3
 ) -> Truth:
@@ -84,7 +102,11 @@ def run(
     transformer, parameters = build(family, config, workload, candidate)
     optimizer = AdapterOptimizer(parameters, learning_rate=1e-4, weight_decay=1e-3, max_grad_norm=1.0)
 
+    windows = _windows(family, transformer, workload, candidate, batches(family, config, workload, candidate)[0])
+
     def step(number: int) -> None:
+        if windows:
+            windows.prepare(number)
         optimizer_step(
             family,
             transformer,

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 from autotune.backends import WEIGHT_FORMATS
 from autotune.cost.composition import ComposedPass
 from autotune.hardware import process_overhead_bytes, shares_host_memory
+from autotune.knobs import window_steps
 from autotune.quantization import CPU_SLICE_BYTES, SLICE_BYTES
 from autotune.schema import Candidate, HardwareProfile, MemoryBreakdown, PhaseMemory
 
 if TYPE_CHECKING:
-    from autotune.cost.model import ModelBytes, TracedModel
+    from autotune.cost.model import ModelBytes, ModulationBytes, TracedModel
 
 FP32_BYTES = 4
 WORKSPACE_BYTES = (8 << 20) + (128 << 10)
@@ -65,16 +66,17 @@ def resident_of(
 ) -> Resident:
     """From the traced storage of the candidate's weights; `encoder_bytes` as the caching settings have it."""
     precision, quantization, swapped = candidate.precision, candidate.quantization, candidate.swapped_blocks
-    storage = model.storage(precision, quantization)
+    storage = model.storage(precision, quantization, candidate.modulation)
     half = precision != "fp32"
     masters = storage.adapter_parameters * FP32_BYTES if half else 0
     moments = 2 * storage.adapter_parameters * FP32_BYTES + storage.adapter_tensors * FP32_BYTES
     vae = model.vae_cost(precision)
     shares_host = shares_host_memory(hardware.device.memory_kind)
+    ahead = _modulation_memory(storage.modulation, model, is_pinned=hardware.device.kind == "cuda")
     on_device = storage.weight_bytes + vae.weight_bytes + encoder_bytes if shares_host else 0
     return Resident(
         weight_bytes=storage.weight_bytes - away_bytes(storage, swapped),
-        buffer_bytes=storage.buffer_bytes,
+        buffer_bytes=storage.buffer_bytes + (ahead.window_bytes if shares_host else 0),
         adapter_bytes=storage.adapter_bytes,
         optimizer_bytes=masters + moments,
         optimizer_transient_bytes=storage.adapter_parameters * FP32_BYTES if half else 0,
@@ -84,14 +86,48 @@ def resident_of(
         vae_bytes=vae.weight_bytes,
         encode_transient_bytes=vae.encode_transient_bytes,
         decode_transient_bytes=vae.decode_transient_bytes,
-        preview_transient_bytes=model.forward_bytes(precision, quantization),
+        preview_transient_bytes=max(
+            # A window is computed when nothing but what previews keep is there, too.
+            ahead.computing_bytes,
+            model.forward_bytes(precision, quantization, candidate.modulation),
+        )
+        + (ahead.preview_bytes if shares_host else 0),
         library_bytes=library_bytes(hardware),
         overhead_bytes=process_overhead_bytes(hardware),
         waste_share=storage.waste_share[candidate.allocator],
         host_memory_bytes=HOST_PROCESS_BYTES
         + storage.largest_block_bytes
         + on_device
+        + ahead.window_bytes
+        + ahead.preview_bytes
         + sum(storage.block_pinned_bytes[:swapped]),
+    )
+
+
+@dataclass(frozen=True)
+class ModulationMemory:
+    """What modulations that are computed ahead take."""
+
+    window_bytes: int = 0
+    """On the host, for the coming draws."""
+    preview_bytes: int = 0
+    """On the host, while a preview is sampled."""
+    computing_bytes: int = 0
+    """On the device, while a window is computed: the largest layer with its inputs and outputs."""
+
+
+def _modulation_memory(layers: "ModulationBytes | None", model: "TracedModel", *, is_pinned: bool) -> ModulationMemory:
+    if layers is None:
+        return ModulationMemory()
+    images, defaults = model.workload.effective_batch_size, model.family.defaults
+    draws = images * window_steps(layers.row_bytes, images)
+    window = draws * layers.row_bytes
+    size = layers.weight_bytes // sum(inputs * outputs + outputs for inputs, outputs in layers.shapes)
+    beside = max(2 * inputs + outputs for inputs, outputs in layers.shapes)
+    return ModulationMemory(
+        1 << (window - 1).bit_length() if is_pinned else window,
+        defaults.preview_steps * defaults.preview_calls * layers.row_bytes,
+        layers.largest_layer_bytes + draws * beside * size,
     )
 
 

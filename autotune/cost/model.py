@@ -21,10 +21,10 @@ from autotune.cost.trace.passes import (
 )
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, Parts, add_adapter, build_on_meta
-from autotune.knobs import Checkpointing, torch_dtype
+from autotune.knobs import Checkpointing, ModulationAhead, find_modulation_ahead, take_layers, torch_dtype
 from autotune.runtime import is_out_of_memory
 from autotune.schema import Bucket, Workload
-from autotune.weights import attribute_tensors, cast_as_loaded
+from autotune.weights import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +33,19 @@ if TYPE_CHECKING:
 ALLOCATORS = ("default", "expandable")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModulationBytes:
+    """The modulation layers of a model that does not hold them."""
+
+    weight_bytes: int
+    """Fetched for every window."""
+    row_bytes: int
+    """What they make of one draw."""
+    shapes: tuple[tuple[int, int], ...]
+    """(input, output) features of each."""
+    largest_layer_bytes: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,8 @@ class ModelBytes:
     """Of one weight before quantization."""
     waste_share: Mapping[str, float]
     """What the caching allocator reserves beyond the weights, as a share of them, by how it grows."""
+    modulation: ModulationBytes | None = None
+    """If its layers are not among the weights."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +100,24 @@ class TracedModel:
         self, family: Family, config: Mapping[str, Any], workload: Workload, rules: DeviceRules, parts: Parts
     ) -> None:
         self.family, self.config, self.workload, self.rules, self.parts = family, config, workload, rules, parts
-        self._template = build_on_meta(family, config)
-        self.counts = self._counts(self._template)
+        self._resident = build_on_meta(family, config)
+        self.counts = self._counts(self._resident)
         """Blocks of each kind in the full model."""
-        shorten(family, self._template, TRACED_BLOCKS)
-        self.traced_counts = self._counts(self._template)
+        shorten(family, self._resident, TRACED_BLOCKS)
+        self.traced_counts = self._counts(self._resident)
+        self._template = cache(self._build_template)
         self.model, self.traced = self._cached(self._model), self._cached(self._traced)
         self.storage, self.vae_cost = cache(self._storage), self._cached(self._vae_cost)
         self.in_shape = cache(self._in_shape)
+
+    def _build_template(self, modulation: str) -> Any:
+        """The shortened transformer; modulations that are computed ahead are those of the full one."""
+        if modulation != "ahead":
+            return self._resident
+        transformer = build_on_meta(self.family, self.config)
+        take_layers(self.family, transformer)
+        shorten(self.family, transformer, TRACED_BLOCKS)
+        return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
         """The same model under images of one size and captions of one length."""
@@ -132,10 +157,12 @@ class TracedModel:
         """Whether attention gets a mask."""
         return self.family.has_attention_mask(micro_batch_size, self.workload.text_padding)
 
-    def _model(self, precision: str, quantization: str) -> "nn.Module":
+    def _model(self, precision: str, quantization: str, modulation: str = "resident") -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
-        transformer, dtype = deepcopy(self._template), torch_dtype(precision)
+        transformer, dtype = deepcopy(self._template(modulation)), torch_dtype(precision)
         cast_as_loaded(transformer, dtype)
+        if ahead := find_modulation_ahead(transformer):
+            ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
         quantize_for_tracing(self.family, transformer, quantization, self.rules)
         add_adapter(self.family, transformer, self.workload, dtype)
         self._fill_caches(transformer, dtype)
@@ -153,18 +180,27 @@ class TracedModel:
             self.family.predict(transformer, noise, torch.empty(1, device="meta"), batch)
 
     def _traced(
-        self, precision: str, quantization: str, kernel: str, size: int, checkpointed: int, *, train: bool = True
+        self,
+        precision: str,
+        quantization: str,
+        kernel: str,
+        size: int,
+        checkpointed: int,
+        *,
+        modulation: str = "resident",
+        train: bool = True,
     ) -> TracePass:
         """A pass at micro-batch `size` whose first `checkpointed` blocks of the shortened model recompute."""
-        transformer, dtype, masked = self.model(precision, quantization), torch_dtype(precision), self.masked(size)
+        transformer = self.model(precision, quantization, modulation)
+        dtype, masked = torch_dtype(precision), self.masked(size)
         Checkpointing().apply(transformer, self.family, checkpointed)
         batch = meta_batch(self.family, self.config, self.workload, size=size, masked=masked, dtype=dtype)
         return trace_pass(self.family, transformer, batch, kernel=kernel, rules=self.rules, train=train)
 
-    def forward_bytes(self, precision: str, quantization: str) -> int:
+    def forward_bytes(self, precision: str, quantization: str, modulation: str = "resident") -> int:
         """Most that one item's forward pass takes without gradients: segments leave almost nothing behind."""
         kernel = kernel_for("native", self.rules, self.masked(1))
-        trace = self.traced(precision, quantization, kernel, 1, 0, train=False)
+        trace = self.traced(precision, quantization, kernel, 1, 0, modulation=modulation, train=False)
         level = peak = 0
         for segment in (trace.before, *trace.forward, trace.between):
             peak = max(peak, level + segment.peak_bytes)
@@ -195,11 +231,11 @@ class TracedModel:
         moved = sum(count * work[3] for work, count in encode.work.items())
         return VaeCost(weight_bytes, encode.peak_bytes, decode.peak_bytes, moved)
 
-    def _storage(self, precision: str, quantization: str) -> ModelBytes:
+    def _storage(self, precision: str, quantization: str, modulation: str = "resident") -> ModelBytes:
         """Bytes of the full model: the shortened one's, its middle blocks repeated."""
         from autotune.cost.composition import stretched_index
 
-        model = self.model(precision, quantization)
+        model = self.model(precision, quantization, modulation)
         blocks = self.family.blocks(model)
         index = stretched_index(self.counts, self.traced_counts)
         trainable = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
@@ -209,7 +245,7 @@ class TracedModel:
         all_trainable = [p for p in model.parameters() if p.requires_grad]
         outside_trainable = [p for p in all_trainable if not any(p is q for block in trainable for q in block)]
         full_trainable = [*outside_trainable, *(p for i in index for p in trainable[i])]
-        plain = self.family.blocks(self.model(precision, "none"))
+        plain = self.family.blocks(self.model(precision, "none", modulation))
         sizes = [tensor.untyped_storage().nbytes() for block in blocks for tensor in stored_tensors(block)]
         kept = [(i + 1, size) for i, size in enumerate(sizes)] if self.rules == "cuda" else []
         return ModelBytes(
@@ -225,7 +261,19 @@ class TracedModel:
             largest_block_bytes=max(_frozen_bytes(block) for block in plain),
             largest_layer_bytes=max(p.untyped_storage().nbytes() for block in plain for p in block.parameters()),
             waste_share={how: waste_share(kept, expandable_segments=how == "expandable") for how in ALLOCATORS},
+            modulation=_away_modulation(find_modulation_ahead(model)),
         )
+
+
+def _away_modulation(ahead: ModulationAhead | None) -> ModulationBytes | None:
+    if ahead is None:
+        return None
+    size = ahead.dtype.itemsize
+    shapes = tuple((like.shape[1], like.shape[0]) for like in ahead.tensors.values() if like.ndim == 2)
+    weight_bytes = size * sum(like.numel() for like in ahead.tensors.values())
+    return ModulationBytes(
+        weight_bytes, ahead.row_bytes, shapes, size * max(rows * columns for rows, columns in shapes)
+    )
 
 
 def _frozen_bytes(module: "nn.Module") -> int:

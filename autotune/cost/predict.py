@@ -10,12 +10,12 @@ from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.composition import ComposedPass
 from autotune.cost.kernels import CLASSES, rules_of
 from autotune.cost.memory import PHASES, away_bytes, phases_of
-from autotune.cost.model import TracedModel
+from autotune.cost.model import ModulationBytes, TracedModel
 from autotune.cost.parallel import ONE_PROCESS, Parallel
 from autotune.cost.tables import PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.families import Family, Parts
-from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, TuningContext, choose_caching
+from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, TuningContext, choose_caching, window_steps
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -32,6 +32,8 @@ from autotune.schema import (
 OPTIMIZER_BYTES_MOVED = 52
 """Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and written, copy back."""
 OPTIMIZER_LAUNCHES_PER_TENSOR = 4
+PAGEABLE_SHARE = 0.5
+"""Of the bus's rate from pinned memory, what copies from mapped files reach. A round figure, not measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +172,7 @@ class CostModel:
 
     def weight_bytes(self, candidate: Candidate) -> int:
         """Bytes of the frozen weights as the candidate stores them; needs no trace."""
-        storage = self.model.storage(candidate.precision, candidate.quantization)
+        storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
         return self.parallel.weight_bytes(storage) - away_bytes(storage, candidate.swapped_blocks)
 
     def host_memory_bytes(self, candidate: Candidate) -> int:
@@ -217,7 +219,7 @@ class CostModel:
     def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:
         """Seconds of one optimizer step, by class of operation."""
         rates = self.tables.rates_of(candidate)
-        storage = self.model.storage(candidate.precision, candidate.quantization)
+        storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
         shares = self.tables.typical_shares(candidate.micro_batch_size)
         device = accumulation * shares * composed.work[:-1]
         launches = accumulation * (composed.work[-1] + (RECOMPUTED_LAUNCHES - 1) * composed.recompute[-1])
@@ -235,9 +237,31 @@ class CostModel:
         if swapped:  # each block visits for the forward and for the backward pass, while another computes
             visits = 2 * accumulation * sum(swapped) / rates.host_to_device
             overhead += max(0.0, visits - float(device.sum()) * len(swapped) / len(storage.block_weight_bytes))
+        if storage.modulation:
+            overhead += self._modulation_seconds(storage.modulation, candidate)
         return {
             **{f"{name}_seconds": float(value) for name, value in zip(CLASSES, device, strict=True)},
             "optimizer_seconds": optimizer,
             "overhead_seconds": overhead,
             "recompute_seconds": accumulation * float((shares * composed.recompute[:-1]).sum()),
         }
+
+    def _modulation_seconds(self, layers: ModulationBytes, candidate: Candidate) -> float:
+        """A step's share of computing a window of modulations, and the way of its own ones to the device.
+
+        The layers' files are mapped, and taken to be in the system's page cache after the first window; the products
+        are those of many draws at once. What is computed crosses the bus to the host, and then to the device again.
+        """
+        images, rates = self.workload.effective_batch_size, self.tables.rates_of(candidate)
+        steps = window_steps(layers.row_bytes, images)
+        draws = steps * images
+        rows = draws * layers.row_bytes
+        products = sum(
+            rates.seconds(("matmul", (draws, *shape), 2 * draws * math.prod(shape), 0)) for shape in layers.shapes
+        )
+        if self.model.rules == "cpu":
+            moved = (layers.weight_bytes + 3 * rows) / rates.bandwidth
+        else:
+            bus = self.hardware.rate("host_to_device.pageable") or PAGEABLE_SHARE * rates.host_to_device
+            moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
+        return (products + moved) / steps

@@ -36,11 +36,18 @@ class PassChoice(NamedTuple):
     quantization: str
     attention: str
     micro_batch_size: int
+    modulation: str
 
     @classmethod
     def of(cls, candidate: Candidate) -> Self:
         """The candidate's choices."""
-        return cls(candidate.precision, candidate.quantization, candidate.attention, candidate.micro_batch_size)
+        return cls(
+            candidate.precision,
+            candidate.quantization,
+            candidate.attention,
+            candidate.micro_batch_size,
+            candidate.modulation,
+        )
 
 
 class PassTables:
@@ -61,7 +68,7 @@ class PassTables:
     def usual_choice(self) -> PassChoice:
         """Choices that any machine of this kind has."""
         context = TuningContext(self.hardware, self.model.family, self.workload)
-        return PassChoice(str(Precision().choices(context).admitted[0]), "none", "native", 1)
+        return PassChoice(str(Precision().choices(context).admitted[0]), "none", "native", 1, "resident")
 
     @cached_property
     def encoder_size(self) -> EncoderSize:
@@ -96,7 +103,7 @@ class PassTables:
         k = min(checkpointed, self._num_blocks)
         plain = self._table(choice, 0)
         mixed = plain if k == 0 else self._table(choice, self._num_traced - (k < self._num_blocks))
-        storage = self.model.storage(choice.precision, choice.quantization)
+        storage = self.model.storage(choice.precision, choice.quantization, choice.modulation)
         return compose(plain, mixed, k, np.array(storage.block_adapter_bytes, dtype=np.float64), accumulates)
 
     def _find_table(self, choice: PassChoice, checkpointed: int) -> PassTable:
@@ -105,7 +112,8 @@ class PassTables:
 
         def traced(at: int) -> PassTable:
             settings = choice.precision, choice.quantization, self._kernel(choice, at)
-            return table_of(self.model.traced(*settings, at, checkpointed), rates, self.workload.rank)
+            trace = self.model.traced(*settings, at, checkpointed, modulation=choice.modulation)
+            return table_of(trace, rates, self.workload.rank)
 
         if size in (1, low, high):
             table = traced(size)
@@ -145,7 +153,8 @@ class PassTables:
 
     def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
         size = choice.micro_batch_size
-        trace = self.model.traced(choice.precision, choice.quantization, self._kernel(choice, size), size, checkpointed)
+        traced = choice.precision, choice.quantization, self._kernel(choice, size), size, checkpointed
+        trace = self.model.traced(*traced, modulation=choice.modulation)
         segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
         block = trace.forward[len(trace.forward) // 2].events
         freed = {number for number, num_bytes in block if num_bytes < 0}
@@ -155,7 +164,7 @@ class PassTables:
 
     def resident_of(self, candidate: Candidate, caching: CachingSettings, parallel: Parallel) -> Resident:
         """What stays on one device, whatever the micro-batch and checkpointing."""
-        stored = candidate.precision, candidate.quantization
+        stored = candidate.precision, candidate.quantization, candidate.modulation
         key = (*stored, candidate.allocator, candidate.swapped_blocks, caching, parallel)
         if key not in self._residents:
             stay, encoder_bytes = caching.residency == "keep", self.encoder_size.device_bytes(caching)
@@ -182,10 +191,10 @@ class PassTables:
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
-        precision, quantization, _, size = self.usual_choice
+        precision, quantization, _, size, modulation = self.usual_choice
         traced = precision, quantization, self._kernel(self.usual_choice, size), size, 0
         typical, largest = (
-            table_of(model.traced(*traced), self.usual_rates, self.workload.rank)
+            table_of(model.traced(*traced, modulation=modulation), self.usual_rates, self.workload.rank)
             .stretched(model.counts, model.traced_counts)
             .seconds
             for model in (self.model.in_shape(typical_bucket(self.workload), text_tokens), self.model)

@@ -6,8 +6,9 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.families.adapter import ADAPTER_NAME, add_adapter, disable_dropout, find_dropout_layers
-    from autotune.families.base import Batch, Family, Sample
+    from autotune.families.base import Batch, Family, Sample, unwrap_model
     from autotune.families.loss import denoising_loss
+    from autotune.families.modulation import ModulationLayers
     from autotune.families.noise import FLOW_MATCHING, NoiseProcess
     from autotune.families.packing import PATCH
     from autotune.families.published import VIEWS_PER_IMAGE, Parts, PublishedModel

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.errors import InvalidInput, suggest_nearest
+from autotune.families.modulation import ModulationLayers
 from autotune.families.noise import FLOW_MATCHING, NoiseProcess
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket, TextPadding
@@ -102,6 +103,8 @@ class Family(ABC):
     """Named sets of adapted layers, each in the form that peft's `target_modules` takes."""
     block_lists: ClassVar[tuple[str, ...]]
     """Names in `named_modules` of what holds the transformer's repeated blocks, in the order they run."""
+    modulation: ClassVar[ModulationLayers | None] = None
+    """The modulation layers, if they hold a large share of the weights; else `excluded` says why it does not pay."""
     excluded: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Knobs that stay at their defaults with this family, and why."""
     patch: ClassVar[int] = 2

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, unwrap_model
 from autotune.families.latents import encode_image
+from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket
@@ -69,6 +70,9 @@ class Flux1Dev(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|norm(1|1_context)?\.linear)",
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    modulation = ModulationLayers(
+        rf"{BLOCK}\.norm(1|1_context)?|norm_out", ("time_text_embed",), inputs=("pooled_prompt_embeds",)
+    )
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2

@@ -5,6 +5,7 @@ All its blocks share one modulation. Latents are the autoencoder's 2x2 patches, 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
@@ -99,6 +100,9 @@ class Flux2Klein(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",  # the modulation is outside of the blocks
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    excluded = MappingProxyType(
+        {"modulation": "its blocks share their modulation layers, which hold 4% of the weights"}
+    )
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)

@@ -19,6 +19,7 @@ from autotune.families.base import (
     count_tokens,
     unwrap_model,
 )
+from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import PATCH, VAE_FACTOR
 from autotune.families.published import FLUX_VAE, Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket
@@ -67,6 +68,11 @@ class Kandinsky5(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(text|visual)_modulation\.out_layer)",
     }
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
+    modulation = ModulationLayers(
+        rf"{BLOCK}\.(text|visual)_modulation|out_layer\.modulation",
+        ("time_embeddings", "pooled_text_embeddings"),
+        inputs=("pooled_prompt_embeds",),
+    )
 
     def build_transformer(self, config: Config) -> "nn.Module":
         attention = config.get("attention_type", "regular")

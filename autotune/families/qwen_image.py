@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline, count_tokens
 from autotune.families.latents import encode_standardized
+from autotune.families.modulation import ModulationLayers
 from autotune.families.packing import ATTENTION, PATCH, VAE_FACTOR, pack, unpack
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
 from autotune.schema import Bucket, TextPadding
@@ -62,6 +63,7 @@ class QwenImage(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(img|txt)_mod\.1)",
     }
     block_lists = ("transformer_blocks",)
+    modulation = ModulationLayers(rf"{BLOCK}\.(img|txt)_mod|norm_out", ("time_text_embed",))
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2

@@ -96,7 +96,11 @@ class StableDiffusionXL(Family):
     }
     block_lists = ()
     excluded = MappingProxyType(
-        {"attention": DIRECT, "compile": "its blocks have too many shapes: torch would compile each anew"}
+        {
+            "attention": DIRECT,
+            "compile": "its blocks have too many shapes: torch would compile each anew",
+            "modulation": "a UNet has no modulation layers",
+        }
     )
 
     def noise_of(self, scheduler: Config) -> NoiseProcess:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, count_chat_tokens
@@ -65,6 +66,7 @@ class ZImage(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|adaLN_modulation\.0)",
     }
     block_lists = ("noise_refiner", "context_refiner", "layers")
+    excluded = MappingProxyType({"modulation": "its modulation layers hold 2% of the weights"})
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)

@@ -8,6 +8,7 @@ from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.loader import WeightLoader
 from autotune.knobs.micro_batch import MicroBatchSize
+from autotune.knobs.modulation import Modulation
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
@@ -19,6 +20,7 @@ KNOBS: tuple[Knob, ...] = (
     Checkpointing(),
     Quantization(),
     Swapping(),
+    Modulation(),
     Attention(),
     Compile(),
     Precision(),

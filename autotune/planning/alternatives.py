@@ -67,7 +67,10 @@ def keep_shardable(space: SearchSpace) -> SearchSpace:
     """The part of the space whose weights several processes can shard; it may have no candidates."""
     why = "the weights are sharded over the processes, and this format cannot be sharded"
     quantized = [name for name in space.choices["quantization"] if not WEIGHT_FORMATS[str(name)].can_shard]
-    return drop_values(space, "quantization", dict.fromkeys(quantized, why))
+    space = drop_values(space, "quantization", dict.fromkeys(quantized, why))
+    gathered = "what it is computed from is gathered in a pass alone, when the weights are sharded over the processes"
+    ahead = [value for value in space.choices["modulation"] if value == "ahead"]
+    return drop_values(space, "modulation", dict.fromkeys(ahead, gathered))
 
 
 def suggest_relaxation(request: PlanRequest, space: SearchSpace, cost: CostModel) -> str:

@@ -112,7 +112,7 @@ def _require_host_memory(space: SearchSpace, cost: CostModel) -> None:
     host, kind = cost.hardware.host, cost.hardware.device.memory_kind
     if shares_host_memory(kind) or not space.candidates:
         return
-    least = min(space.candidates, key=lambda candidate: candidate.swapped_blocks)
+    least = min(space.candidates, key=lambda one: (one.swapped_blocks, one.modulation == "ahead"))
     needed, there = cost.predict(least).host_memory_bytes, host.available_memory_bytes
     if needed > there:
         raise NothingFits(

@@ -26,6 +26,8 @@ class Candidate(Frozen):
     """How weights are read from disk: a name in `autotune.weights.loaders`."""
     swapped_blocks: int = Field(default=0, ge=0)
     """Number of blocks, from the first on, whose frozen weights stay in host memory until they are needed."""
+    modulation: str = "resident"
+    """`resident`, or `ahead`: the modulations of coming draws are computed in windows, and their layers not loaded."""
     compile: str = "off"
     """`off`, or `block`: each repeated block is compiled by torch.compile."""
     optimizer: str = "adamw"

@@ -103,6 +103,9 @@ def _require_no_more_memory(trainer: Trainer, planned: Values, read: Values, num
         if there < own:
             message = f"{trainer.title} cannot do what the plan says: {name} would be {there}, not {own}: more memory"
             raise InvalidInput(message, hint=_plan_for(trainer))
+    if planned.get("modulation") == "ahead":
+        message = f"{trainer.title} cannot do what the plan says: it holds the modulation layers too: more memory"
+        raise InvalidInput(message, hint=_plan_for(trainer))
 
 
 def known_model(trainer: Trainer, family: str) -> KnownModel:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autotune.training.fit import KEY_NAMES, hardware_misfits, key_misfits, model_misfits, require_fit
     from autotune.training.folder import require_separate_output
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model
+    from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
     from autotune.training.monitor import PhaseWatch
     from autotune.training.preparation import check_inputs, fetch_weights, prepare
     from autotune.training.preview import Preview, PreviewSampler

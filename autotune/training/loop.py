@@ -15,7 +15,7 @@ from autotune.backends import ATTENTION_BACKENDS
 from autotune.data import BatchLoader, BatchOrder, EncodedDataset
 from autotune.errors import AutotuneError, Preempted
 from autotune.families import Batch
-from autotune.knobs import reload_key
+from autotune.knobs import find_modulation_ahead, reload_key
 from autotune.runtime import (
     allocated_bytes,
     catch_stop_signals,
@@ -28,6 +28,7 @@ from autotune.schema import Candidate, Notice, OnEvent, StepFinished, TrainingPl
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, apply_settings
+from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
 from autotune.training.monitor import GpuUtilization, MemoryWatch
 from autotune.training.processes import Processes
 from autotune.training.schedule import LearningRate
@@ -102,6 +103,8 @@ class TrainingLoop:
         self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.epoch_steps)
         shift = model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
         self.noising = Noising(job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise)
+        self.windows = self._make_windows()
+        """Of modulations that are computed ahead; None if their layers are resident."""
         self.first_step = self._resume(checkpoint) if checkpoint else 0
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""
@@ -279,8 +282,32 @@ class TrainingLoop:
         started, first = self._first_finish
         return (now - started) / (done - first) * (self.num_steps - done)
 
+    def _make_windows(self) -> ModulationWindows | None:
+        ahead = find_modulation_ahead(self.model.transformer)
+        if ahead is None:
+            return None
+        processes, known = self.context.processes, dict[tuple[int, bool], ConditionedImage]()
+        share = self.order.effective_batch_size // processes.world_size
+        rank, world_size = processes.rank, processes.world_size
+
+        def condition(index: int, is_dropped: bool) -> ConditionedImage:
+            if (index, is_dropped) not in known:  # so that each is read once in a run, and its prompt not kept
+                sample = self.encoded.sample(index, dropped=is_dropped)
+                known[index, is_dropped] = ConditionedImage(
+                    tuple(sample["latents"].shape), pick_inputs(self.model, sample)
+                )
+            return known[index, is_dropped]
+
+        def images(step: int) -> list[ConditionedImage]:
+            planned = self.order.micro_batches(step, share, rank=rank, world_size=world_size)
+            return [condition(*image) for part in planned for image in zip(part.indices, part.dropped, strict=True)]
+
+        return ModulationWindows(self.model, ahead, self.noising, images, share, rank * share, self._to_device)
+
     def _step(self, step: int, batches: Iterator[Batch]) -> StepOutcome:
         processes = self.context.processes
+        if self.windows:
+            self.windows.prepare(step)
         share = self.order.effective_batch_size // processes.world_size
         return optimizer_step(
             self.model.family,
@@ -313,6 +340,8 @@ class TrainingLoop:
         family, transformer, total = self.model.family, self.model.transformer, 0.0
         for step in range(self.num_steps, self.num_steps + EVALUATION_STEPS):
             position = 0
+            if self.windows:
+                self.windows.prepare(step)
             for planned in self.order.micro_batches(step, self.settings.micro_batch_size):
                 batch = self._to_device(family.collate([self.encoded.sample(index) for index in planned.indices]))
                 total += float(self.noising.loss(family, transformer, batch, step, position)) * planned.weight

@@ -1,28 +1,35 @@
 """Builds what is trained: the transformer with its frozen weights as the settings say, and the adapter."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autotune.families import Family, NoiseProcess, ResolvedModel, add_adapter, disable_dropout
-from autotune.knobs import KNOBS, Swapping, offload_on_arrival, torch_dtype
+from autotune.knobs import KNOBS, Swapping, offload_on_arrival, take_layers, torch_dtype
 from autotune.quantization import quantize_inside
 from autotune.schema import Candidate, QuantizationError, Workload
 from autotune.training.quality import ErrorMeter, require_quality
 from autotune.training.sharding import shard_on_arrival
 from autotune.weights import (
+    DtypePolicy,
     Transform,
+    WeightSource,
     build_empty,
+    check_source,
+    draw_random,
     fill_random,
     find_weights,
     from_pretrained_dtypes,
     load_into,
     open_weights,
+    stream_tensors,
 )
 
+RANDOM_SEED = 0
+"""Of weights where there are no files."""
 MAX_COMPILED_GRAPHS = 32
 """Code is compiled for one shape, then for any, and again for micro-batches of one and for those with a mask."""
 
@@ -114,6 +121,9 @@ def load_transformer(
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32, in trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
     policy = from_pretrained_dtypes(transformer, dtype)
+    source = None if model.folder is None else open_weights(find_weights(model.folder / family.denoiser))
+    if settings.modulation == "ahead":
+        source = _leave_modulation(family, transformer, source, settings.loader, device, policy)
     if shards > 1:
         transform: Transform | None = shard_on_arrival(family, transformer, device.type, shards)
     else:
@@ -123,9 +133,39 @@ def load_transformer(
         transform = meter.wrap(transform)
     if settings.swapped_blocks:  # after the error is measured on the device
         transform = offload_on_arrival(family, transformer, settings.swapped_blocks, transform)
-    if model.folder is None:
-        fill_random(transformer, device=str(device), seed=0, dtype_policy=policy, transform=transform)
+    if source is None:
+        fill_random(transformer, device=str(device), seed=RANDOM_SEED, dtype_policy=policy, transform=transform)
         return transformer.eval(), None
-    source = open_weights(find_weights(model.folder / family.denoiser))
     load_into(transformer, source, loader=settings.loader, device=str(device), dtype_policy=policy, transform=transform)
     return transformer.eval(), meter.result()
+
+
+def _leave_modulation(
+    family: Family,
+    transformer: nn.Module,
+    source: WeightSource | None,
+    loader: str,
+    device: torch.device,
+    policy: DtypePolicy,
+) -> WeightSource | None:
+    """Let the modulation layers leave an empty transformer, after a check of all its files' headers.
+
+    Returns the files of what is left; the layers' own are read from `source` whenever a window needs them, or are as
+    random as without files.
+    """
+    if source is not None:
+        check_source(transformer, source)
+    ahead = take_layers(family, transformer)
+    layers = ahead.tensors
+    own = None if source is None else source.select(layers.__contains__)
+
+    def stream() -> Generator[tuple[str, Tensor]]:
+        if own is None:
+            for name, like in layers.items():
+                drawn = draw_random(name, like, device, RANDOM_SEED)
+                yield name, drawn.to(policy(name, drawn.dtype))
+            return
+        yield from stream_tensors(own, loader=loader, device=device, dtype_policy=policy)
+
+    ahead.connect(stream, policy)
+    return None if source is None else source.select(lambda name: name not in layers)

@@ -6,6 +6,7 @@ of encoded data too. Later the same pipeline runs without any text encoder and g
 needs code of its own for this.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from autotune.data import (
 )
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import ADAPTER_NAME, build_on_meta
+from autotune.knobs import find_modulation_ahead
 from autotune.runtime import __version__, is_out_of_memory, release_memory
 from autotune.schema import Bucket, TrainingPlan
 from autotune.weights import read_adapter
@@ -59,6 +61,10 @@ class Preview:
 
 class _TransformerReached(Exception):
     """The pipeline has encoded all that it needs."""
+
+
+class _DecoderReached(Exception):
+    """The pipeline has called the transformer for the last time."""
 
 
 class PreviewSampler:
@@ -173,14 +179,36 @@ class PreviewSampler:
         return bucket.model_copy(update={"width_px": width, "height_px": height})
 
     def _sample(self, preview: Preview) -> list[Image.Image]:
-        encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
-        self.pipeline.encode_prompt = lambda *args, **kwargs: move_tensors(next(encoded), self.device)
+        reduced = replace(preview, bucket=self._reduced(preview.bucket))
         self.pipeline.vae.to(self.device)
         try:
-            return self._run(self.pipeline, replace(preview, bucket=self._reduced(preview.bucket)))
+            with self._modulation(reduced):
+                return self._run_encoded(reduced)
         finally:
             if self.encoders.caching.residency == "release":
                 self.pipeline.vae.to("cpu")
+
+    def _run_encoded(self, preview: Preview) -> list[Image.Image]:
+        encoded: Iterator[Any] = iter(self.encoded[preview.prompt, preview.control_paths])
+        self.pipeline.encode_prompt = lambda *args, **kwargs: move_tensors(next(encoded), self.device)
+        return self._run(self.pipeline, preview)
+
+    def _modulation(self, preview: Preview) -> contextlib.AbstractContextManager[None]:
+        """Has the modulations of all steps of a preview computed at once, if they are computed ahead: the pipeline runs
+        without blocks, up to the VAE, to tell what they will depend on."""
+        ahead = find_modulation_ahead(self.transformer)
+        if ahead is None:
+            return contextlib.nullcontext()
+        vae = self.pipeline.vae
+        vae.decode = _reach_decoder
+        try:
+            with ahead.collecting(self.model.family, self.transformer) as collected:
+                self._run_encoded(preview)
+        except _DecoderReached:
+            pass
+        finally:
+            del vae.decode
+        return ahead.holding_also(collected)
 
     def _run(self, pipeline: Any, preview: Preview) -> list[Image.Image]:
         try:
@@ -224,6 +252,10 @@ class PreviewSampler:
             raise AutotuneError(
                 f"{adapter} could not be loaded back", hint="this is a bug in autotune: please report it"
             )
+
+
+def _reach_decoder(*_args: object, **_options: object) -> None:
+    raise _DecoderReached
 
 
 def _stop(module: nn.Module, inputs: object) -> None:

@@ -38,6 +38,10 @@ class Noising:
         level = self._level(generator, shape)
         return torch.randn(*shape, generator=generator), level
 
+    def level_at(self, step: int, position: int, shape: Sequence[int]) -> float:
+        """The level of that draw alone."""
+        return self._level(torch.Generator().manual_seed(_seed_at(self.seed, step, position)), shape)
+
     def _level(self, generator: torch.Generator, shape: Sequence[int]) -> float:
         if self.sampling == "uniform":
             level = float(torch.rand((), generator=generator))

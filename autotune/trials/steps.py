@@ -4,11 +4,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from autotune.families import Batch, Family, Sample, resolve_model
+from autotune.knobs import find_modulation_ahead
 from autotune.runtime import device_peak_bytes, host_peak_bytes, measure_peak_memory, release_memory, reset_host_peak
 from autotune.schema import (
     Bucket,
@@ -21,6 +23,8 @@ from autotune.schema import (
 )
 from autotune.training import (
     AdapterOptimizer,
+    ConditionedImage,
+    ModulationWindows,
     Noising,
     StepOutcome,
     TrainingModel,
@@ -28,6 +32,7 @@ from autotune.training import (
     live_tensors,
     load_model,
     optimizer_step,
+    pick_inputs,
     to_device,
 )
 from autotune.trials.requests import ChildState, TrialRequest
@@ -47,6 +52,8 @@ class LoadedModel:
     """One effective batch in the usual shapes: it decides speed. The same list if they are about the largest."""
     initial: list[torch.Tensor]
     """Values of the adapter that every candidate begins with."""
+    windows: ModulationWindows | None
+    """Of modulations that are computed ahead; None if their layers are resident."""
     seconds: float
     peak_bytes: int | None
     """Peak of device memory while loading; None on CPU, where the process's memory tells."""
@@ -75,8 +82,21 @@ def load_for_trial(request: TrialRequest) -> LoadedModel:
     typical = largest
     if has_typical_shape(workload):
         typical = synthetic_samples(*known, typical_bucket(workload), typical_text_tokens(workload), model.dtype)
+        # The modulations of a window are those of both.
+        typical = [{**sample, **pick_inputs(model, like)} for sample, like in zip(typical, largest, strict=True)]
+    images = [ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample)) for sample in largest]
+    ahead, place = find_modulation_ahead(model.transformer), partial(to_device, device=device, dtype=model.dtype)
+    windows = None
+    if ahead:
+        windows = ModulationWindows(model, ahead, _noising(model), lambda _: images, size, 0, place)
     initial = [parameter.detach().clone() for parameter in model.adapter]
-    return LoadedModel(model, largest, typical, initial, time.perf_counter() - started, device_peak_bytes(device))
+    return LoadedModel(
+        model, largest, typical, initial, windows, time.perf_counter() - started, device_peak_bytes(device)
+    )
+
+
+def _noising(model: TrainingModel) -> Noising:
+    return Noising(process=model.noise)
 
 
 def longest_captions(workload: Workload, count: int) -> list[int]:
@@ -166,19 +186,29 @@ class StepRunner:
             self.model.transformer,
             self.optimizer,
             (to_device(batch, self.model.device, self.model.dtype) for batch in self.batches),
-            noising=Noising(process=self.model.noise),
+            noising=_noising(self.model),
             step=self.step_number,
             effective_batch_size=self.workload.effective_batch_size,
         )
 
+    def _prepare_modulation(self) -> float:
+        """Have the next step's modulations ready; returns its share of the seconds that their window took."""
+        windows = self.loaded.windows
+        if windows is None:
+            return 0.0
+        windows.prepare(self.step_number + 1)
+        return windows.share_seconds
+
     def timed_step(self) -> tuple[StepOutcome, float]:
         """Take a step; its outcome and seconds. The loss is read back, so the device has finished when it returns."""
+        share = self._prepare_modulation()
         started = time.perf_counter()
         outcome = self.step()
-        return outcome, time.perf_counter() - started
+        return outcome, time.perf_counter() - started + share
 
     def memory_step(self) -> tuple[int, float]:
         """Take a step; its peak of memory in bytes, and its seconds."""
+        self._prepare_modulation()
         started = time.perf_counter()
         _, peak = measure_peak_memory(self.model.device, self._live_tensors, self.step)
         return peak, time.perf_counter() - started

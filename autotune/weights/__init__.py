@@ -7,6 +7,7 @@ from autotune.runtime import lazy_exports
 if TYPE_CHECKING:
     from autotune.weights.adapters import AdapterFormat, AdapterInfo, read_adapter, save_adapter, write_adapter
     from autotune.weights.building import (
+        DtypePolicy,
         attribute_tensors,
         build_empty,
         cast_as_loaded,
@@ -29,7 +30,14 @@ if TYPE_CHECKING:
     from autotune.weights.lora_layer import LoraLayer
     from autotune.weights.resharding import is_model_path, reshard
     from autotune.weights.saving import save_file
-    from autotune.weights.sources import find_weights, open_weights, weights_digest
-    from autotune.weights.streaming import Transform, fill_random, load_into
+    from autotune.weights.sources import WeightSource, find_weights, open_weights, weights_digest
+    from autotune.weights.streaming import (
+        Transform,
+        check_source,
+        draw_random,
+        fill_random,
+        load_into,
+        stream_tensors,
+    )
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,6 +42,13 @@ class WeightSource:
     def metadata(self) -> dict[str, str]:
         """Metadata of all files together."""
         return {key: value for file in self.files for key, value in file.metadata.items()}
+
+    def select(self, keep: Callable[[str], bool]) -> "WeightSource":
+        """The tensors whose names `keep` accepts; files without any are left out."""
+        chosen = (
+            replace(file, entries=tuple(entry for entry in file.entries if keep(entry.name))) for file in self.files
+        )
+        return WeightSource(self.path, tuple(file for file in chosen if file.entries))
 
     def __iter__(self) -> Iterator[tuple[WeightFile, TensorEntry]]:
         """Files and entries in reading order."""

@@ -9,7 +9,7 @@ of the model.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +84,29 @@ def load_into(
         _return_memory(converted)
 
 
+def check_source(model: nn.Module, source: WeightSource) -> None:
+    """Check names, shapes and kinds of dtype of all weights of `model` from the headers, and read nothing.
+
+    Raises:
+        KeyMismatch, ShapeMismatch, DtypeMismatch: the files are of another model.
+    """
+    _check_match(model, _find_slots(model), source, {name: name for name in source.locations})
+
+
+def stream_tensors(
+    source: WeightSource, *, loader: str, device: torch.device, dtype_policy: DtypePolicy
+) -> Generator[tuple[str, Tensor]]:
+    """Yield every tensor of `source` by name, on `device`, in the policy's dtype, for weights that no model keeps.
+
+    Hardly more than one is in memory, unless the caller keeps them.
+    """
+    with closing(get_loader(loader, device).stream(source, device)) as stream:
+        for name, tensor in stream:
+            yield name, tensor.to(dtype_policy(name, tensor.dtype))
+            if loader == MappedLoader.name:
+                drop_mapped_pages(tensor)
+
+
 def _return_memory(converted: list[Tensor]) -> None:
     """Return to the system what nothing needs any more, the mapped pages of `converted` too; empties the list."""
     trim_heap()
@@ -117,10 +140,15 @@ def fill_random(
 def _draw(slot: "_Slot", device: torch.device, seed: int) -> Tensor:
     if slot.is_buffer and not slot.tensor.is_meta:
         return slot.tensor.to(device)
-    values = torch.zeros(slot.tensor.shape, device=device, dtype=slot.dtype)
+    return draw_random(slot.name, slot.tensor, device, seed)
+
+
+def draw_random(name: str, like: Tensor, device: torch.device, seed: int) -> Tensor:
+    """The random values that `fill_random` gives the tensor of this name, in shape and dtype of `like`."""
+    values = torch.zeros(like.shape, device=device, dtype=like.dtype)
     if values.ndim < 2:
-        return values.fill_(1) if slot.name.rpartition(".")[2] == "weight" else values
-    generator = torch.Generator(device).manual_seed(crc32(slot.name.encode(), seed))
+        return values.fill_(1) if name.rpartition(".")[2] == "weight" else values
+    generator = torch.Generator(device).manual_seed(crc32(name.encode(), seed))
     bound = (3 * values.shape[0] / max(values.numel(), 1)) ** 0.5
     return values.uniform_(-bound, bound, generator=generator)
 

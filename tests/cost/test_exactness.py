@@ -4,12 +4,13 @@ import weakref
 
 import pytest
 import torch
-from tiny_models import TINY, cpu
+from tiny_models import TINY, cpu, workload_of
 
 from autotune.cost.predict import CostModel
 from autotune.cost.trace.passes import TRACED_BLOCKS, shorten
 from autotune.families.loss import denoising_loss
 from autotune.families.registry import FAMILIES
+from autotune.knobs import modulation
 from autotune.schema.candidate import Candidate
 from autotune.training.step import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
@@ -147,3 +148,30 @@ def test_what_dropout_keeps_is_predicted(predictor):
     predicted = own.predict(candidate).allocated_memory_bytes
     assert predicted == pytest.approx(truth.peak_bytes, rel=0.01)
     assert predicted > 1.04 * plain.predict(candidate).allocated_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "size"),
+    [
+        ("qwen-image", 0.0, 1),
+        ("qwen-image", 1.0, 2),
+        ("flux1-dev", 0.5, 1),
+        ("flux1-dev", 1.0, 2),
+        ("kandinsky5-image-lite", 0.0, 2),
+        ("kandinsky5-video-lite", 0.5, 1),
+    ],
+)
+def test_modulation_ahead_is_exact(name, share, size, monkeypatch):
+    """With windows that do not outweigh the tiny models."""
+    monkeypatch.setattr(modulation, "MAX_WINDOW_DRAWS", 4)
+    family, work = FAMILIES[name], workload_of(name)
+    own = CostModel.build(cpu(), work, family, TINY[name])
+    candidate = candidate_of("fp32", k=round(share * (work.model.num_blocks - 1)), size=size)
+    candidate = candidate.model_copy(update={"modulation": "ahead"})
+    truth = run(family, TINY[name], work, candidate, num_timed=0)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+    transformer, _ = build(family, TINY[name], work, candidate)
+    storage = own.model.storage("fp32", "none", "ahead")
+    assert storage.weight_bytes == storage_bytes(p for p in transformer.parameters() if not p.requires_grad)
+    whole = own.model.storage("fp32", "none")
+    assert whole.weight_bytes - storage.weight_bytes == storage.modulation.weight_bytes

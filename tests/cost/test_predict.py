@@ -13,6 +13,7 @@ from autotune.cost.predict import CostModel
 from autotune.cost.quantized import nf4_bytes
 from autotune.families.registry import FAMILIES
 from autotune.hardware.rates import ELEMENTWISE
+from autotune.knobs.modulation import window_steps
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import Rate
 from autotune.schema.prediction import Prediction
@@ -290,6 +291,24 @@ def test_swapped_blocks_leave_the_device_for_pinned_host_memory_and_cost_transfe
     assert host[2] - host[0] == sum(storage.block_pinned_bytes[:4]) >= sum(storage.block_weight_bytes[:4])
     assert predictions[2].step_seconds >= predictions[0].step_seconds
     assert card.weight_bytes(predictions[2].candidate) < card.weight_bytes(predictions[0].candidate)
+
+
+def test_modulation_ahead_frees_its_layers_for_a_bounded_window_on_the_host_and_costs_a_share_of_it(card):
+    usual = Candidate(micro_batch_size=1, checkpointed_blocks=2)
+    resident, ahead = card.predict(usual), card.predict(usual.model_copy(update={"modulation": "ahead"}))
+    layers = card.model.storage("bf16", "none", "ahead").modulation
+    weights = [p.phases[2].breakdown.weight_bytes for p in (resident, ahead)]
+    assert weights[0] - weights[1] == layers.weight_bytes
+    host = ahead.host_memory_bytes - resident.host_memory_bytes
+    window = window_steps(layers.row_bytes, 2) * 2 * layers.row_bytes
+    previews = card.family.defaults.preview_steps * layers.row_bytes
+    assert host + card.model.storage("bf16", "none").largest_block_bytes >= window + previews
+    assert host <= 2 * window + previews
+    assert ahead.step_time.matmul_seconds < resident.step_time.matmul_seconds
+    slow = Rate(name="host_to_device.pageable", value=1e6, unit="B/s", spread=0.0, num_samples=1)
+    there = card.for_hardware(card.hardware.changed(rates=(slow,))).predict(ahead.candidate)
+    fetching = layers.weight_bytes / 1e6 / window_steps(layers.row_bytes, 2)
+    assert there.step_seconds - ahead.step_seconds == pytest.approx(fetching, rel=0.01)
 
 
 def test_expandable_segments_reserve_less_and_compiling_shortens_steps(card):

@@ -31,7 +31,7 @@ GIB = 2**30
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
 GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
-ON_DEVICE = (("swapped_blocks", "0"),)
+ON_DEVICE = (("swapped_blocks", "0"), ("modulation", "resident"))
 """Most of what follows is about other knobs."""
 Machine = Callable[[Candidate], TrialResult]
 
