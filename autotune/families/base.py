@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import AttentionLayout
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.noise import FLOW_MATCHING, NoiseProcess
 from autotune.schema import Bucket, TextPadding, TimestepSampling
@@ -203,6 +204,9 @@ class Family(ABC):
     """Names in `named_modules` of what holds the transformer's repeated blocks, in the order they run."""
     excluded: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Knobs that stay at their defaults with this family, and why."""
+    attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()
+    """The transformer's attention processors that `norm_rope` can take the place of; if there are none, `excluded` says
+    why."""
     patch: ClassVar[int] = 2
     """Latents that one token stands for, along each side."""
     max_text_tokens: ClassVar[int]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import (
     FLUX_VAE,
     Batch,
@@ -80,6 +81,7 @@ class Flux1Dev(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|norm(1|1_context)?\.linear)",
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    attention_layouts = (AttentionLayout("FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),)
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2

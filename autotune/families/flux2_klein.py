@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Config, Defaults, Family, Parts, PublishedModel, Sample, Shapes, Sizes
 from autotune.families.packing import ATTENTION
 from autotune.schema import Bucket
@@ -98,6 +99,8 @@ class Flux2Klein(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})|{SINGLE}",  # the modulation is outside of the blocks
     }
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    # Not of single-stream blocks: there one projection makes queries, keys, values and the feed-forward part.
+    attention_layouts = (AttentionLayout("Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),)
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)

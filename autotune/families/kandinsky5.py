@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import AttentionLayout, Stream
 from autotune.errors import InvalidInput
 from autotune.families.base import (
     FLUX_VAE,
@@ -71,6 +72,15 @@ class Kandinsky5(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(text|visual)_modulation\.out_layer)",
     }
     block_lists = ("text_transformer_blocks", "visual_transformer_blocks")
+    attention_layouts = (
+        AttentionLayout(
+            "Kandinsky5AttnProcessor",
+            "matrix",
+            "rotary_emb",
+            Stream("to_query", "to_key", "to_value", "query_norm", "key_norm", "out_layer"),
+            rounds_to_bf16=True,
+        ),
+    )
 
     def build_transformer(self, config: Config) -> "nn.Module":
         attention = config.get("attention_type", "regular")

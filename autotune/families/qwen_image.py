@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import (
     Batch,
     Config,
@@ -73,6 +74,9 @@ class QwenImage(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|(img|txt)_mod\.1)",
     }
     block_lists = ("transformer_blocks",)
+    attention_layouts = (
+        AttentionLayout("QwenDoubleStreamAttnProcessor2_0", "streams", "image_rotary_emb", text=ADDED_TEXT),
+    )
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2

@@ -95,7 +95,11 @@ class StableDiffusionXL(Family):
     }
     block_lists = ()
     excluded = MappingProxyType(
-        {"attention": DIRECT, "compile": "its blocks have too many shapes: torch would compile each anew"}
+        {
+            "attention": DIRECT,
+            "compile": "its blocks have too many shapes: torch would compile each anew",
+            "norm_rope": "its attention neither norms nor turns queries and keys",
+        }
     )
 
     def noise_of(self, scheduler: Config) -> NoiseProcess:

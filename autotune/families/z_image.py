@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import AttentionLayout
 from autotune.families.base import (
     FLUX_VAE,
     Batch,
@@ -76,6 +77,7 @@ class ZImage(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP}|adaLN_modulation\.0)",
     }
     block_lists = ("noise_refiner", "context_refiner", "layers")
+    attention_layouts = (AttentionLayout("ZSingleStreamAttnProcessor", "complex", "freqs_cis"),)
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)

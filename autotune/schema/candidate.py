@@ -28,6 +28,8 @@ class Candidate(Frozen):
     """Number of blocks, from the first on, whose frozen weights stay in host memory until they are needed."""
     compile: str = "off"
     """`off`, or `block`: each repeated block is compiled by torch.compile."""
+    norm_rope: str = "stock"
+    """How queries and keys are normed, turned and joined: `stock`, `fused`, or `compiled`."""
     optimizer: str = "adamw"
     allocator: str = "default"
     """How the device's caching allocator grows: by `default` or by `expandable` segments."""

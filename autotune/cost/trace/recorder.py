@@ -30,7 +30,7 @@ from autotune.cost.trace.shapes import called
 if TYPE_CHECKING:
     from torch import Tensor
 
-MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm"})
+MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "_int_mm"})
 FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"})
 """Operations that start no kernel, beside those whose schema says that they return a view."""
 
