@@ -1,12 +1,12 @@
 """RMSNorm, rotary positions and concatenation of queries and keys as one function with a backward pass of its own.
 
-Stock processors run about a dozen elementwise kernels for each of them, and autograd keeps several fp32 copies. Here the
-backward pass starts from the projections as they were before the norm and computes the rest again, so nothing else is
-kept; weights of norms are frozen and get no gradient. There are two sets of kernels: `fused`, which runs plain
+Stock processors run about a dozen elementwise kernels for each of them, and autograd keeps several fp32 copies. Here
+the backward pass starts from the projections as they were before the norm and computes the rest again, so nothing else
+is kept; weights of norms are frozen and get no gradient. There are two sets of kernels: `fused`, which runs plain
 operations, in place where it can; and `compiled`, which torch.compile fuses into about one kernel per stream.
 
-With u = x / rms(x), y = w * u and out = R y for a rotation R, and g the gradient of out: the gradient of y is R^T g, and
-that of x is (h - u * mean(h * u)) / rms(x) with h = w * R^T g.
+With u = x / rms(x), y = w * u and out = R y for a rotation R, and g the gradient of out: the gradient of y is R^T g,
+and that of x is (h - u * mean(h * u)) / rms(x) with h = w * R^T g.
 
 Shapes: x (batch, tokens, heads, head size); a table of complex numbers broadcasts against (batch, tokens, heads, head
 size / 2), and turns pairs of neighboring channels. All arithmetic is in fp32.
@@ -43,7 +43,7 @@ class NormRope(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*streams)
         ctx.how = kernels, weights, tables, epsilon, rounds
-        out = kernels.forward(streams, weights, tables, epsilon)
+        out: Tensor = kernels.forward(streams, weights, tables, epsilon)
         return out.bfloat16().to(out.dtype) if rounds and out.dtype != torch.bfloat16 else out
 
     @staticmethod
@@ -61,18 +61,18 @@ def _lengths(streams: Sequence[Tensor]) -> list[int]:
 
 
 def _inverse_rms(x: Tensor, epsilon: float) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     return norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
 
 
 def _eager_forward(streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float) -> Tensor:
     first, lengths = streams[0], _lengths(streams)
-    out = first.new_empty(first.shape[0], sum(lengths), *first.shape[2:])
-    for x, weight, table, target in zip(streams, weights, tables, out.split(lengths, dim=1), strict=True):
+    out = torch.empty(first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device)
+    for x, weight, table, target in zip(streams, weights, tables, torch.split(out, lengths, dim=1), strict=True):
         y = x * _inverse_rms(x, epsilon)
         if weight is not None:
             y.mul_(weight)
@@ -91,7 +91,9 @@ def _eager_backward(
     gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
 ) -> list[Tensor]:
     found = []
-    for g, x, weight, table in zip(gradient.split(_lengths(streams), dim=1), streams, weights, tables, strict=True):
+    for g, x, weight, table in zip(
+        torch.split(gradient, _lengths(streams), dim=1), streams, weights, tables, strict=True
+    ):
         if table is None:
             h = g.to(torch.float32, copy=True)
         else:
@@ -116,7 +118,7 @@ def _wide(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _swap_pairs(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
 
 
 def _wide_forward(streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float) -> Tensor:
@@ -136,7 +138,9 @@ def _wide_backward(
     gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
 ) -> list[Tensor]:
     found = []
-    for g, x, weight, table in zip(gradient.split(_lengths(streams), dim=1), streams, weights, tables, strict=True):
+    for g, x, weight, table in zip(
+        torch.split(gradient, _lengths(streams), dim=1), streams, weights, tables, strict=True
+    ):
         h = g.float()
         if table is not None:
             h = h * table[0] + _swap_pairs(h * table[1])
@@ -150,14 +154,24 @@ def _wide_backward(
 
 
 @cache
-def _compiled(function: Any) -> Any:
-    return torch.compile(function)
+def _compile(function: Any) -> Any:
+    return torch.compile(function)  # when it is needed: torch's compiler takes seconds to import
+
+
+def _compiled_forward(streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float) -> Tensor:
+    out: Tensor = _compile(_wide_forward)(streams, weights, tables, epsilon)
+    return out
+
+
+def _compiled_backward(
+    gradient: Tensor, streams: Sequence[Tensor], weights: Any, tables: Tables, epsilon: float
+) -> list[Tensor]:
+    found: list[Tensor] = _compile(_wide_backward)(gradient, streams, weights, tables, epsilon)
+    return found
 
 
 KERNELS: dict[str, Kernels] = {
     "fused": Kernels(lambda table: table, _eager_forward, _eager_backward),
-    "compiled": Kernels(
-        _wide, lambda *given: _compiled(_wide_forward)(*given), lambda *given: _compiled(_wide_backward)(*given)
-    ),
+    "compiled": Kernels(_wide, _compiled_forward, _compiled_backward),
 }
 """By the name of the knob's choice. Only `compiled` takes seconds at its first call, and again for other shapes."""

@@ -43,7 +43,7 @@ def complex_tables(rotary: Rotary, positions: Any, lengths: Sequence[int]) -> li
         return [torch.view_as_complex(positions[..., 0].contiguous())]
     if rotary == "cos_sin":
         cosines, sines = (part[:, ::2].float() for part in positions)
-        return list(torch.complex(cosines, sines).unsqueeze(1).split(lengths))
+        return list(torch.split(torch.complex(cosines, sines).unsqueeze(1), list(lengths)))
     return [positions.unsqueeze(2)]
 
 
@@ -58,10 +58,12 @@ class JoinedNormRope:
 
     def attend(self, attn: nn.Module, image: Tensor, arguments: dict[str, Any]) -> Any:
         """What the stock processor returns."""
-        layout, text = self.layout, arguments.get("encoder_hidden_states")
+        layout = self.layout
+        text: Tensor | None = arguments.get("encoder_hidden_states")
+        names, states = [layout.image], [image]
         is_joined = layout.text is not None and text is not None
-        names = [layout.text, layout.image] if is_joined else [layout.image]
-        states = [text, image] if is_joined else [image]
+        if layout.text is not None and text is not None:
+            names, states = [layout.text, layout.image], [text, image]
         attended = states if is_joined or text is None else [text]
 
         def project(kind: str, inputs: list[Any]) -> list[Tensor]:
@@ -79,7 +81,7 @@ class JoinedNormRope:
         out = self._dispatch(query, key, value, _joint_mask(image, arguments)).flatten(2, 3).to(query.dtype)
         if not is_joined:
             return _project_out(attn, layout.image, out)
-        parts = out.split([part.shape[1] for part in states], dim=1)
+        parts = torch.split(out, [part.shape[1] for part in states], dim=1)
         after = [_project_out(attn, name, part) for name, part in zip(names, parts, strict=True)]
         return after[1], after[0]
 
@@ -87,7 +89,7 @@ class JoinedNormRope:
         norms = [getattr(attn, name) for name in names]
         weights = tuple(norm.weight for norm in norms)
         # Code is compiled for training steps alone: previews and evaluations have shapes of their own.
-        name = self.kernels if torch.is_grad_enabled() or streams[0].is_meta else "fused"
+        name = self.kernels if torch.is_grad_enabled() else "fused"
         tables: list[Any] = [None] * len(streams)
         if positions is not None:
             lengths = [stream.shape[1] for stream in streams]
@@ -156,5 +158,7 @@ def use_kernels(transformer: nn.Module, layouts: Sequence[AttentionLayout], name
         layout = by_class.get(type(processor).__name__)
         if layout is None or name == "stock" or getattr(module, layout.image.query_norm, None) is None:
             continue
-        processor.__class__ = _processor_class(type(processor))
-        processor.layout, processor.kernels, processor.tables = layout, name, tables  # type: ignore[union-attr]
+        changed: Any = processor
+        stock: Any = type(processor)
+        changed.__class__ = _processor_class(stock)
+        changed.layout, changed.kernels, changed.tables = layout, name, tables

@@ -21,7 +21,7 @@ from autotune.cost.trace.passes import (
 )
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, Parts, add_adapter, build_on_meta
-from autotune.knobs import Checkpointing, torch_dtype
+from autotune.knobs import Checkpointing, NormRope, torch_dtype
 from autotune.runtime import is_out_of_memory
 from autotune.schema import Bucket, Workload
 from autotune.weights import attribute_tensors, cast_as_loaded
@@ -153,11 +153,20 @@ class TracedModel:
             self.family.predict(transformer, noise, torch.empty(1, device="meta"), batch)
 
     def _traced(
-        self, precision: str, quantization: str, kernel: str, size: int, checkpointed: int, *, train: bool = True
+        self,
+        precision: str,
+        quantization: str,
+        kernel: str,
+        size: int,
+        checkpointed: int,
+        norm_rope: str = "stock",
+        *,
+        train: bool = True,
     ) -> TracePass:
         """A pass at micro-batch `size` whose first `checkpointed` blocks of the shortened model recompute."""
         transformer, dtype, masked = self.model(precision, quantization), torch_dtype(precision), self.masked(size)
         Checkpointing().apply(transformer, self.family, checkpointed)
+        NormRope().apply(transformer, self.family, norm_rope)
         batch = meta_batch(self.family, self.config, self.workload, size=size, masked=masked, dtype=dtype)
         return trace_pass(self.family, transformer, batch, kernel=kernel, rules=self.rules, train=train)
 

@@ -35,12 +35,19 @@ class PassChoice(NamedTuple):
     precision: str
     quantization: str
     attention: str
+    norm_rope: str
     micro_batch_size: int
 
     @classmethod
     def of(cls, candidate: Candidate) -> Self:
         """The candidate's choices."""
-        return cls(candidate.precision, candidate.quantization, candidate.attention, candidate.micro_batch_size)
+        return cls(
+            candidate.precision,
+            candidate.quantization,
+            candidate.attention,
+            candidate.norm_rope,
+            candidate.micro_batch_size,
+        )
 
 
 class PassTables:
@@ -61,7 +68,7 @@ class PassTables:
     def usual_choice(self) -> PassChoice:
         """Choices that any machine of this kind has."""
         context = TuningContext(self.hardware, self.model.family, self.workload)
-        return PassChoice(str(Precision().choices(context).admitted[0]), "none", "native", 1)
+        return PassChoice(str(Precision().choices(context).admitted[0]), "none", "native", "stock", 1)
 
     @cached_property
     def encoder_size(self) -> EncoderSize:
@@ -105,7 +112,7 @@ class PassTables:
 
         def traced(at: int) -> PassTable:
             settings = choice.precision, choice.quantization, self._kernel(choice, at)
-            return table_of(self.model.traced(*settings, at, checkpointed), rates, self.workload.rank)
+            return table_of(self.model.traced(*settings, at, checkpointed, choice.norm_rope), rates, self.workload.rank)
 
         if size in (1, low, high):
             table = traced(size)
@@ -145,7 +152,8 @@ class PassTables:
 
     def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
         size = choice.micro_batch_size
-        trace = self.model.traced(choice.precision, choice.quantization, self._kernel(choice, size), size, checkpointed)
+        stored, kernel = (choice.precision, choice.quantization), self._kernel(choice, size)
+        trace = self.model.traced(*stored, kernel, size, checkpointed, choice.norm_rope)
         segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
         block = trace.forward[len(trace.forward) // 2].events
         freed = {number for number, num_bytes in block if num_bytes < 0}
@@ -182,7 +190,7 @@ class PassTables:
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
-        precision, quantization, _, size = self.usual_choice
+        precision, quantization, _, _, size = self.usual_choice
         traced = precision, quantization, self._kernel(self.usual_choice, size), size, 0
         typical, largest = (
             table_of(model.traced(*traced), self.usual_rates, self.workload.rank)

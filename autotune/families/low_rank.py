@@ -1,9 +1,9 @@
 """A LoRA layer's forward and backward pass in fewer kernels than peft's, with the same numbers.
 
-peft computes `result + lora_B(lora_A(x)) * scaling`: on top of the products it reads and writes the layer's whole output
-five times forward and twice backward. Here the second product is added into the base layer's result as it is computed,
-and the scale is a factor of products or, in the backward pass, of their narrow side. What is kept for the backward pass
-is the same: the input, and its product with the first matrix.
+peft computes `result + lora_B(lora_A(x)) * scaling`: on top of the products it reads and writes the layer's whole
+output five times forward and twice backward. Here the second product is added into the base layer's result as it is
+computed, and the scale is a factor of products or, in the backward pass, of their narrow side. What is kept for the
+backward pass is the same: the input, and its product with the first matrix.
 
 Layers stay peft's, with its parameters and names, so adapters load and save as ever. Whatever is out of the ordinary
 (merged or disabled adapters, several of them, variants, convolutions, other dtypes) takes peft's own way.
@@ -80,6 +80,8 @@ def _lean_class(kind: type) -> type:
 def make_lean(transformer: nn.Module) -> None:
     """Give every LoRA layer around a Linear, quantized or not, the forward pass of this module."""
     for module in transformer.modules():
-        if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), nn.Linear):  # type: ignore[operator]
-            if not isinstance(module, LeanLora):
-                module.__class__ = _lean_class(type(module))
+        if not isinstance(module, LoraLayer) or isinstance(module, LeanLora):
+            continue
+        if isinstance(module.get_base_layer(), nn.Linear):
+            kind: Any = type(module)
+            module.__class__ = _lean_class(kind)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from autotune.knobs.caching import PIN, EncoderSize, choose_caching, describe_caching, size_of
     from autotune.knobs.checkpointed_blocks import Checkpointing
     from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE, startup_seconds
+    from autotune.knobs.norm_rope import NormRope
     from autotune.knobs.precision import Precision, torch_dtype
     from autotune.knobs.quantization import Quantization
     from autotune.knobs.registry import KNOBS, reload_key

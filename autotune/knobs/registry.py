@@ -8,6 +8,7 @@ from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.loader import WeightLoader
 from autotune.knobs.micro_batch import MicroBatchSize
+from autotune.knobs.norm_rope import NormRope
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
@@ -20,6 +21,7 @@ KNOBS: tuple[Knob, ...] = (
     Quantization(),
     Swapping(),
     Attention(),
+    NormRope(),
     Compile(),
     Precision(),
     Optimizer(),

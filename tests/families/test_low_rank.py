@@ -102,13 +102,17 @@ def test_gradients_accumulate_and_the_base_result_may_be_shared_by_recomputation
             torch.manual_seed(seed)
             x = torch.randn(2, 64, requires_grad=True)
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sin().sum().backward()
-    assert_same([p.grad for p in ours.parameters() if p.requires_grad], [p.grad for p in peft.parameters() if p.requires_grad])
+    assert_same(
+        [p.grad for p in ours.parameters() if p.requires_grad], [p.grad for p in peft.parameters() if p.requires_grad]
+    )
 
 
 def test_disabled_merged_and_several_adapters_take_pefts_way():
     peft, ours = pair()
     for model in (peft, ours):
-        inject_adapter_in_model(LoraConfig(r=4, target_modules=["0"], init_lora_weights=False), model, adapter_name="second")
+        inject_adapter_in_model(
+            LoraConfig(r=4, target_modules=["0"], init_lora_weights=False), model, adapter_name="second"
+        )
         torch.manual_seed(3)
         for parameter in model[0].lora_B["second"].parameters():
             nn.init.normal_(parameter)

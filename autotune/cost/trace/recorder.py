@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name[6:]
         if self.counts_host and (scratch := conversion_bytes(func, inputs)):
             self._allocate(segment, scratch)()
-        if fresh or not (func.is_view or name in FREE):
+        if name != "empty" and (fresh or not (func.is_view or name in FREE)):
             self._charge(segment, (func, args, kwargs or {}, out, inputs, outputs))
         return out
 
