@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from autotune.families.registry import get_family
 from autotune.hardware.store import load_profile
 from autotune.schema.base import digest_of
+from autotune.schema.candidate import Candidate
 from autotune.schema.plan_file import parse_plan, read_plan
 from autotune.search.study import published_plan
 from autotune.sharing.files import LocalFiles
@@ -73,6 +74,12 @@ def command(
     return lambda *arguments: autotune_here(capfd, *arguments)
 
 
+def _defaults_of_later_fields(settings: dict[str, object]) -> dict[str, object]:
+    """Knobs that did not exist when the plan was written mean their defaults."""
+    fields = Candidate.model_fields.items()
+    return {name: field.default for name, field in fields if name not in settings}
+
+
 @pytest.mark.parametrize("name", PLANS, ids=str)
 def test_plans_are_read_checked_and_explained(name: Path, command: Command) -> None:
     path = SCHEMA_1 / name
@@ -80,7 +87,8 @@ def test_plans_are_read_checked_and_explained(name: Path, command: Command) -> N
     plan = read_plan(path)
     assert (written["frozen"]["schema_version"], plan.frozen.schema_version) == (1, 2)
     assert (plan.identity, plan.digest) == (written["digest"], digest_of(plan.frozen))
-    assert plan.frozen.settings.model_dump(mode="json") == written["frozen"]["settings"]
+    settings = written["frozen"]["settings"]
+    assert plan.frozen.settings.model_dump(mode="json") == {**settings, **_defaults_of_later_fields(settings)}
     assert plan.job.model_dump(mode="json") == written["job"]
     explained = command("explain", path)
     assert explained.returncode == 0, explained.stderr
