@@ -65,12 +65,11 @@ def job_time(cost: CostModel, prediction: Prediction, *, num_steps: int, num_ima
     forward = cost.tables.forward_seconds(candidate)
     defaults = cost.family.defaults
     preview = defaults.preview_steps * defaults.preview_calls * forward
-    compiling = startup_seconds(cost.family, cost.workload)
     load = (storage.weight_bytes + sum(encoders) * element + vae.weight_bytes) / disk
     parts = {
         "load_seconds": load,
         "cache_seconds": num_images * per_image,
-        "compile_seconds": compiling if candidate.compile == "block" else 0.0,
+        "compile_seconds": startup_seconds(candidate, cost.family, cost.workload),
         "step_seconds": num_steps * prediction.step_seconds,
         "preview_seconds": num_previews * preview,
         "save_seconds": CHECKPOINTS_PER_JOB * CHECKPOINT_SECONDS,

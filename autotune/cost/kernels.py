@@ -8,6 +8,8 @@ device runs a fused kernel, or a kernel takes scratch memory of its own, the dif
   input differ in dtype (aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`);
 - dropout: on CPU noise of the input's dtype, on CUDA one kernel that keeps a mask of one byte an element
   (aten/src/ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`);
+- compiled norm and RoPE: one kernel for each stream of queries and of keys, forward and backward. Tables of cosines
+  are not counted as read: they are small and stay in the cache;
 - LLM.int8 is two kernels around a product on CUDA, plain operations in fp32 on CPU
   (bitsandbytes/backends/cuda/ops.py and default/ops.py, int8_vectorwise_quant and int8_mm_dequant);
 - operands of mixed dtypes are converted as they are read on CUDA, beforehand on CPU
@@ -17,11 +19,12 @@ device runs a fused kernel, or a kernel takes scratch memory of its own, the dif
   as much is an assumption, from its last kernel, which converts the query's gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
 
+from autotune.attention import KERNELS
 from autotune.backends import ATTENTION_BACKENDS, prefers_cudnn
 from autotune.schema import HardwareProfile
 
@@ -107,12 +110,15 @@ def substitutes(kernel: str, rules: DeviceRules) -> Iterator[None]:
         table["rms_norm"] = _rms_norm_on_cuda(functional.rms_norm)
         table["dropout"] = _fused_dropout
     originals = {name: getattr(functional, name) for name in table}
+    compiled = KERNELS["compiled"]
     try:
+        KERNELS["compiled"] = compiled._replace(forward=_joined_norm_rope, backward=_norm_rope_backward)
         for name, substitute in table.items():
             setattr(functional, name, substitute)
         with attention_backend("native"):
             yield
     finally:
+        KERNELS["compiled"] = compiled
         for name, original in originals.items():
             setattr(functional, name, original)
 
@@ -183,6 +189,27 @@ def _rms_norm_on_cuda(decomposed: Callable[..., "torch.Tensor"]) -> Callable[...
         return result
 
     return normalized
+
+
+def _joined_norm_rope(
+    streams: "Sequence[torch.Tensor]", weights: object, tables: object, epsilon: float
+) -> "torch.Tensor":
+    import torch
+
+    lengths, first = [stream.shape[1] for stream in streams], streams[0]
+    out = torch.empty(first.shape[0], sum(lengths), *first.shape[2:], dtype=first.dtype, device=first.device)
+    for stream, target in zip(streams, torch.split(out, lengths, dim=1), strict=True):
+        target.copy_(stream)
+    return out
+
+
+def _norm_rope_backward(
+    gradient: "torch.Tensor", streams: "Sequence[torch.Tensor]", weights: object, tables: object, epsilon: float
+) -> "list[torch.Tensor]":
+    import torch
+
+    parts = torch.split(gradient, [stream.shape[1] for stream in streams], dim=1)
+    return [part * stream for part, stream in zip(parts, streams, strict=True)]  # reads both and writes one
 
 
 def _fused_dropout(

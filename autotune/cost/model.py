@@ -21,7 +21,14 @@ from autotune.cost.trace.passes import (
 )
 from autotune.errors import InvalidInput, first_line
 from autotune.families import Family, Parts, add_adapter, build_on_meta
-from autotune.knobs import Checkpointing, ModulationAhead, find_modulation_ahead, take_layers, torch_dtype
+from autotune.knobs import (
+    Checkpointing,
+    ModulationAhead,
+    NormRope,
+    find_modulation_ahead,
+    take_layers,
+    torch_dtype,
+)
 from autotune.runtime import is_out_of_memory
 from autotune.schema import Bucket, Workload
 from autotune.weights import attribute_tensors, cast_as_loaded, from_pretrained_dtypes
@@ -188,12 +195,14 @@ class TracedModel:
         checkpointed: int,
         *,
         modulation: str = "resident",
+        norm_rope: str = "stock",
         train: bool = True,
     ) -> TracePass:
         """A pass at micro-batch `size` whose first `checkpointed` blocks of the shortened model recompute."""
         transformer = self.model(precision, quantization, modulation)
         dtype, masked = torch_dtype(precision), self.masked(size)
         Checkpointing().apply(transformer, self.family, checkpointed)
+        NormRope().apply(transformer, self.family, norm_rope)
         batch = meta_batch(self.family, self.config, self.workload, size=size, masked=masked, dtype=dtype)
         return trace_pass(self.family, transformer, batch, kernel=kernel, rules=self.rules, train=train)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ class PassChoice(NamedTuple):
     attention: str
     micro_batch_size: int
     modulation: str
+    norm_rope: str
 
     @classmethod
     def of(cls, candidate: Candidate) -> Self:
@@ -47,7 +48,12 @@ class PassChoice(NamedTuple):
             candidate.attention,
             candidate.micro_batch_size,
             candidate.modulation,
+            candidate.norm_rope,
         )
+
+    def traced_options(self) -> dict[str, Any]:
+        """The choices that a trace takes by name."""
+        return {"modulation": self.modulation, "norm_rope": self.norm_rope}
 
 
 class PassTables:
@@ -68,7 +74,7 @@ class PassTables:
     def usual_choice(self) -> PassChoice:
         """Choices that any machine of this kind has."""
         context = TuningContext(self.hardware, self.model.family, self.workload)
-        return PassChoice(str(Precision().choices(context).admitted[0]), "none", "native", 1, "resident")
+        return PassChoice(str(Precision().choices(context).admitted[0]), "none", "native", 1, "resident", "stock")
 
     @cached_property
     def encoder_size(self) -> EncoderSize:
@@ -112,7 +118,7 @@ class PassTables:
 
         def traced(at: int) -> PassTable:
             settings = choice.precision, choice.quantization, self._kernel(choice, at)
-            trace = self.model.traced(*settings, at, checkpointed, modulation=choice.modulation)
+            trace = self.model.traced(*settings, at, checkpointed, **choice.traced_options())
             return table_of(trace, rates, self.workload.rank)
 
         if size in (1, low, high):
@@ -154,7 +160,7 @@ class PassTables:
     def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
         size = choice.micro_batch_size
         traced = choice.precision, choice.quantization, self._kernel(choice, size), size, checkpointed
-        trace = self.model.traced(*traced, modulation=choice.modulation)
+        trace = self.model.traced(*traced, **choice.traced_options())
         segments = (trace.before, *trace.forward, trace.between, *reversed(trace.backward))
         block = trace.forward[len(trace.forward) // 2].events
         freed = {number for number, num_bytes in block if num_bytes < 0}
@@ -191,10 +197,10 @@ class PassTables:
         return (1 - padded) * self._typical_shares(mean) + padded * self._typical_shares(longest)
 
     def _find_typical_shares(self, text_tokens: int) -> NDArray[np.float64]:
-        precision, quantization, _, size, modulation = self.usual_choice
-        traced = precision, quantization, self._kernel(self.usual_choice, size), size, 0
+        choice, size = self.usual_choice, self.usual_choice.micro_batch_size
+        traced = choice.precision, choice.quantization, self._kernel(choice, size), size, 0
         typical, largest = (
-            table_of(model.traced(*traced, modulation=modulation), self.usual_rates, self.workload.rank)
+            table_of(model.traced(*traced, **choice.traced_options()), self.usual_rates, self.workload.rank)
             .stretched(model.counts, model.traced_counts)
             .seconds
             for model in (self.model.in_shape(typical_bucket(self.workload), text_tokens), self.model)

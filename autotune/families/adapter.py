@@ -28,6 +28,8 @@ def add_adapter(
     import torch
     from peft import LoraConfig
 
+    from autotune.families.low_rank import make_lean
+
     modules = family.target_set(workload.targets)
     config = LoraConfig(
         r=workload.rank,
@@ -40,6 +42,7 @@ def add_adapter(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer.add_adapter(config, adapter_name=ADAPTER_NAME)  # type: ignore[operator]
+    make_lean(transformer)
     parameters = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import AttentionLayout
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families.modulation import ModulationLayers
 from autotune.families.noise import FLOW_MATCHING, NoiseProcess
@@ -107,6 +108,9 @@ class Family(ABC):
     """The modulation layers, if they hold a large share of the weights; else `excluded` says why it does not pay."""
     excluded: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Knobs that stay at their defaults with this family, and why."""
+    attention_layouts: ClassVar[tuple[AttentionLayout, ...]] = ()
+    """The transformer's attention processors that `norm_rope` can take the place of; if there are none, `excluded` says
+    why."""
     patch: ClassVar[int] = 2
     """Latents that one token stands for, along each side."""
     max_text_tokens: ClassVar[int]

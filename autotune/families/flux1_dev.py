@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, unwrap_model
 from autotune.families.latents import encode_image
 from autotune.families.modulation import ModulationLayers
@@ -73,6 +74,7 @@ class Flux1Dev(Family):
     modulation = ModulationLayers(
         rf"{BLOCK}\.norm(1|1_context)?|norm_out", ("time_text_embed",), inputs=("pooled_prompt_embeds",)
     )
+    attention_layouts = (AttentionLayout("FluxAttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),)
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
 from autotune.families.packing import ATTENTION
 from autotune.families.published import Config, Defaults, Parts, PublishedModel
@@ -103,6 +104,8 @@ class Flux2Klein(Family):
     excluded = MappingProxyType(
         {"modulation": "its blocks share their modulation layers, which hold 4% of the weights"}
     )
+    # Not of single-stream blocks: there one projection makes queries, keys, values and the feed-forward part.
+    attention_layouts = (AttentionLayout("Flux2AttnProcessor", "cos_sin", "image_rotary_emb", text=ADDED_TEXT),)
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         size = (bucket.height_px // LATENT_PX, bucket.width_px // LATENT_PX)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import AttentionLayout, Stream
 from autotune.errors import InvalidInput
 from autotune.families.base import (
     Batch,
@@ -72,6 +73,15 @@ class Kandinsky5(Family):
         rf"{BLOCK}\.(text|visual)_modulation|out_layer\.modulation",
         ("time_embeddings", "pooled_text_embeddings"),
         inputs=("pooled_prompt_embeds",),
+    )
+    attention_layouts = (
+        AttentionLayout(
+            "Kandinsky5AttnProcessor",
+            "matrix",
+            "rotary_emb",
+            Stream("to_query", "to_key", "to_value", "query_norm", "key_norm", "out_layer"),
+            rounds_to_bf16=True,
+        ),
     )
 
     def build_transformer(self, config: Config) -> "nn.Module":

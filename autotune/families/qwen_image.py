@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import ADDED_TEXT, AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline, count_tokens
 from autotune.families.latents import encode_standardized
 from autotune.families.modulation import ModulationLayers
@@ -64,6 +65,9 @@ class QwenImage(Family):
     }
     block_lists = ("transformer_blocks",)
     modulation = ModulationLayers(rf"{BLOCK}\.(img|txt)_mod|norm_out", ("time_text_embed",))
+    attention_layouts = (
+        AttentionLayout("QwenDoubleStreamAttnProcessor2_0", "streams", "image_rotary_emb", text=ADDED_TEXT),
+    )
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         channels = config.get("in_channels", 64) // PATCH**2

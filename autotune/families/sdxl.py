@@ -100,6 +100,7 @@ class StableDiffusionXL(Family):
             "attention": DIRECT,
             "compile": "its blocks have too many shapes: torch would compile each anew",
             "modulation": "a UNet has no modulation layers",
+            "norm_rope": "its attention neither norms nor turns queries and keys",
         }
     )
 

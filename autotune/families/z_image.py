@@ -5,6 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from autotune.attention import AttentionLayout
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, count_chat_tokens
 from autotune.families.latents import encode_image
 from autotune.families.packing import VAE_FACTOR
@@ -67,6 +68,7 @@ class ZImage(Family):
     }
     block_lists = ("noise_refiner", "context_refiner", "layers")
     excluded = MappingProxyType({"modulation": "its modulation layers hold 2% of the weights"})
+    attention_layouts = (AttentionLayout("ZSingleStreamAttnProcessor", "complex", "freqs_cis"),)
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)

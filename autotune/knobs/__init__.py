@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE, startup_seconds
     from autotune.knobs.modulation import window_steps
     from autotune.knobs.modulation_ahead import ModulationAhead, find_modulation_ahead, take_layers
+    from autotune.knobs.norm_rope import NormRope
     from autotune.knobs.precision import Precision, torch_dtype
     from autotune.knobs.quantization import Quantization
     from autotune.knobs.registry import KNOBS, reload_key

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autotune.families import Family
+from autotune.knobs import norm_rope
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext, unavailable_reason
 from autotune.schema import Candidate, Choice, HardwareProfile, Workload
 
@@ -31,7 +32,7 @@ class Compile(Knob):
         capability = context.hardware.capability("compile")
         if not capability.available:
             return Choices(("off",), rejected={"block": capability.reason})
-        startup = startup_seconds(context.family, context.workload)
+        startup = _seconds_of_blocks(context.family, context.workload)
         why = f"compiling takes about {startup:.0f} s here, and what it saves has to be measured: pin it to try"
         return Choices(("off",), on_request={"block": why})
 
@@ -52,7 +53,14 @@ class Compile(Knob):
                 block._compiled_call_impl = None
 
 
-def startup_seconds(family: Family, workload: Workload) -> float:
-    """Seconds to compile all blocks, for the first shape and once more for all others; blocks of one kind share it."""
+def startup_seconds(candidate: Candidate, family: Family, workload: Workload) -> float:
+    """Seconds to compile what a candidate compiles."""
+    if candidate.compile == "block":
+        return _seconds_of_blocks(family, workload)
+    return norm_rope.STARTUP_SECONDS if candidate.norm_rope == "compiled" else 0.0
+
+
+def _seconds_of_blocks(family: Family, workload: Workload) -> float:
+    """Of all blocks, for the first shape and once more for all others; blocks of one kind share it."""
     has_one_shape = len(workload.buckets) == 1 and workload.text_padding == "exact"
     return STARTUP_SECONDS * len(family.block_lists) * (1 if has_one_shape else 2)

@@ -9,6 +9,7 @@ from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.loader import WeightLoader
 from autotune.knobs.micro_batch import MicroBatchSize
 from autotune.knobs.modulation import Modulation
+from autotune.knobs.norm_rope import NormRope
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
@@ -22,6 +23,7 @@ KNOBS: tuple[Knob, ...] = (
     Swapping(),
     Modulation(),
     Attention(),
+    NormRope(),
     Compile(),
     Precision(),
     Optimizer(),

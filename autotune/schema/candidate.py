@@ -30,6 +30,8 @@ class Candidate(Frozen):
     """`resident`, or `ahead`: the modulations of coming draws are computed in windows, and their layers not loaded."""
     compile: str = "off"
     """`off`, or `block`: each repeated block is compiled by torch.compile."""
+    norm_rope: str = "stock"
+    """How queries and keys are normed, turned and joined: `stock`, `fused`, or `compiled`."""
     optimizer: str = "adamw"
     allocator: str = "default"
     """How the device's caching allocator grows: by `default` or by `expandable` segments."""

@@ -71,7 +71,7 @@ def load_model(
     adapter = add_adapter(model.family, transformer, workload, dtype, seed=seed)
     Swapping().apply(transformer, model.family, settings.swapped_blocks)
     loaded = TrainingModel(model.family, transformer, adapter, device, dtype, model.noise, error)
-    if settings.compile != "off":
+    if settings.compile != "off" or settings.norm_rope == "compiled":
         import torch._dynamo.config as dynamo
 
         # Beyond its limit of eight graphs torch runs code uncompiled, and only logs it.

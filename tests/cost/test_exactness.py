@@ -29,8 +29,16 @@ STORED = [
 WEIGHT_FORMATS = [*((name, "none") for name in TINY), *STORED]
 
 
-def candidate_of(precision: str = "bf16", quantization: str = "none", k: int = 0, size: int = 2) -> Candidate:
-    return Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=quantization, precision=precision)
+def candidate_of(
+    precision: str = "bf16", quantization: str = "none", k: int = 0, size: int = 2, norm_rope: str = "stock"
+) -> Candidate:
+    return Candidate(
+        micro_batch_size=size,
+        checkpointed_blocks=k,
+        quantization=quantization,
+        precision=precision,
+        norm_rope=norm_rope,
+    )
 
 
 @pytest.mark.parametrize(("name", "quantization"), WEIGHT_FORMATS)
@@ -54,10 +62,19 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     )
 
 
-@pytest.mark.parametrize(("name", "quantization"), WEIGHT_FORMATS)
-def test_bytes_saved_for_backward_are_exact(predictor, name, quantization):
+@pytest.mark.parametrize(
+    ("name", "quantization", "norm_rope"),
+    [
+        *(
+            pytest.param(*getattr(one, "values", one), "stock", marks=getattr(one, "marks", ()))
+            for one in WEIGHT_FORMATS
+        ),
+        *((name, "none", "fused") for name in TINY if FAMILIES[name].attention_layouts),
+    ],
+)
+def test_bytes_saved_for_backward_are_exact(predictor, name, quantization, norm_rope):
     own, family = predictor(name), FAMILIES[name]
-    transformer, _ = build(family, TINY[name], own.workload, candidate_of("fp32", quantization))
+    transformer, _ = build(family, TINY[name], own.workload, candidate_of("fp32", quantization, norm_rope=norm_rope))
     batch = batches(family, TINY[name], own.workload, candidate_of("fp32"))[0]
     noise, sigmas = torch.randn_like(batch["latents"]), torch.rand(2)
     shorten(family, transformer, TRACED_BLOCKS)
@@ -73,12 +90,13 @@ def test_bytes_saved_for_backward_are_exact(predictor, name, quantization):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = denoising_loss(family, transformer, batch, noise, sigmas)
     saved |= {t.untyped_storage()._cdata: weakref.ref(t.untyped_storage()) for t in _kept_by_nodes(loss.grad_fn)}
+    saved |= {t.untyped_storage()._cdata: weakref.ref(t.untyped_storage()) for t in _rotary_tables(transformer)}
     # Of a branch that nothing uses, such as the text stream's end, what was saved is gone again.
     alive = {key: storage() for key, storage in saved.items() if key not in known}
     expected = sum(storage.nbytes() for storage in alive.values() if storage is not None)
-    own.model.traced("fp32", quantization, "cpu", 2, 0)
+    own.model.traced("fp32", quantization, "cpu", 2, 0, norm_rope)
     own.model.traced.cache_clear()
-    traced = own.model.traced("fp32", quantization, "cpu", 2, 0)  # the second pass finds the caches filled
+    traced = own.model.traced("fp32", quantization, "cpu", 2, 0, norm_rope)  # the second pass finds the caches filled
     assert traced.saved_bytes - loss.nbytes == expected
 
 
@@ -87,14 +105,22 @@ def _plain(transformer):
 
 
 def _kept_by_nodes(root):
-    """What bitsandbytes' products keep as plain attributes, which no hook sees."""
+    """What bitsandbytes' products, and norm and RoPE, keep as plain attributes, which no hook sees."""
     seen, waiting = set(), [root]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
-            yield from (t for t in getattr(node, "tensors", ()) if isinstance(t, torch.Tensor))
+            tables = node.how[2] if hasattr(node, "how") else ()
+            yield from (t for t in (*getattr(node, "tensors", ()), *tables) if isinstance(t, torch.Tensor))
+
+
+def _rotary_tables(transformer):
+    """What all processors of ours share, until the next pass."""
+    for module in transformer.modules():
+        if tables := getattr(getattr(module, "processor", None), "tables", None):
+            yield tables.key[0]
 
 
 def _live_caches(transformer):
@@ -128,6 +154,24 @@ def test_peak_agrees_with_the_profiler_at_any_number_of_checkpointed_blocks(pred
     own = predictor(name)
     last = own.workload.model.num_blocks - 1
     candidate = candidate_of("fp32", quantization, k=round(share * last))
+    truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("name", [name for name in TINY if FAMILIES[name].attention_layouts])
+def test_peak_with_fused_norm_and_rope(predictor, name, share):
+    own = predictor(name)
+    last = own.workload.model.num_blocks - 1
+    candidate = candidate_of("fp32", k=round(share * last), norm_rope="fused")
+    truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen-image", "flux1-dev"])
+def test_peak_with_compiled_norm_and_rope(predictor, name):
+    own, candidate = predictor(name), candidate_of("fp32", norm_rope="compiled")
     truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
 

@@ -30,7 +30,7 @@ from autotune.cost.trace.shapes import called
 if TYPE_CHECKING:
     from torch import Tensor
 
-MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_int_mm"})
+MATMULS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "_int_mm"})
 FREE = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "alias", "empty", "empty_like"})
 """Operations that start no kernel, beside those whose schema says that they return a view."""
 
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name[6:]
         if self.counts_host and (scratch := conversion_bytes(func, inputs)):
             self._allocate(segment, scratch)()
-        if fresh or not (func.is_view or name in FREE):
+        if name != "empty" and (fresh or not (func.is_view or name in FREE)):
             self._charge(segment, (func, args, kwargs or {}, out, inputs, outputs))
         return out
 

@@ -1,0 +1,168 @@
+"""One function for norm, rotation and joining: diffusers' numbers and gradients, and nothing kept but its inputs."""
+
+import pytest
+import torch
+from diffusers.models.normalization import RMSNorm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.attention import KERNELS
+from autotune.attention.norm_rope import NormRope, _wide_backward, _wide_forward
+
+PLAIN = KERNELS["compiled"]._replace(forward=_wide_forward, backward=_wide_backward)
+"""What is compiled, as Python runs it."""
+WAYS = {"fused": KERNELS["fused"], "wide": PLAIN}
+EPSILON = 1e-6
+
+
+def reference(streams, weights, tables, epsilon=EPSILON):
+    """In the dtype of the streams, each step an operation that autograd knows."""
+    outs = []
+    for x, weight, table in zip(streams, weights, tables, strict=True):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+        y = y if weight is None else y * weight
+        if table is not None:
+            y = torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * table).flatten(-2)
+        outs.append(y)
+    return torch.cat(outs, dim=1)
+
+
+def make(lengths, batch, heads, pairs, *, dtype=torch.float64, weighted=True, turned=True, scale=1.0):
+    torch.manual_seed(0)
+    streams = [(torch.randn(batch, n, heads, 2 * pairs, dtype=dtype) * scale).requires_grad_() for n in lengths]
+    weights = [torch.randn(2 * pairs, dtype=dtype) if weighted else None for _ in lengths]
+    angles = [torch.randn(n, 1, pairs, dtype=dtype) for n in lengths]
+    tables = [torch.polar(torch.ones_like(a), a) if turned else None for a in angles]
+    return streams, weights, tables
+
+
+def ours(kernels, streams, weights, tables, *, rounds=False, epsilon=EPSILON):
+    forms = tuple(None if table is None else kernels.table(table.to(torch.complex64)) for table in tables)
+    return NormRope.apply(kernels, tuple(weights), forms, epsilon, rounds, *streams)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    pairs=st.integers(1, 5),
+    weighted=st.booleans(),
+    turned=st.booleans(),
+    scale=st.sampled_from([1e-4, 1.0, 1e3]),
+)
+def test_any_shape_gives_the_reference_and_its_gradients(way, lengths, batch, heads, pairs, weighted, turned, scale):
+    exact = make(lengths, batch, heads, pairs, weighted=weighted, turned=turned, scale=scale)
+    expected = reference(*exact)
+    gradient = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad(expected, exact[0], gradient)
+    streams = [x.detach().float().requires_grad_() for x in exact[0]]
+    weights = [None if w is None else w.float() for w in exact[1]]
+    out = ours(WAYS[way], streams, weights, exact[2])
+    found = torch.autograd.grad(out, streams, gradient.float())
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    size = max(float(each.norm()) for each in wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert float((one - other).norm()) <= 2e-5 * size + 1e-12
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bf16_is_at_least_as_exact_as_diffusers(way):
+    exact = make([3, 40], 2, 4, 16)
+    expected = reference(*exact)
+    gradient = torch.randn(expected.shape, dtype=torch.float64)
+    wanted = [expected, *torch.autograd.grad(expected, exact[0], gradient)]
+    streams = [x.detach().bfloat16().requires_grad_() for x in exact[0]]
+    weights = [w.bfloat16() for w in exact[1]]
+
+    def stock(streams):
+        outs = []
+        for x, weight, table in zip(streams, weights, exact[2], strict=True):
+            norm = RMSNorm(x.shape[-1], EPSILON)
+            norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+            y = norm(x).float().unflatten(-1, (-1, 2))
+            turned = torch.view_as_real(torch.view_as_complex(y) * table.to(torch.complex64))
+            outs.append(turned.flatten(-2).to(x.dtype))
+        return torch.cat(outs, dim=1)
+
+    def errors(out):
+        results = [out, *torch.autograd.grad(out, streams, gradient.bfloat16())]
+        return [float((one.double() - other).norm() / other.norm()) for one, other in zip(results, wanted, strict=True)]
+
+    plain = errors(stock(streams))
+    assert all(
+        one <= 1.05 * other for one, other in zip(errors(ours(WAYS[way], streams, *exact[1:])), plain, strict=True)
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_the_projections_are_saved(way):
+    streams, weights, tables = make([3, 4], 2, 2, 8, dtype=torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        ours(WAYS[way], streams, weights, tables)
+    assert saved == [stream.data_ptr() for stream in streams]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_in_attentions_memory_order(way):
+    """Attention gives gradients of (batch, heads, tokens, size) in memory; even the last dimension may be strided."""
+    streams, weights, tables = make([3, 4], 2, 2, 8, dtype=torch.float32)
+    out = ours(WAYS[way], streams, weights, tables)
+    plain = torch.randn(out.shape)
+    wanted = torch.autograd.grad(out, streams, plain, retain_graph=True)
+    for order in ((0, 2, 1, 3), (3, 1, 0, 2)):
+        back = [order.index(i) for i in range(4)]
+        strided = plain.permute(order).contiguous().permute(back)
+        found = torch.autograd.grad(out, streams, strided, retain_graph=True)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_inputs_are_left_as_they_are(way):
+    streams, weights, tables = make([3, 4], 1, 2, 4, dtype=torch.float32)
+    before = [t.detach().clone() for t in (*streams, *weights, *tables)]
+    out = ours(WAYS[way], streams, weights, tables)
+    gradient = torch.ones_like(out)
+    torch.autograd.grad(out, streams, gradient)
+    assert torch.equal(gradient, torch.ones_like(out))
+    assert all(torch.equal(one, other) for one, other in zip((*streams, *weights, *tables), before, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_zeros_give_finite_gradients(way):
+    streams, weights, tables = make([2], 1, 1, 4, dtype=torch.float32)
+    streams[0].data[:, 0] = 0
+    out = ours(WAYS[way], streams, weights, tables)
+    (found,) = torch.autograd.grad(out.sum(), streams)
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rounding_to_bf16_rounds_outputs_and_gradients_alike(way):
+    streams, weights, tables = make([3], 1, 2, 4, dtype=torch.float32)
+    out = ours(WAYS[way], streams, weights, tables, rounds=True)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, out.bfloat16().float())
+    gradient = torch.randn(out.shape)
+    (found,) = torch.autograd.grad(out, streams, gradient)
+    (plain,) = torch.autograd.grad(ours(WAYS[way], streams, weights, tables), streams, gradient.bfloat16().float())
+    torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.slow
+def test_compiled_kernels_give_what_python_gives():
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        streams, weights, tables = make([3, 8], 2, 2, 8, dtype=torch.float32)
+        streams = [x.detach().to(dtype).requires_grad_() for x in streams]
+        weights = [w.to(dtype) for w in weights]
+        results = []
+        for kernels in (PLAIN, KERNELS["compiled"]):
+            out = ours(kernels, streams, weights, tables)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), streams)])
+        for one, other in zip(*results, strict=True):
+            assert float((one - other).float().norm()) <= tolerance * float(one.float().norm())
