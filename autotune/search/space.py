@@ -54,6 +54,10 @@ def build_search_space(
             raise NothingFits(f"no value of {name} can be used here ({reasons})", hint=hint)
     admitted = {name: choices.admitted for name, choices in per_knob.items()}
     candidates, conflicts = _enumerate(admitted, context)
+    if not candidates:  # what a rule settles yields to what is pinned
+        settled = {name for name, _ in conflicts} - {name for name, _ in pins}
+        admitted |= {name: (*admitted[name], *per_knob[name].on_request) for name in settled}
+        candidates, conflicts = _enumerate(admitted, context)
     if not candidates:
         reasons = "; ".join(dict.fromkeys(conflict.reason for _, conflict in conflicts))
         raise InvalidInput(f"what is pinned does not go together: {reasons}", hint="leave out a --pin or an --exclude")
