@@ -104,7 +104,20 @@ def sdxl(unet, noisy, timestep, sample: Tensors):
     ).sample[0][:, None]
 
 
+def wan(transformer, noisy, sigma, sample: Tensors):
+    return transformer(noisy[None], torch.tensor([1000 * sigma]), sample["prompt_embeds"][None]).sample[0]
+
+
+def wan_22(transformer, noisy, sigma, sample: Tensors):
+    """As its pipeline calls it: with a timestep for each token."""
+    _, frames, height, width = noisy.shape
+    steps = torch.full((1, frames * (height // 2) * (width // 2)), 1000 * sigma)
+    return transformer(noisy[None], steps, sample["prompt_embeds"][None]).sample[0]
+
+
 PREDICTIONS = {
+    "wan-2.1": wan,
+    "wan-2.2": wan_22,
     "sdxl": sdxl,
     "flux2-klein": flux2,
     "z-image": z_image,

@@ -27,6 +27,9 @@ PUBLISHED = {
     "flux2-klein-9b": (9_078_581_248, 32),
     "flux2-klein-4b-distilled": (3_875_544_576, 25),
     "flux2-klein-9b-distilled": (9_078_581_248, 32),
+    "wan-2.1": (1_418_996_800, 30),
+    "wan-2.1-14b": (14_288_491_584, 40),
+    "wan-2.2": (4_999_787_712, 30),
     "sdxl": (2_567_463_684, 86),
     "z-image": (6_154_908_736, 34),
     "z-image-turbo": (6_154_908_736, 34),
@@ -69,7 +72,8 @@ def published_folder(folder, name):
         if part.startswith("text_encoder"):
             save_file({"weight": torch.zeros(1)}, folder / part / "model.safetensors")
     parts = {family.denoiser: family.transformer_class, "vae": family.parts.vae_class}
-    index = {"_class_name": family.pipeline_class, **{part: ["diffusers", cls] for part, cls in parts.items()}}
+    named = {"_class_name": family.pipeline_class, **family.pipeline_config}
+    index = {**named, **{part: ["diffusers", cls] for part, cls in parts.items()}}
     (folder / "model_index.json").write_text(json.dumps(index))
     for part, config in ((family.denoiser, transformer), ("vae", vae)):
         named = {"_class_name": parts[part], "_diffusers_version": "0.34.0.dev0", **config}
@@ -101,8 +105,29 @@ def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):
     assert traced.vae_cost("bf16").weight_bytes == 2 * 83_819_683
 
 
-def test_each_pipeline_class_belongs_to_one_family():
-    assert len({family.pipeline_class for family in FAMILIES.values()}) == len(FAMILIES)
+def test_each_pipeline_belongs_to_one_family():
+    for family in FAMILIES.values():
+        index = {**family.pipeline_config, "_class_name": family.pipeline_class}
+        assert [other for other in FAMILIES.values() if other.is_pipeline(index)] == [family]
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        ({}, "wan-2.1"),  # as diffusers wrote it before there was another
+        ({"expand_timesteps": False, "boundary_ratio": None}, "wan-2.1"),
+        ({"expand_timesteps": True, "boundary_ratio": None}, "wan-2.2"),
+        ({"expand_timesteps": False, "boundary_ratio": 0.875}, None),  # two transformers
+    ],
+)
+def test_kinds_of_one_pipeline_are_told_apart(tmp_path, index, found):
+    folder = published_folder(tmp_path, found or "wan-2.1")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **index}))
+    if found:
+        assert resolve_model(str(folder)).family.name == found
+    else:
+        with pytest.raises(InvalidInput, match=r"another kind than wan-2.1 and wan-2.2"):
+            resolve_model(str(folder))
 
 
 def test_unknown_name_lists_the_known_ones():
