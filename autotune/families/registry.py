@@ -10,6 +10,7 @@ from autotune.families.base import Family
 from autotune.families.flux1_dev import Flux1Dev
 from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
+from autotune.families.krea2 import Krea2
 from autotune.families.published import PublishedModel
 from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
@@ -74,6 +75,7 @@ FAMILIES = Families(
     Flux2Klein(),
     Wan21(),
     Wan22(),
+    Krea2(),
 )
 
 
