@@ -107,7 +107,16 @@ class QwenImageEditPlus(QwenImageEdit):
     """One to three control images; the text encoder sees each with 384 x 384 pixels."""
 
     name = "qwen-image-edit-plus"
-    models = (PublishedModel("Qwen/Qwen-Image-Edit-2509", {}, QWEN_PARTS, license="apache-2.0", source=QWEN_SOURCE),)
+    models = (
+        PublishedModel("Qwen/Qwen-Image-Edit-2509", {}, QWEN_PARTS, license="apache-2.0", source=QWEN_SOURCE),
+        PublishedModel(
+            "Qwen/Qwen-Image-Edit-2511",
+            {"zero_cond_t": True},  # control images count as clean, whatever the noise
+            QWEN_PARTS,
+            name="qwen-image-edit-2511",
+            license="apache-2.0",
+        ),
+    )
     pipeline_class = "QwenImageEditPlusPipeline"
     max_controls = 3  # the model's card: best with one to three
     defaults = replace(QwenImage.defaults, text_tokens=384)

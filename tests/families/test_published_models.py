@@ -18,6 +18,8 @@ from tests.families.published import CONFIGS
 
 PUBLISHED = {
     "qwen-image": (20_430_401_088, 60),
+    "qwen-image-2512": (20_430_401_088, 60),
+    "qwen-image-edit-2511": (20_430_401_088, 60),
     "qwen-image-edit": (20_430_401_088, 60),
     "qwen-image-edit-plus": (20_430_401_088, 60),
     "flux1-dev": (11_901_408_320, 57),
