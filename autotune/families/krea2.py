@@ -30,12 +30,13 @@ class Krea2(Family):
 
     name = "krea-2"
     models = (
-        PublishedModel("krea/Krea-2-Raw", {}, PARTS, license=LICENSE),
+        PublishedModel("krea/Krea-2-Raw", {}, PARTS, num_parameters=12_820_073_036, license=LICENSE),
         PublishedModel(
             "krea/Krea-2-Turbo",
             {},
             PARTS,
             name="krea-2-turbo",
+            num_parameters=12_820_073_036,
             license=LICENSE,
             note="distilled to 8 steps without guidance, which training undoes: train on krea-2, and use the adapter "
             "here, as its makers advise",

@@ -117,6 +117,7 @@ class Wan21(Wan):
             "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
             {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
             Parts(UMT5, "AutoencoderKLWan"),
+            num_parameters=1_418_996_800,
             license="apache-2.0",
             source="wan/configs/wan_t2v_1_3B.py in Wan-Video/Wan2.1",
         ),
@@ -125,6 +126,7 @@ class Wan21(Wan):
             {},
             Parts(UMT5, "AutoencoderKLWan"),
             name="wan-2.1-14b",
+            num_parameters=14_288_491_584,
             license="apache-2.0",
             source="wan/configs/wan_t2v_14B.py in Wan-Video/Wan2.1; 28.6 GB in bf16",
         ),
@@ -159,9 +161,10 @@ class Wan22(Wan):
                 "out_channels": 48,
             },
             Parts(UMT5, "AutoencoderKLWan", VAE_22),
+            num_parameters=4_999_787_712,
             license="apache-2.0",
             source="wan/configs/wan_ti2v_5B.py in Wan-Video/Wan2.2",
-            note="trained here from text to video or image; the transformer of a start image is the same",
+            note="trained here from text to clips or images, without a start image",
         ),
     )
     pipeline_config: ClassVar[Config] = {"expand_timesteps": True, "boundary_ratio": None}

@@ -26,12 +26,13 @@ class ZImage(Family):
 
     name = "z-image"
     models = (
-        PublishedModel("Tongyi-MAI/Z-Image", {}, PARTS, license="apache-2.0"),
+        PublishedModel("Tongyi-MAI/Z-Image", {}, PARTS, num_parameters=6_154_908_736, license="apache-2.0"),
         PublishedModel(
             "Tongyi-MAI/Z-Image-Turbo",
             {},
             PARTS,
             name="z-image-turbo",
+            num_parameters=6_154_908_736,
             license="apache-2.0",
             note="distilled to 8 steps without guidance, which training undoes: train on z-image, and use the adapter "
             "here; previews are sampled as z-image's",

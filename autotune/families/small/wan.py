@@ -21,7 +21,7 @@ def write_pipeline(vae_config: Mapping[str, Any], folder: Path, captions: Sequen
         transformer = WanTransformer3DModel(
             num_layers=4,
             attention_head_dim=32,
-            num_attention_heads=6 if is_22 else 4,  # as wide as a patch has numbers, at least
+            num_attention_heads=12 if is_22 else 4,  # twice as wide as a patch: less is ill-conditioned to undo
             ffn_dim=256,
             text_dim=128,
             in_channels=channels,
