@@ -42,7 +42,8 @@ class ZImage(Family):
     transformer_class = "ZImageTransformer2DModel"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
-        "dim": 256,  # two heads of the published size
+        "dim": 256,  # two heads of the published size, 128
+        "axes_dims": (32, 48, 48),
         "n_heads": 2,
         "n_kv_heads": 2,
         "n_layers": 2,

@@ -12,11 +12,11 @@ def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> 
     """A line for each model: kind, size, and its license or, for a GPU, what that is predicted to do with it."""
     title = f"{'per step':>12}{'run memory':>14}" if hardware else "  license"
     about = [f"predicted for {hardware}, with the defaults of each"] if hardware else []
-    lines = [*about, f"{'name':<26}{'kind':<7}{'parameters':>11} {title}"]
+    lines = [*about, f"{'name':<26}{'kind':<6}{'parameters':>11} {title}"]
     for model in models:
         size = f"{model.num_parameters / 1e9:.2f}B" if model.num_parameters else "-"
         doubt = " " if model.is_verified else "*"
-        lines.append(f"{model.name:<26}{model.kind:<7}{size:>11}{doubt}{_rest(model, bool(hardware))}")
+        lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{_rest(model, bool(hardware))}")
     if not all(model.is_verified for model in models):
         lines.append(UNVERIFIED)
     for model in () if hardware else models:
@@ -28,7 +28,7 @@ def _rest(model: ModelSummary, is_for_gpu: bool) -> str:
     if not is_for_gpu:
         return f"  {model.license or 'unknown'}"
     if model.prediction is None:
-        return f"{'not computed ahead: use autotune plan':>40}"
+        return "  not computed ahead: use autotune plan"
     if model.prediction.step_seconds is None:
         return f"{'does not fit':>12}"
     return f"{seconds_text(model.prediction.step_seconds):>12}{memory_text(model.prediction.run_memory_bytes):>14}"
