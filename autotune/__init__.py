@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
     from autotune.hardware import CatalogGpu, Finding
-    from autotune.planning import CatalogPrediction, NoGpu
+    from autotune.planning import CatalogPrediction, ModelSummary, NoGpu
     from autotune.runtime import explain_error, prepare_process
     from autotune.schema import (
         Candidate,

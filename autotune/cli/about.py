@@ -1,11 +1,13 @@
 """Commands that tell about machine and models and change nothing."""
 
+from typing import Annotated
+
 import typer
 
 import autotune
 from autotune import reporting
 from autotune.cli.options import Json
-from autotune.cli.output import print_result, show_events
+from autotune.cli.output import print_result
 
 
 def doctor(as_json: Json = False) -> None:
@@ -16,9 +18,10 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def models(as_json: Json = False) -> None:
-    """List the model families that can be planned and trained, with their sizes."""
-    with show_events() as show:
-        show(autotune.StatusChanged(text="counting parameters"))
-        found = autotune.list_models()
-    print_result(found, as_json, reporting.model_lines)
+def models(
+    hardware: Annotated[str | None, typer.Option(help="Tell what fits this GPU, e.g. 4090 (see probe --list).")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the models that can be planned and trained; with --hardware, what a GPU is predicted to do with each."""
+    found = autotune.list_models(hardware)
+    print_result(found, as_json, lambda models: reporting.model_lines(models, hardware))

@@ -52,7 +52,8 @@ def build_empty_pipeline(pipeline_class: str) -> Any:
     import diffusers
 
     stock = getattr(diffusers, pipeline_class)
-    return stock(**{name: None for name in inspect.signature(stock.__init__).parameters if name != "self"})
+    parameters = inspect.signature(stock).parameters.values()
+    return stock(**{each.name: None for each in parameters if each.default is each.empty})
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -83,6 +84,8 @@ class Family(ABC):
     """Its published models; the first is meant by the family's name."""
     pipeline_class: ClassVar[str]
     """Class name in diffusers, as in `model_index.json`."""
+    pipeline_config: ClassVar[Config] = MappingProxyType({})
+    """Values of `model_index.json` that tell families of one pipeline class apart; None is absent, null or false."""
     denoiser: ClassVar[str] = "transformer"
     """The pipeline's component, and so the folder, of the model that is trained."""
     transformer_class: ClassVar[str]
@@ -148,6 +151,11 @@ class Family(ABC):
         """The noise process of a model whose pipeline has a scheduler of this configuration."""
         return self.noise
 
+    def is_pipeline(self, index: Mapping[str, Any]) -> bool:
+        """Whether a `model_index.json` is that of this family's pipelines."""
+        expected = {"_class_name": self.pipeline_class, **self.pipeline_config}
+        return all((index.get(key) or None) == value for key, value in expected.items())
+
     @property
     def can_train_clips(self) -> bool:
         """Whether an item may have several frames."""
@@ -157,6 +165,10 @@ class Family(ABC):
     def text_encoders(self) -> tuple[str, ...]:
         """The components that encode captions."""
         return tuple(name for name in self.components if name.startswith("text_encoder"))
+
+    def num_latent_frames(self, num_frames: int) -> int:
+        """Frames of the latents that so many frames make."""
+        return (num_frames - 1) // self.frames_per_latent + 1
 
     def tokens_per_frame(self, bucket: Bucket) -> int:
         """Tokens that the transformer makes of one frame: one for each square of `size_multiple_px`."""

@@ -31,6 +31,7 @@ class Flux1Dev(Family):
             "black-forest-labs/FLUX.1-dev",
             {"guidance_embeds": True},
             Parts((123_060_480, 4_762_310_656), "AutoencoderKL", FLUX_VAE),
+            num_parameters=11_901_408_320,
             license="flux-1-dev-non-commercial-license",
             source="the configuration on the hub",
         ),

@@ -49,12 +49,19 @@ class Flux2Klein(Family):
 
     name = "flux2-klein"
     models = (
-        PublishedModel("black-forest-labs/FLUX.2-klein-base-4B", KLEIN_4B, WITH_4B, license="apache-2.0"),
+        PublishedModel(
+            "black-forest-labs/FLUX.2-klein-base-4B",
+            KLEIN_4B,
+            WITH_4B,
+            num_parameters=3_875_544_576,
+            license="apache-2.0",
+        ),
         PublishedModel(
             "black-forest-labs/FLUX.2-klein-base-9B",
             KLEIN_9B,
             WITH_8B,
             name="flux2-klein-9b",
+            num_parameters=9_078_581_248,
             license="flux-non-commercial-license",
         ),
         PublishedModel(
@@ -62,6 +69,7 @@ class Flux2Klein(Family):
             KLEIN_4B,
             WITH_4B,
             name="flux2-klein-4b-distilled",
+            num_parameters=3_875_544_576,
             license="apache-2.0",
             note=DISTILLED,
         ),
@@ -70,6 +78,7 @@ class Flux2Klein(Family):
             KLEIN_9B,
             WITH_8B,
             name="flux2-klein-9b-distilled",
+            num_parameters=9_078_581_248,
             license="flux-non-commercial-license",
             note=DISTILLED,
         ),

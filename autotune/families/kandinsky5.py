@@ -100,7 +100,7 @@ class Kandinsky5(Family):
         return super().load_pipeline(folder, **{"tokenizer": processor, **components})
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
-        frames = _num_latent_frames(bucket.num_frames)
+        frames = self.num_latent_frames(bucket.num_frames)
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)
         return {
             "latents": (config.get("in_visual_dim", 4), frames, *size),
@@ -185,6 +185,7 @@ class Kandinsky5Image(Kandinsky5):
                 "axes_dims": (32, 48, 48),
             },
             Parts(TEXT_ENCODERS, "AutoencoderKL", FLUX_VAE),
+            num_parameters=6_022_080_576,
             license="mit",
             source="the configuration on the hub",
         ),
@@ -238,6 +239,7 @@ class Kandinsky5Video(Kandinsky5):
                 "visual_cond": True,
             },
             Parts(TEXT_ENCODERS, "AutoencoderKLHunyuanVideo"),
+            num_parameters=2_007_702_848,
             license="mit",
             source="the configuration on the hub",
         ),
@@ -262,7 +264,7 @@ class Kandinsky5Video(Kandinsky5):
 
     def encode_pixels(self, pipeline: Any, pixels: "Tensor") -> "Tensor":
         vae = pipeline.vae
-        clip = pixels[None, :, : _whole_frames(pixels.shape[1])]
+        clip = pixels[None, :, : self._whole_frames(pixels.shape[1])]
         latents: Tensor = vae.encode(clip.to(vae.dtype)).latent_dist.mode()[0]
         return latents.to(pixels.dtype) * float(vae.config.scaling_factor)
 
@@ -270,18 +272,13 @@ class Kandinsky5Video(Kandinsky5):
         self, pipeline: Any, prompt: str, bucket: Bucket, controls: Sequence["Image.Image"]
     ) -> dict[str, Any]:
         usual = super().sampling_arguments(pipeline, prompt, bucket, controls)
-        return {**usual, "num_frames": _whole_frames(bucket.num_frames)}
+        return {**usual, "num_frames": self._whole_frames(bucket.num_frames)}
 
     def _rope_scale(self, height_px: int, width_px: int) -> tuple[float, float, float]:
         # As `Kandinsky5T2VPipeline._get_scale_factor`.
         near_480p = all(480 <= side <= 854 for side in (height_px, width_px))
         return (1, 2, 2) if near_480p else (1, 3.16, 3.16)
 
-
-def _num_latent_frames(num_frames: int) -> int:
-    return (num_frames - 1) // FRAMES_PER_LATENT + 1
-
-
-def _whole_frames(num_frames: int) -> int:
-    """Number of a clip's frames that latents are made of."""
-    return (_num_latent_frames(num_frames) - 1) * FRAMES_PER_LATENT + 1
+    def _whole_frames(self, num_frames: int) -> int:
+        """Number of a clip's frames that latents are made of."""
+        return (self.num_latent_frames(num_frames) - 1) * FRAMES_PER_LATENT + 1

@@ -84,6 +84,8 @@ class PublishedModel:
     """The other models of its pipeline."""
     name: str = ""
     """What it may be called instead of its hub id; the family's first model is called as the family."""
+    num_parameters: int = 0
+    """Of the transformer that `config` builds; 0 if it is not stated."""
     license: str = ""
     """As its card says."""
     source: str = ""

@@ -29,7 +29,17 @@ class QwenImage(Family):
 
     name = "qwen-image"
     models: ClassVar[tuple[PublishedModel, ...]] = (
-        PublishedModel("Qwen/Qwen-Image", {}, QWEN_PARTS, license="apache-2.0", source=QWEN_SOURCE),
+        PublishedModel(
+            "Qwen/Qwen-Image", {}, QWEN_PARTS, num_parameters=20_430_401_088, license="apache-2.0", source=QWEN_SOURCE
+        ),
+        PublishedModel(
+            "Qwen/Qwen-Image-2512",
+            {},
+            QWEN_PARTS,
+            name="qwen-image-2512",
+            num_parameters=20_430_401_088,
+            license="apache-2.0",
+        ),
     )
     pipeline_class = "QwenImagePipeline"
     transformer_class = "QwenImageTransformer2DModel"

@@ -26,7 +26,16 @@ class QwenImageEdit(QwenImage):
     """One control image. The text encoder sees it at one megapixel, so captions take some 1,400 tokens."""
 
     name = "qwen-image-edit"
-    models = (PublishedModel("Qwen/Qwen-Image-Edit", {}, QWEN_PARTS, license="apache-2.0", source=QWEN_SOURCE),)
+    models: ClassVar[tuple[PublishedModel, ...]] = (
+        PublishedModel(
+            "Qwen/Qwen-Image-Edit",
+            {},
+            QWEN_PARTS,
+            num_parameters=20_430_401_088,
+            license="apache-2.0",
+            source=QWEN_SOURCE,
+        ),
+    )
     pipeline_class = "QwenImageEditPipeline"
     components = (*QwenImage.components, "processor")
     max_controls = 1
@@ -107,7 +116,24 @@ class QwenImageEditPlus(QwenImageEdit):
     """One to three control images; the text encoder sees each with 384 x 384 pixels."""
 
     name = "qwen-image-edit-plus"
-    models = (PublishedModel("Qwen/Qwen-Image-Edit-2509", {}, QWEN_PARTS, license="apache-2.0", source=QWEN_SOURCE),)
+    models = (
+        PublishedModel(
+            "Qwen/Qwen-Image-Edit-2509",
+            {},
+            QWEN_PARTS,
+            num_parameters=20_430_401_088,
+            license="apache-2.0",
+            source=QWEN_SOURCE,
+        ),
+        PublishedModel(
+            "Qwen/Qwen-Image-Edit-2511",
+            {"zero_cond_t": True},  # control images count as clean, whatever the noise
+            QWEN_PARTS,
+            name="qwen-image-edit-2511",
+            num_parameters=20_430_401_088,
+            license="apache-2.0",
+        ),
+    )
     pipeline_class = "QwenImageEditPlusPipeline"
     max_controls = 3  # the model's card: best with one to three
     defaults = replace(QwenImage.defaults, text_tokens=384)

@@ -10,10 +10,12 @@ from autotune.families.base import Family
 from autotune.families.flux1_dev import Flux1Dev
 from autotune.families.flux2_klein import Flux2Klein
 from autotune.families.kandinsky5 import Kandinsky5Image, Kandinsky5Video
+from autotune.families.krea2 import Krea2
 from autotune.families.published import PublishedModel
 from autotune.families.qwen_image import QwenImage
 from autotune.families.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from autotune.families.sdxl import StableDiffusionXL
+from autotune.families.wan import Wan21, Wan22
 from autotune.families.z_image import ZImage
 
 ENTRY_POINTS = "autotune.families"
@@ -40,12 +42,12 @@ class Families(Mapping[str, Family]):
 
         Raises:
             TypeError: it is no family.
-            ValueError: there is another one of its name, or of its pipeline class, by which folders are recognized.
+            ValueError: there is another one of its name, or of its pipelines, by which folders are recognized.
         """
         if not isinstance(family, Family):
             raise TypeError(f"not a Family: {family!r}")
-        known = self._families.values()
-        if any(family.name == other.name or family.pipeline_class == other.pipeline_class for other in known):
+        index = {**family.pipeline_config, "_class_name": family.pipeline_class}
+        if any(family.name == other.name or other.is_pipeline(index) for other in self._families.values()):
             raise ValueError(f"there is already a family {family.name}, or one with a {family.pipeline_class}")
         self._families[family.name] = family
 
@@ -71,6 +73,9 @@ FAMILIES = Families(
     ZImage(),
     StableDiffusionXL(),
     Flux2Klein(),
+    Wan21(),
+    Wan22(),
+    Krea2(),
 )
 
 

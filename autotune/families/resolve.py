@@ -187,12 +187,16 @@ def _resolve_folder(folder: Path, name: str, revision: str | None = None) -> Res
 
 
 def _detect_family(folder: Path) -> Family:
-    pipeline = read_model_index(folder).get("_class_name")
-    family = next((family for family in FAMILIES.values() if family.pipeline_class == pipeline), None)
+    index = read_model_index(folder)
+    family = next((family for family in FAMILIES.values() if family.is_pipeline(index)), None)
     if family is None:
-        known = ", ".join(sorted(f.pipeline_class for f in FAMILIES.values()))
+        pipeline, known = index.get("_class_name"), sorted({f.pipeline_class for f in FAMILIES.values()})
+        if pipeline in known:
+            names = " and ".join(name for name, family in FAMILIES.items() if family.pipeline_class == pipeline)
+            message = f"{folder} holds a {pipeline} of another kind than {names}, by its model_index.json"
+            raise InvalidInput(message, hint=f"use one of them: --model {names.split()[0]}")
         message = f"{folder} holds a {pipeline}, and no known family has that pipeline"
-        raise InvalidInput(message, hint=f"known: {known}")
+        raise InvalidInput(message, hint=f"known: {', '.join(known)}")
     return family
 
 

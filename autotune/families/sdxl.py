@@ -59,6 +59,7 @@ class StableDiffusionXL(Family):
             "stabilityai/stable-diffusion-xl-base-1.0",
             UNET,
             Parts((123_060_480, 694_659_840), "AutoencoderKL", VAE),
+            num_parameters=2_567_463_684,
             license="openrail++",
         ),
     )

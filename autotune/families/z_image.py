@@ -28,12 +28,13 @@ class ZImage(Family):
 
     name = "z-image"
     models = (
-        PublishedModel("Tongyi-MAI/Z-Image", {}, PARTS, license="apache-2.0"),
+        PublishedModel("Tongyi-MAI/Z-Image", {}, PARTS, num_parameters=6_154_908_736, license="apache-2.0"),
         PublishedModel(
             "Tongyi-MAI/Z-Image-Turbo",
             {},
             PARTS,
             name="z-image-turbo",
+            num_parameters=6_154_908_736,
             license="apache-2.0",
             note="distilled to 8 steps without guidance, which training undoes: train on z-image, and use the adapter "
             "here; previews are sampled as z-image's",
@@ -43,7 +44,8 @@ class ZImage(Family):
     transformer_class = "ZImageTransformer2DModel"
     components = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     tiny_config: ClassVar[Config] = {
-        "dim": 256,  # two heads of the published size
+        "dim": 256,  # two heads of the published size, 128
+        "axes_dims": (32, 48, 48),
         "n_heads": 2,
         "n_kv_heads": 2,
         "n_layers": 2,

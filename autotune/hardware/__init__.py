@@ -6,7 +6,14 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.hardware.capabilities import NO_BF16
-    from autotune.hardware.catalog import CatalogGpu, find_gpu, load_catalog, profile_of_gpu, with_host_memory
+    from autotune.hardware.catalog import (
+        CatalogGpu,
+        find_gpu,
+        gpu_named,
+        load_catalog,
+        profile_of_gpu,
+        with_host_memory,
+    )
     from autotune.hardware.device_lock import DeviceLock, lock_for_run, lock_path
     from autotune.hardware.diagnosis import Finding, diagnose
     from autotune.hardware.memory import (

@@ -1,17 +1,34 @@
-"""The model families as a table of text."""
+"""The published models as a table of text."""
 
 from collections.abc import Sequence
 
-from autotune.families import FAMILIES
-from autotune.schema import ModelSpec
+from autotune.planning import ModelSummary
+from autotune.reporting.text import memory_text, seconds_text, wrapped
+
+UNVERIFIED = "* built from diffusers' classes: not compared with a published size"
 
 
-def model_lines(models: Sequence[ModelSpec]) -> list[str]:
-    """One line for each family: size, blocks, and what a job has by default."""
-    lines = [f"{'family':<24}{'parameters':>11}{'blocks':>8}  by default"]
+def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> list[str]:
+    """A line for each model: kind, size, and its license or, for a GPU, what that is predicted to do with it."""
+    title = f"{'per step':>12}{'run memory':>14}" if hardware else "  license"
+    about = [f"predicted for {hardware}, with the defaults of each"] if hardware else []
+    lines = [*about, f"{'name':<26}{'kind':<6}{'parameters':>11} {title}"]
     for model in models:
-        defaults = FAMILIES[model.family].defaults
-        size = f"{model.num_parameters / 1e9:>10.2f}B{model.num_blocks:>8}"
-        doubt = "" if FAMILIES[model.family].models[0].source else "  (unverified: built from diffusers' classes)"
-        lines.append(f"{model.family:<24}{size}  rank {defaults.rank}, {defaults.resolution_px} px{doubt}")
+        size = f"{model.num_parameters / 1e9:.2f}B" if model.num_parameters else "-"
+        doubt = " " if model.is_verified else "*"
+        lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{_rest(model, bool(hardware))}")
+    if not all(model.is_verified for model in models):
+        lines.append(UNVERIFIED)
+    for model in () if hardware else models:
+        lines += wrapped(f"{model.name}: {model.note}") if model.note else []
     return lines
+
+
+def _rest(model: ModelSummary, is_for_gpu: bool) -> str:
+    if not is_for_gpu:
+        return f"  {model.license or 'unknown'}"
+    if model.prediction is None:
+        return "  not computed ahead: use autotune plan"
+    if model.prediction.step_seconds is None:
+        return f"{'does not fit':>12}"
+    return f"{seconds_text(model.prediction.step_seconds):>12}{memory_text(model.prediction.run_memory_bytes):>14}"

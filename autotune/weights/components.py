@@ -90,12 +90,14 @@ def read_model_index(folder: Path) -> dict[str, Any]:
     """
     index = read_config(folder / PIPELINE_INDEX)
     for name, entry in index.items():
-        if isinstance(entry, list) and entry[:1] == ["transformers"] and str(entry[-1]).startswith("Auto"):
+        if not isinstance(entry, list) or (entry and all(isinstance(part, int | float) for part in entry)):
+            continue  # a setting of the pipeline, such as the layers of Krea 2's text encoder
+        if entry[:1] == ["transformers"] and str(entry[-1]).startswith("Auto"):
             raise InvalidInput(
                 f"{name} in {folder} is an {entry[-1]}, which takes its code from the files",
                 hint="write the class that it stands for into model_index.json, or use the published pipeline",
             )
-        if isinstance(entry, list) and entry[:1] not in ([None], *([library] for library in LIBRARIES)):
+        if entry[:1] not in ([None], *([library] for library in LIBRARIES)):
             raise InvalidInput(
                 f"{name} in {folder} comes from {entry[0] if entry else 'nowhere'}, not from diffusers or transformers",
                 hint="use the published pipeline: code from elsewhere is never run",

@@ -23,9 +23,9 @@ FUNCTIONS = """
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ConceptFidelity ConfigLine DataReport Demo
-    Estimate ExportedConfig FileSummary Finding HardwareProfile ImportedConfig Job JobOverrides ModelSpec PlanFromConfig
-    PlanOptions Prediction Record RecordList RecordSummary RecordVerdict RunReport SearchSpace TrainingPlan Transfer
-    TrialResult Workload WorkloadOptions
+    Estimate ExportedConfig FileSummary Finding HardwareProfile ImportedConfig Job JobOverrides ModelSpec ModelSummary
+    PlanFromConfig PlanOptions Prediction Record RecordList RecordSummary RecordVerdict RunReport SearchSpace
+    TrainingPlan Transfer TrialResult Workload WorkloadOptions
 """
 EVENTS = """
     CandidatesPredicted Event Notice PhaseStarted Progressed RecordsMatched RunStarted SearchSpaceBuilt

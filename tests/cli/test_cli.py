@@ -56,7 +56,8 @@ PLAN = Path(__file__).parents[1] / "fixtures" / "schema1" / "plan-measured.yaml"
 
 
 @pytest.mark.parametrize(
-    "command", ["--help", "doctor --json", "probe --list", f"explain {PLAN}", f"diff {PLAN} {PLAN}"]
+    "command",
+    ["--help", "doctor --json", "probe --list", "models --hardware 4090", f"explain {PLAN}", f"diff {PLAN} {PLAN}"],
 )
 def test_commands_that_only_read_load_neither_torch_nor_optuna(command: str) -> None:
     code = (

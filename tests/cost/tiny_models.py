@@ -30,6 +30,8 @@ KANDINSKY = {
     "num_visual_blocks": 5,
     "axes_dims": (8, 12, 12),
 }
+# Wider than a patch, as published: the loss on a CPU takes a copy of the latents that the trace does not see.
+WAN = {"num_layers": 5, "attention_head_dim": 32, "num_attention_heads": 8, "ffn_dim": 512, "text_dim": 48}
 TINY: dict[str, dict[str, Any]] = {
     "qwen-image": QWEN,
     "qwen-image-edit": QWEN,
@@ -71,6 +73,22 @@ TINY: dict[str, dict[str, Any]] = {
         "addition_time_embed_dim": 8,
         "projection_class_embeddings_input_dim": 64,
     },
+    "krea-2": {
+        "num_layers": 5,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "timestep_embed_dim": 64,
+        "text_hidden_dim": 64,
+        "num_text_layers": 3,
+        "text_num_attention_heads": 2,
+        "text_num_key_value_heads": 2,
+        "text_intermediate_size": 128,
+        "axes_dims_rope": (8, 12, 12),
+    },
+    "wan-2.1": WAN,
+    "wan-2.2": {**WAN, "in_channels": 48, "out_channels": 48},
     "kandinsky5-image-lite": KANDINSKY,
     "kandinsky5-video-lite": {**KANDINSKY, "visual_cond": True},
 }

@@ -104,7 +104,34 @@ def sdxl(unet, noisy, timestep, sample: Tensors):
     ).sample[0][:, None]
 
 
+def wan(transformer, noisy, sigma, sample: Tensors):
+    return transformer(noisy[None], torch.tensor([1000 * sigma]), sample["prompt_embeds"][None]).sample[0]
+
+
+def wan_22(transformer, noisy, sigma, sample: Tensors):
+    """As its pipeline calls it: with a timestep for each token."""
+    _, frames, height, width = noisy.shape
+    steps = torch.full((1, frames * (height // 2) * (width // 2)), 1000 * sigma)
+    return transformer(noisy[None], steps, sample["prompt_embeds"][None]).sample[0]
+
+
+def krea(transformer, noisy, sigma, sample: Tensors):
+    _, _, height, width = noisy.shape
+    text = [[0, 0, 0]] * len(sample["prompt_embeds"])
+    image = [[0, row, column] for row in range(height // 2) for column in range(width // 2)]
+    out = transformer(
+        tokens_of(noisy),
+        sample["prompt_embeds"][None],
+        torch.tensor([sigma]),
+        torch.tensor(text + image, dtype=torch.float32),
+    ).sample
+    return latents_of(out, noisy.shape)
+
+
 PREDICTIONS = {
+    "krea-2": krea,
+    "wan-2.1": wan,
+    "wan-2.2": wan_22,
     "sdxl": sdxl,
     "flux2-klein": flux2,
     "z-image": z_image,

@@ -16,7 +16,12 @@ class StableDiffusion3(Family):
     models = (PublishedModel("stabilityai/stable-diffusion-3-medium-diffusers", {}, Parts()),)
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
-    tiny_config = {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128}  # noqa: RUF012
+    tiny_config = {  # noqa: RUF012
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 64,
+        "caption_projection_dim": 128,
+    }
     components = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     defaults = Defaults(
         rank=16,

@@ -37,7 +37,8 @@ class Small:
     @property
     def bucket(self) -> Bucket:
         frames = 5 if self.family.can_train_clips else 1
-        return Bucket(width_px=48, height_px=64, num_frames=frames, num_items=1)
+        width = 48 if 48 % self.family.size_multiple_px == 0 else 96
+        return Bucket(width_px=width, height_px=64, num_frames=frames, num_items=1)
 
     def pixels(self, bucket: Bucket, seed: int = 0) -> torch.Tensor:
         """Smooth random pixels (3, frames, height, width) in [-1, 1]."""

@@ -30,13 +30,14 @@ def _calls(transformer, monkeypatch, answer=None):
     return calls
 
 
-def _options(family, pipeline, monkeypatch):
+def _options(small, monkeypatch):
     """Arguments of the stock pipeline for one small picture without classifier-free guidance."""
-    options = {"guidance_scale": NO_GUIDANCE.get(family.name, 1.0), "width": 48, "height": 64}
+    family, size = small.family, (small.bucket.width_px, small.bucket.height_px)
+    options = {"guidance_scale": NO_GUIDANCE.get(family.name, 1.0), "width": size[0], "height": size[1]}
     if family.name.startswith("qwen"):
         del options["guidance_scale"]
     if family.name == "kandinsky5-image-lite":
-        monkeypatch.setattr(pipeline, "resolutions", [(48, 64)])
+        monkeypatch.setattr(small.pipeline, "resolutions", [size])
     if family.can_train_clips:
         options["num_frames"] = 5
     return options
@@ -100,7 +101,7 @@ def test_predict_equals_the_pipelines_call_of_the_transformer(small, controls, m
     family, pipeline = small.family, small.pipeline
     # The encoder sees 8-bit images: round the pixels likewise.
     controls = [((pixels + 1) * 127.5).round() / 127.5 - 1 for pixels in controls]
-    options = _options(family, pipeline, monkeypatch)
+    options = _options(small, monkeypatch)
     if controls:
         images = [_image(pixels) for pixels in controls]
         options["image"] = images if family.max_controls > 1 else images[0]
@@ -128,7 +129,7 @@ def test_encoded_pixels_decode_to_the_vaes_reconstruction(small, controls, monke
     """With a transformer that predicts nothing, the pipeline decodes the very latents it was given."""
     family, pipeline = small.family, small.pipeline
     pixels = small.pixels(small.bucket)
-    options = _options(family, pipeline, monkeypatch)
+    options = _options(small, monkeypatch)
     with torch.no_grad():
         latents = family.encode_pixels(pipeline, pixels)[None]
         flat = not family.can_train_clips and pipeline.vae.config.get("z_dim") is None

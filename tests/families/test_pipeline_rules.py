@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.families.base import build_empty_pipeline, unwrap_model
-from autotune.families.registry import FAMILIES
+from autotune.families.registry import FAMILIES, find_published
 from autotune.schema.workload import Bucket
+from tests.families import reference
 from tests.families.small import CAPTIONS
 
 sides = st.integers(1, 4096)
@@ -51,6 +52,25 @@ def test_model_without_guidance_gets_none(small_pipelines):
     with torch.no_grad():
         velocity = small.family.predict(transformer, batch["latents"], torch.tensor([0.5]), batch)
     assert velocity.shape == batch["latents"].shape
+
+
+def test_control_images_of_edit_2511_count_as_clean(small_pipelines):
+    """Its transformer modulates them by the timestep 0."""
+    small = small_pipelines("qwen-image-edit-plus")
+    sample, levels = small.sample(), small.levels(0.9, 0.3)
+    predictions = {}
+    for name in ("qwen-image-edit-plus", "qwen-image-edit-2511"):
+        config = {**small.transformer.config, **find_published(name)[1].config}
+        transformer = small.family.build_transformer(config)
+        transformer.load_state_dict(small.transformer.state_dict())
+        with torch.no_grad():
+            noisy = torch.stack([sample["latents"]] * 2)
+            predictions[name] = small.family.predict(
+                transformer, noisy, levels, small.family.collate([small.sample(caption) for caption in CAPTIONS])
+            )
+            alone = reference.qwen_image(transformer, noisy[0], float(levels[0]), sample)
+        torch.testing.assert_close(predictions[name][0], alone, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(*predictions.values(), rtol=1e-3)
 
 
 def test_wrapped_models_are_seen_through():

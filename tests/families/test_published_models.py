@@ -16,20 +16,27 @@ from autotune.schema.workload import Bucket
 from tests.builders import workload
 from tests.families.published import CONFIGS
 
-PUBLISHED = {
-    "qwen-image": (20_430_401_088, 60),
-    "qwen-image-edit": (20_430_401_088, 60),
-    "qwen-image-edit-plus": (20_430_401_088, 60),
-    "flux1-dev": (11_901_408_320, 57),
-    "kandinsky5-image-lite": (6_022_080_576, 52),
-    "kandinsky5-video-lite": (2_007_702_848, 34),
-    "flux2-klein": (3_875_544_576, 25),
-    "flux2-klein-9b": (9_078_581_248, 32),
-    "flux2-klein-4b-distilled": (3_875_544_576, 25),
-    "flux2-klein-9b-distilled": (9_078_581_248, 32),
-    "sdxl": (2_567_463_684, 86),
-    "z-image": (6_154_908_736, 34),
-    "z-image-turbo": (6_154_908_736, 34),
+NUM_BLOCKS = {
+    "qwen-image": 60,
+    "qwen-image-2512": 60,
+    "qwen-image-edit-2511": 60,
+    "qwen-image-edit": 60,
+    "qwen-image-edit-plus": 60,
+    "flux1-dev": 57,
+    "kandinsky5-image-lite": 52,
+    "kandinsky5-video-lite": 34,
+    "flux2-klein": 25,
+    "flux2-klein-9b": 32,
+    "flux2-klein-4b-distilled": 25,
+    "flux2-klein-9b-distilled": 32,
+    "krea-2": 28,
+    "krea-2-turbo": 28,
+    "wan-2.1": 30,
+    "wan-2.1-14b": 40,
+    "wan-2.2": 30,
+    "sdxl": 86,
+    "z-image": 34,
+    "z-image-turbo": 34,
 }
 
 
@@ -39,7 +46,7 @@ MODELS = {each.name or name: each for name, family in FAMILIES.items() for each 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_name_and_hub_id_give_the_published_model(name):
     by_name, by_hub_id = resolve_model(name).spec, resolve_model(MODELS[name].hub_id).spec
-    assert (by_name.num_parameters, by_name.num_blocks) == PUBLISHED[name]
+    assert (by_name.num_parameters, by_name.num_blocks) == (MODELS[name].num_parameters, NUM_BLOCKS[name])
     assert by_name == by_hub_id
 
 
@@ -69,7 +76,8 @@ def published_folder(folder, name):
         if part.startswith("text_encoder"):
             save_file({"weight": torch.zeros(1)}, folder / part / "model.safetensors")
     parts = {family.denoiser: family.transformer_class, "vae": family.parts.vae_class}
-    index = {"_class_name": family.pipeline_class, **{part: ["diffusers", cls] for part, cls in parts.items()}}
+    named = {"_class_name": family.pipeline_class, **family.pipeline_config}
+    index = {**named, **{part: ["diffusers", cls] for part, cls in parts.items()}}
     (folder / "model_index.json").write_text(json.dumps(index))
     for part, config in ((family.denoiser, transformer), ("vae", vae)):
         named = {"_class_name": parts[part], "_diffusers_version": "0.34.0.dev0", **config}
@@ -101,8 +109,29 @@ def test_keys_that_an_autoencoder_ignores_are_ignored_in_planning_too(tmp_path):
     assert traced.vae_cost("bf16").weight_bytes == 2 * 83_819_683
 
 
-def test_each_pipeline_class_belongs_to_one_family():
-    assert len({family.pipeline_class for family in FAMILIES.values()}) == len(FAMILIES)
+def test_each_pipeline_belongs_to_one_family():
+    for family in FAMILIES.values():
+        index = {**family.pipeline_config, "_class_name": family.pipeline_class}
+        assert [other for other in FAMILIES.values() if other.is_pipeline(index)] == [family]
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        ({}, "wan-2.1"),  # as diffusers wrote it before there was another
+        ({"expand_timesteps": False, "boundary_ratio": None}, "wan-2.1"),
+        ({"expand_timesteps": True, "boundary_ratio": None}, "wan-2.2"),
+        ({"expand_timesteps": False, "boundary_ratio": 0.875}, None),  # two transformers
+    ],
+)
+def test_kinds_of_one_pipeline_are_told_apart(tmp_path, index, found):
+    folder = published_folder(tmp_path, found or "wan-2.1")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **index}))
+    if found:
+        assert resolve_model(str(folder)).family.name == found
+    else:
+        with pytest.raises(InvalidInput, match=r"another kind than wan-2.1 and wan-2.2"):
+            resolve_model(str(folder))
 
 
 def test_unknown_name_lists_the_known_ones():

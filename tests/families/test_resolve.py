@@ -196,7 +196,7 @@ def test_a_configuration_that_builds_and_does_not_run_is_told_as_such(folder, ch
         CostModel.build(hardware(), work, model.family, model.config).predict(candidate(checkpointed_blocks=0))
 
 
-@pytest.mark.parametrize("entry", [["os", "system"], ["antigravity", "X"], [], [["x"], "y"]])
+@pytest.mark.parametrize("entry", [["os", "system"], ["antigravity", "X"], [], [["x"], "y"], [1, "x"]])
 def test_parts_from_elsewhere_than_diffusers_and_transformers_are_refused(folder, entry):
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").write_text(json.dumps({**index, "tokenizer": entry}))

@@ -18,6 +18,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -151,9 +153,9 @@ def t5_tokenizer(captions: Sequence[str], max_length: int) -> Any:
     return T5Tokenizer(vocab=scored, extra_ids=0, model_max_length=max_length)
 
 
-def t5_encoder(tokenizer: Any, hidden_size: int) -> Any:
-    """A two-layer `T5EncoderModel`."""
-    config = T5Config(
+def t5_encoder(tokenizer: Any, hidden_size: int, *, is_umt5: bool = False) -> Any:
+    """A two-layer `T5EncoderModel`, or `UMT5EncoderModel`."""
+    config = (UMT5Config if is_umt5 else T5Config)(
         vocab_size=len(tokenizer),
         d_model=hidden_size,
         d_kv=32,
@@ -162,7 +164,7 @@ def t5_encoder(tokenizer: Any, hidden_size: int) -> Any:
         num_heads=hidden_size // 32,
         feed_forward_proj="gated-gelu",
     )
-    return T5EncoderModel(config).eval()
+    return (UMT5EncoderModel if is_umt5 else T5EncoderModel)(config).eval()
 
 
 def flux_vae() -> Any:

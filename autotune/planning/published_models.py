@@ -1,0 +1,49 @@
+"""The published models by name, with what was predicted for a GPU: computed ahead, so it loads no library."""
+
+from typing import Literal
+
+from autotune.families import FAMILIES, Family, PublishedModel
+from autotune.planning.elsewhere import CatalogPrediction, catalog_predictions
+from autotune.schema import Frozen
+
+
+class ModelSummary(Frozen):
+    """A published model that autotune knows by name."""
+
+    name: str
+    """What `--model` takes; the hub id does as well."""
+    family: str
+    hub_id: str
+    kind: Literal["image", "edit", "video"]
+    """What it makes: images, images of control images, or clips, which images train as well."""
+    num_parameters: int | None
+    """Of the transformer; None if the family does not state it."""
+    is_verified: bool
+    """Whether the transformer that is built without its files was compared with the published one."""
+    license: str
+    """As its card says; empty if that is not known."""
+    note: str
+    """What whoever trains it should know."""
+    prediction: CatalogPrediction | None = None
+    """What the GPU that was asked for is predicted to do with the family's defaults; None if that was not computed."""
+
+    @classmethod
+    def build(cls, family: Family, model: PublishedModel, gpu: str | None) -> "ModelSummary":
+        """Summarize a model for the GPU of that name in the catalog."""
+        name = model.name or family.name
+        return cls(
+            name=name,
+            family=family.name,
+            hub_id=model.hub_id,
+            kind="edit" if family.max_controls else "video" if family.can_train_clips else "image",
+            num_parameters=model.num_parameters or None,
+            is_verified=bool(model.source),
+            license=model.license,
+            note=model.note,
+            prediction=next((each for each in catalog_predictions(name) if each.gpu == gpu), None),
+        )
+
+
+def summarize_models(gpu: str | None = None) -> tuple[ModelSummary, ...]:
+    """All published models, family by family; `gpu` is a name in the catalog."""
+    return tuple(ModelSummary.build(family, model, gpu) for family in FAMILIES.values() for model in family.models)
