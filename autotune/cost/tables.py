@@ -8,7 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost.allocator import Waste, waste_of
-from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
+from autotune.cost.composition import (
+    PLAIN,
+    SECONDS,
+    SELECTIVE,
+    WHOLE,
+    ComposedPass,
+    ComposedPasses,
+    PassTable,
+    compose,
+    table_of,
+)
 from autotune.cost.kernels import kernel_for
 from autotune.cost.memory import HOST_PROCESS_BYTES, Resident, resident_of
 from autotune.cost.model import TracedModel
@@ -90,22 +100,35 @@ class PassTables:
 
     def pass_of(self, candidate: Candidate, *, accumulates: bool) -> ComposedPass:
         """One micro-batch of the full model; `accumulates` if gradients of an earlier one are already there."""
-        return self._pass(PassChoice.of(candidate), candidate.checkpointed_blocks, accumulates)
+        mixture = candidate.checkpointed_blocks, candidate.selective_blocks, candidate.offloaded_inputs
+        return self._pass(PassChoice.of(candidate), mixture, accumulates)
 
-    def _find_pass(self, choice: PassChoice, checkpointed: int, accumulates: bool) -> ComposedPass:
-        k = min(checkpointed, self._num_blocks)
-        plain = self._table(choice, 0)
-        mixed = plain if k == 0 else self._table(choice, self._num_traced - (k < self._num_blocks))
+    def _find_pass(self, choice: PassChoice, mixture: tuple[int, int, int], accumulates: bool) -> ComposedPass:
+        return self.passes(choice, np.array([mixture]), accumulates)[0]
+
+    def passes(self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool) -> ComposedPasses:
+        """The same for many mixtures of what blocks keep, at once; see `compose`."""
+        whole, selective, _ = mixtures.T
+        at_most = self._num_blocks - selective
+        mixtures = np.stack([np.minimum(whole, at_most), selective, mixtures[:, 2]], axis=1)
+        deepest = self._num_traced - bool((whole + selective).max() < self._num_blocks)
+        tables = [self._table(choice, PLAIN, 0)] * 3
+        for kind, numbers in ((SELECTIVE, selective), (WHOLE, whole)):
+            if numbers.any():
+                tables[kind] = self._table(choice, kind, deepest)
+        if mixtures[:, 2].any() and not whole.any():  # inputs of blocks that keep attention are the same
+            tables[WHOLE] = tables[SELECTIVE]
         storage = self.model.storage(choice.precision, choice.quantization)
-        return compose(plain, mixed, k, np.array(storage.block_adapter_bytes, dtype=np.float64), accumulates)
+        return compose(tables, mixtures, np.array(storage.block_adapter_bytes, dtype=np.float64), accumulates)
 
-    def _find_table(self, choice: PassChoice, checkpointed: int) -> PassTable:
-        """The full model's pass when the first `checkpointed` of the traced blocks recompute."""
+    def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
+        """The full model's pass when the first `recomputed` of the traced blocks are of a kind; see `compose`."""
         (low, high), size, rates = TRACED_SIZES, choice.micro_batch_size, self._rates_of(choice)
 
         def traced(at: int) -> PassTable:
             settings = choice.precision, choice.quantization, self._kernel(choice, at)
-            return table_of(self.model.traced(*settings, at, checkpointed), rates, self.workload.rank)
+            options = {"keeps_attention": True} if kind == SELECTIVE else {}
+            return table_of(self.model.traced(*settings, at, recomputed, **options), rates, self.workload.rank)
 
         if size in (1, low, high):
             table = traced(size)
@@ -115,33 +138,42 @@ class PassTables:
 
     def forward_seconds(self, candidate: Candidate) -> float:
         """Time of one item's forward pass, as a preview's denoising step makes it."""
-        table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), 0)
+        table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), PLAIN, 0)
         return float(table.before[SECONDS:-1].sum() + table.forward[:, SECONDS:-1].sum())
 
-    def waste_bytes(self, candidate: Candidate, composed: ComposedPass) -> float:
-        """Bytes that the caching allocator reserves beyond the pass's own peak.
+    def waste_bytes(
+        self, candidate: Candidate, recomputed: NDArray[np.int64], saved_bytes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Bytes that the caching allocator reserves beyond the peaks of passes.
 
-        Known for no checkpointing and for all blocks but one; between them it goes by the share of blocks.
+        Known for no recomputing block and for all but one; between them it goes by the share of blocks.
+
+        Args:
+            candidate: all other choices.
+            recomputed: number of recomputing blocks of each pass.
+            saved_bytes: `ComposedPass.saved_bytes` of each.
         """
         if self.model.rules == "cpu":
-            return 0.0
-        choice, allocator, k = PassChoice.of(candidate), candidate.allocator, candidate.checkpointed_blocks
-        last = self._num_blocks - 1
-        share = min(1.0, k / max(1, last))
-        if share in (0.0, 1.0):
-            return self._scaled_waste(choice, allocator, k, composed)
-        ends = [self._waste_bytes(choice, allocator, end) for end in (0, last)]
-        return (1 - share) * ends[0] + share * ends[1]
+            return np.zeros(len(recomputed))
+        choice, allocator, last = PassChoice.of(candidate), candidate.allocator, max(1, self._num_blocks - 1)
+        share = np.minimum(1.0, recomputed / last)
+        low, high = (self._waste_bytes(choice, allocator, end) for end in (0, last))
+        own = [self._scaled_waste(choice, allocator, end, saved_bytes) for end in (0, last)]
+        between = (1 - share) * low + share * high
+        return np.where(share == 0.0, own[0], np.where(share == 1.0, own[1], between))
 
     def _find_waste_bytes(self, choice: PassChoice, allocator: str, checkpointed: int) -> float:
-        return self._scaled_waste(choice, allocator, checkpointed, self._pass(choice, checkpointed, True))
+        saved = self._pass(choice, (checkpointed, 0, 0), True).saved_bytes
+        return float(self._scaled_waste(choice, allocator, checkpointed, np.array(saved)))
 
-    def _scaled_waste(self, choice: PassChoice, allocator: str, checkpointed: int, composed: ComposedPass) -> float:
+    def _scaled_waste(
+        self, choice: PassChoice, allocator: str, checkpointed: int, saved_bytes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         traced_size = 1 if choice.micro_batch_size == 1 else TRACED_SIZES[0]
         waste = self._waste(
             choice._replace(micro_batch_size=traced_size), allocator, self._num_traced - 1 if checkpointed else 0
         )
-        return waste.fixed_bytes * choice.micro_batch_size / traced_size + waste.saved_share * composed.saved_bytes
+        return waste.fixed_bytes * choice.micro_batch_size / traced_size + waste.saved_share * saved_bytes
 
     def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
         size = choice.micro_batch_size

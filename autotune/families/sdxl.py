@@ -95,7 +95,11 @@ class StableDiffusionXL(Family):
     }
     block_lists = ()
     excluded = MappingProxyType(
-        {"attention": DIRECT, "compile": "its blocks have too many shapes: torch would compile each anew"}
+        {
+            "attention": DIRECT,
+            "compile": "its blocks have too many shapes: torch would compile each anew",
+            "offloaded_inputs": "later stages hold on to the outputs of earlier ones",
+        }
     )
 
     def noise_of(self, scheduler: Config) -> NoiseProcess:

@@ -1,11 +1,11 @@
 """Block swap: the frozen weights of the first k blocks wait on the host, and visit the device for each pass."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.knobs.checkpointed_blocks import Checkpointing
 from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
@@ -15,25 +15,39 @@ CHECKED_BLOCKS = 2
 """The fewest of which one is fetched while another runs."""
 
 
+REGION_ALIGNMENT_BYTES = 256
+"""Where a tensor may begin within its block's region: as well aligned as CUDA's allocator would place it."""
+
+
+def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where tensors of these bytes begin in the region of one block, and the region's bytes."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+    return offsets, end
+
+
 class Swapping(Knob):
-    """None to all but one block, in the steps of checkpointing: what is swapped has to recompute.
+    """None to all but one block: what is swapped has to recompute.
 
     Whether they pay, and whether the host has room for them, the cost model tells.
     """
 
     name = "swapped_blocks"
     title = "block swap"
+    is_composed = True
     needs_reload = True
 
     def choices(self, context: TuningContext) -> Choices:
-        levels = Checkpointing().choices(context).admitted
+        levels = tuple(range(context.workload.model.num_blocks - 1, -1, -1))
         if context.hardware.device.kind != "cuda" or context.hardware.device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
             return Choices((0,), rejected={number: reason for number in levels if number})
         return Choices(levels)
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        if candidate.swapped_blocks > candidate.checkpointed_blocks:
+        if candidate.swapped_blocks > candidate.recomputed_blocks:
             return "swapped blocks have to recompute: autograd would keep their weights on the device"
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.swapped_blocks and weight_format is not None and not weight_format.can_offload:

@@ -16,7 +16,7 @@ from autotune.hardware import host_floor_bytes
 from autotune.knobs import KNOBS
 from autotune.planning.request import PlanRequest
 from autotune.schema import Bucket, Candidate, Choice, Quality, Workload
-from autotune.search import SearchSpace, drop_values, memory_upper_bound
+from autotune.search import SearchSpace, drop_values, memory_upper_bound, with_mixtures
 
 GIB = 2**30
 SMALLER_SIDES = (0.75, 0.5)
@@ -121,6 +121,8 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
         parallel=cost.parallel,
     )
     space = request.space(own.context)
+    smallest = min(candidate.micro_batch_size for candidate in space.candidates)
+    space = with_mixtures(drop_values(space, "micro_batch_size", {size: "" for size in space.choices["micro_batch_size"] if size != smallest}), own)
     ways = {own.parallel: space}
     if number > 1:
         space = drop_block_swap(space, number)

@@ -168,9 +168,8 @@ def _follow_recording(
     Raises:
         InvalidInput: the question does not admit what was tried.
     """
-    admitted = frozenset(problem.space.candidates)
     for trial in recorded or ():
-        if trial.candidate not in admitted:
+        if not problem.space.admits(trial.candidate):
             raise InvalidInput(
                 f"the recording tried {trial.candidate.label()}, which this question does not admit",
                 hint="ask the question that was recorded with the same version, or record again: --record FILE",
