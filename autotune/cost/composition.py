@@ -51,15 +51,13 @@ class PassTable:
         by_class: NDArray[np.float64] = rows[:, SECONDS:-1].sum(axis=0)
         return by_class
 
-    def towards(self, other: "PassTable", share: float) -> "PassTable":
-        """The point on the line from this table (share 0) through `other` (share 1)."""
-        return PassTable(
-            self.before + share * (other.before - self.before),
-            self.forward + share * (other.forward - self.forward),
-            self.between + share * (other.between - self.between),
-            self.backward + share * (other.backward - self.backward),
-            self.inputs + share * (other.inputs - self.inputs),
-        )
+    def plus(self, share: float, start: "PassTable", end: "PassTable") -> "PassTable":
+        """This table and `share` of the way from `start` to `end`."""
+        parts = (getattr(self, name) + share * (getattr(end, name) - getattr(start, name)) for name in PARTS)
+        return PassTable(*parts)
+
+
+PARTS = tuple(each.name for each in fields(PassTable))
 
 
 def stretched_index(counts: Sequence[int], traced: Sequence[int]) -> list[int]:
@@ -127,42 +125,56 @@ class ComposedPasses:
         return ComposedPass(**{each.name: getattr(self, each.name)[at] for each in fields(self)})
 
 
+class BlockTables:
+    """Tables of one model whose blocks keep everything, the output of attention, and their input alone.
+
+    Args:
+        tables: stretched, in this order; the last block may keep everything in all of them.
+        gradients: bytes of each block's adapter gradients, in the order that blocks run.
+    """
+
+    def __init__(self, tables: Sequence[PassTable], gradients: "NDArray[np.float64]") -> None:
+        self.num_blocks, self.gradients, self.inputs = len(gradients), gradients, tables[WHOLE].inputs
+        self.rows = np.stack(
+            [
+                np.concatenate([t.before[None], t.forward, t.between[None], t.backward[::-1]])[:, :SECONDS]
+                for t in tables
+            ]
+        )
+        """(kinds, segments in the order of the pass, columns)"""
+        self.outside_work = np.stack([(t.before + t.between)[SECONDS:] for t in tables])
+        self.work = np.stack([(t.forward + t.backward)[:, SECONDS:] for t in tables])
+        """(kinds, blocks, classes)"""
+        self.again = np.stack([(t.backward - tables[PLAIN].backward)[:, SECONDS:] for t in tables])
+
+
 def compose(
-    tables: Sequence[PassTable],
+    tables: BlockTables,
     mixtures: "NDArray[np.int64]",
-    gradients: "NDArray[np.float64]",
     accumulates: bool,
 ) -> ComposedPasses:
     """Levels and work of passes that differ in what their blocks keep.
 
     Args:
-        tables: stretched tables of passes whose blocks keep everything, all but the last keep attention, and all but
-            the last keep their input alone (all, if a mixture has no block that keeps everything).
+        tables: of the model; none of a kind that has no block need be there.
         mixtures: (mixtures, 3): number of blocks that keep their input alone, of those after them that keep attention,
             and of those from the first on whose input waits on the host.
-        gradients: bytes of each block's adapter gradients, in the order that blocks run.
         accumulates: whether gradients of an earlier micro-batch are already there.
     """
-    number = np.arange(len(gradients))
+    blocks, gradients = tables.num_blocks, tables.gradients
+    number = np.arange(blocks)
     whole, selective, offloaded = (column[:, None] for column in mixtures.T)
     kinds = np.where(number < whole, WHOLE, np.where(number < whole + selective, SELECTIVE, PLAIN))
-    ends = np.where(whole > 0, WHOLE, np.where(selective > 0, SELECTIVE, PLAIN))[:, 0]
-
-    def rows(column: int) -> "NDArray[np.float64]":
-        """(mixtures, segments), in the order of the pass."""
-        forward, backward = (np.stack([part[:, column] for part in parts]) for parts in blocks)
-        before, between = (np.array([end[column] for end in parts])[ends, None] for parts in outside)
-        return np.concatenate([before, forward[kinds, number], between, backward[kinds, number][:, ::-1]], axis=1)
-
-    blocks = [table.forward for table in tables], [table.backward for table in tables]
-    outside = [table.before for table in tables], [table.between for table in tables]
-    growth, peak, scratch = rows(GROWTH), rows(PEAK), rows(SCRATCH)
+    ends = np.where(whole > 0, WHOLE, np.where(selective > 0, SELECTIVE, PLAIN))
+    of_segment = np.concatenate([ends, kinds, ends, kinds[:, ::-1]], axis=1)
+    segments = np.arange(of_segment.shape[1])
+    growth, peak, scratch = (tables.rows[:, :, column][of_segment, segments] for column in (GROWTH, PEAK, SCRATCH))
     # An input leaves while its block runs, and is gone when the next leaves: so the last one stays until it is needed.
     # It comes back while the following block runs backward.
-    leaves = np.where(number < offloaded - 1, tables[WHOLE].inputs, 0.0)
+    leaves = np.where(number < offloaded - 1, tables.inputs, 0.0)
     returns = np.concatenate([np.zeros_like(leaves[:, :1]), leaves[:, :-1]], axis=1)[:, ::-1]
-    first_backward = len(number) + 2
-    growth[:, 1 : len(number) + 1] -= leaves
+    first_backward = blocks + 2
+    growth[:, 1 : blocks + 1] -= leaves
     growth[:, first_backward:] += returns
     peak[:, first_backward:] += returns
     starts = np.cumsum(growth, axis=1) - growth
@@ -173,17 +185,14 @@ def compose(
         arrived[:] = gradients.sum()
     at = np.argmax(starts + peak, axis=1)
     one = np.arange(len(mixtures)), at
-    is_kind = np.concatenate([kinds == kind for kind in range(len(tables))], axis=1).astype(np.float64)
-    again = [table.backward[:, SECONDS:] - tables[PLAIN].backward[:, SECONDS:] for table in tables]
-    work = [(table.forward + table.backward)[:, SECONDS:] for table in tables]
-    outside_work = np.stack([(table.before + table.between)[SECONDS:] for table in tables])
+    is_kind = np.concatenate([kinds == kind for kind in range(len(tables.work))], axis=1).astype(np.float64)
     return ComposedPasses(
         peak_bytes=starts[one] + peak[one],
         saved_bytes=starts[one] - arrived[at],
         transient_bytes=peak[one] - scratch[one],
         workspace_bytes=scratch[one],
         gradient_bytes=arrived[at],
-        offloaded_bytes=np.where(number < offloaded, tables[WHOLE].inputs, 0.0).sum(axis=1),
-        work=outside_work[ends] + is_kind @ np.concatenate(work),
-        recompute=is_kind @ np.concatenate(again),
+        offloaded_bytes=np.where(number < offloaded, tables.inputs, 0.0).sum(axis=1),
+        work=tables.outside_work[ends[:, 0]] + is_kind @ np.concatenate(tables.work),
+        recompute=is_kind @ np.concatenate(tables.again),
     )

@@ -205,7 +205,10 @@ class CostModel:
         passes = ComposedPasses(**{name: np.array(value)[None] for name, value in vars(composed).items()})
         numbers = (np.array([[number]]) for number in (candidate.offloaded_inputs, candidate.swapped_blocks))
         factor = math.exp(calibration.time.log_factor(candidate)) if calibration else 1.0
-        time = {name: factor * float(np.squeeze(each)) for name, each in self._step_time(candidate, passes, *numbers).items()}
+        time = {
+            name: factor * float(np.squeeze(each))
+            for name, each in self._step_time(candidate, passes, *numbers).items()
+        }
         seconds = sum(time.values()) - time["recompute_seconds"]
         return Prediction.model_construct(
             candidate=candidate,
@@ -295,5 +298,5 @@ class CostModel:
 
 def _total(time: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
     """Seconds of a step: those of recomputed operations are within their classes."""
-    total: NDArray[np.float64] = sum(time.values()) - time["recompute_seconds"]  # type: ignore[assignment]
+    total: NDArray[np.float64] = sum(time.values()) - time["recompute_seconds"]
     return total

@@ -13,6 +13,7 @@ from autotune.cost.composition import (
     SECONDS,
     SELECTIVE,
     WHOLE,
+    BlockTables,
     ComposedPass,
     ComposedPasses,
     PassTable,
@@ -62,7 +63,8 @@ class PassTables:
     def __init__(self, model: TracedModel, hardware: HardwareProfile) -> None:
         self.model, self.hardware, self.workload = model, hardware, model.workload
         self._num_blocks, self._num_traced = sum(model.counts), sum(model.traced_counts)
-        self._rates, self._table = cache(self._find_rates), cache(self._find_table)
+        self._rates, self._blocks = cache(self._find_rates), cache(self._find_blocks)
+        self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
         self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)
         self._pass, self._typical_shares = cache(self._find_pass), cache(self._find_typical_shares)
         self._residents: dict[tuple[object, ...], Resident] = {}
@@ -112,28 +114,38 @@ class PassTables:
         at_most = self._num_blocks - selective
         mixtures = np.stack([np.minimum(whole, at_most), selective, mixtures[:, 2]], axis=1)
         deepest = self._num_traced - bool((whole + selective).max() < self._num_blocks)
+        kinds = bool(selective.any()), bool(whole.any())
+        return compose(self._blocks(choice, deepest, *kinds), mixtures, accumulates)
+
+    def _find_blocks(self, choice: PassChoice, recomputed: int, selective: bool, whole: bool) -> BlockTables:
         tables = [self._table(choice, PLAIN, 0)] * 3
-        for kind, numbers in ((SELECTIVE, selective), (WHOLE, whole)):
-            if numbers.any():
-                tables[kind] = self._table(choice, kind, deepest)
-        if mixtures[:, 2].any() and not whole.any():  # inputs of blocks that keep attention are the same
-            tables[WHOLE] = tables[SELECTIVE]
+        if selective or whole:  # what keeps attention is told by its difference from what keeps nothing
+            tables[WHOLE] = self._table(choice, WHOLE, recomputed)
+        if selective:
+            tables[SELECTIVE] = self._table(choice, SELECTIVE, recomputed)
         storage = self.model.storage(choice.precision, choice.quantization)
-        return compose(tables, mixtures, np.array(storage.block_adapter_bytes, dtype=np.float64), accumulates)
+        return BlockTables(tables, np.array(storage.block_adapter_bytes, dtype=np.float64))
 
     def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
-        """The full model's pass when the first `recomputed` of the traced blocks are of a kind; see `compose`."""
-        (low, high), size, rates = TRACED_SIZES, choice.micro_batch_size, self._rates_of(choice)
-
-        def traced(at: int) -> PassTable:
-            settings = choice.precision, choice.quantization, self._kernel(choice, at)
-            options = {"keeps_attention": True} if kind == SELECTIVE else {}
-            return table_of(self.model.traced(*settings, at, recomputed, **options), rates, self.workload.rank)
-
+        """The full model's pass when the first `recomputed` of the traced blocks are of a kind; see `BlockTables`."""
+        (low, high), size = TRACED_SIZES, choice.micro_batch_size
+        if kind == SELECTIVE:
+            # What it saves to keep attention has nothing to do with weights, and is proportional to the micro-batch.
+            usual = choice._replace(quantization="none", micro_batch_size=1 if size == 1 else low)
+            start, end = (self._traced_table(usual, each, recomputed) for each in (WHOLE, SELECTIVE))
+            return self._table(choice, WHOLE, recomputed).plus(size / usual.micro_batch_size, start, end)
         if size in (1, low, high):
-            table = traced(size)
-        else:
-            table = traced(low).towards(traced(high), (size - low) / (high - low))
+            return self._traced_table(choice, kind, recomputed)
+        ends = [self._traced_table(choice, kind, recomputed, at) for at in TRACED_SIZES]
+        return ends[0].plus((size - low) / (high - low), *ends)
+
+    def _find_traced_table(self, choice: PassChoice, kind: int, recomputed: int, size: int | None = None) -> PassTable:
+        """From a trace at the micro-batch of the choice, or at `size` at the rates of the choice."""
+        at = size or choice.micro_batch_size
+        options = {"keeps_attention": True} if kind == SELECTIVE else {}
+        kernel = self._kernel(choice, at)
+        trace = self.model.traced(choice.precision, choice.quantization, kernel, at, recomputed, **options)
+        table = table_of(trace, self._rates_of(choice), self.workload.rank)
         return table.stretched(self.model.counts, self.model.traced_counts)
 
     def forward_seconds(self, candidate: Candidate) -> float:

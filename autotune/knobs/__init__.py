@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from autotune.knobs.caching import PIN, EncoderSize, choose_caching, describe_caching, size_of
     from autotune.knobs.checkpointed_blocks import Checkpointing, Selective
     from autotune.knobs.compile import ELEMENTWISE_SHARE, LAUNCH_SHARE, startup_seconds
+    from autotune.knobs.host_region import region_offsets
     from autotune.knobs.precision import Precision, torch_dtype
     from autotune.knobs.quantization import Quantization
     from autotune.knobs.registry import KNOBS, reload_key
-    from autotune.knobs.swapped_blocks import Swapping, region_offsets
+    from autotune.knobs.swapped_blocks import Swapping
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

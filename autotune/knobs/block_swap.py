@@ -1,9 +1,9 @@
 """Moves the frozen weights of some blocks between host and device while training runs.
 
 Each block's weights are copied to the device, all at once, just before its forward pass, which also runs when a
-checkpoint recomputes it for its backward pass, and the next block's meanwhile, on a stream of its own. Nothing is copied back: frozen weights
-never change, so a block leaves the device by dropping its copy. The same values meet the same kernels, so gradients are
-bit for bit those without swapping.
+checkpoint recomputes it for its backward pass, and the next block's meanwhile, on a stream of its own. Nothing is
+copied back: frozen weights never change, so a block leaves the device by dropping its copy. The same values meet the
+same kernels, so gradients are bit for bit those without swapping.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.families import Family
-from autotune.knobs.host_region import HostRegion
-from autotune.knobs.swapped_blocks import region_offsets
+from autotune.knobs.host_region import HostRegion, region_offsets
 from autotune.weights import Transform
 
 

@@ -62,7 +62,9 @@ class Selective(Knob):
             return f"{candidate.recomputed_blocks} recomputing blocks are more than the model has"
         backend = ATTENTION_BACKENDS.get(candidate.attention)
         if backend is not None and (backend.needs.library or backend.function or backend.kernel == "math"):
-            return f"what {candidate.attention} computes cannot be kept by itself: it is none of torch's fused operations"
+            return (
+                f"what {candidate.attention} computes cannot be kept by itself: it is none of torch's fused operations"
+            )
         return "compiled blocks hide their attention" if candidate.compile != "off" else None
 
     def parity(self, choice: Choice) -> Parity | None:

@@ -5,13 +5,26 @@ wastes a third of it on average. Here memory is taken as it is and registered wi
 """
 
 import weakref
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from autotune.errors import AutotuneError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PAGE_BYTES = 4096
+REGION_ALIGNMENT_BYTES = 256
+"""Where a tensor may begin within its block's region: as well aligned as CUDA's allocator would place it."""
+
+
+def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where tensors of these bytes begin in the region of one block, and the region's bytes."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
+    return offsets, end
 
 
 class HostRegion:
@@ -26,6 +39,8 @@ class HostRegion:
     """
 
     def __init__(self, num_bytes: int, *, is_locked: bool) -> None:
+        import torch
+
         self.num_bytes = num_bytes
         pages = -(-num_bytes // PAGE_BYTES)
         whole = torch.empty((pages + 1) * PAGE_BYTES, dtype=torch.uint8)  # no page is shared with another region
@@ -36,7 +51,9 @@ class HostRegion:
             weakref.finalize(self, _unlock, self.bytes).atexit = False  # the driver does so when the process ends
 
 
-def _lock(memory: Tensor, num_bytes: int) -> None:
+def _lock(memory: "Tensor", num_bytes: int) -> None:
+    import torch
+
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if code:
@@ -47,5 +64,7 @@ def _lock(memory: Tensor, num_bytes: int) -> None:
         )
 
 
-def _unlock(memory: Tensor) -> None:
+def _unlock(memory: "Tensor") -> None:
+    import torch
+
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

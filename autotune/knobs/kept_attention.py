@@ -36,7 +36,7 @@ class _OnAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
 
-class Keeping(_OnAttention):
+class Keeping(_OnAttention):  # type: ignore[no-untyped-call]
     """While a block runs forward."""
 
     def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ class Keeping(_OnAttention):
         return results
 
 
-class Replaying(_OnAttention):
+class Replaying(_OnAttention):  # type: ignore[no-untyped-call]
     """While it runs again for its backward pass."""
 
     def attend(self, func: Any, args: Any, kwargs: Any) -> Any:

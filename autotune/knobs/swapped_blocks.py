@@ -1,6 +1,5 @@
 """Block swap: the frozen weights of the first k blocks wait on the host, and visit the device for each pass."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from autotune.backends import WEIGHT_FORMATS
@@ -13,19 +12,6 @@ if TYPE_CHECKING:
 
 CHECKED_BLOCKS = 2
 """The fewest of which one is fetched while another runs."""
-
-
-REGION_ALIGNMENT_BYTES = 256
-"""Where a tensor may begin within its block's region: as well aligned as CUDA's allocator would place it."""
-
-
-def region_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where tensors of these bytes begin in the region of one block, and the region's bytes."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // REGION_ALIGNMENT_BYTES) * REGION_ALIGNMENT_BYTES
-    return offsets, end
 
 
 class Swapping(Knob):

@@ -1,4 +1,4 @@
-"""Which numbers of blocks go together: for each setting of the other knobs, the mixtures worth trying, by the cost model.
+"""Which numbers of blocks go together: for each setting of the other knobs, the mixtures that the cost model prefers.
 
 How many blocks recompute everything, how many keep attention, for how many the input and for how many the weights wait
 on the host: a model of 60 blocks has hundreds of thousands of such mixtures. Their memory and time are arithmetic on
@@ -29,7 +29,7 @@ MAX_STEP = 0.05
 """Most by which neighbors on a frontier differ in memory, as a share of the activations of a pass that keeps all; less
 than one block makes no step."""
 SWAP_STEPS = 30
-"""Numbers of swapped blocks that are tried: their weights cost transfers, and the rest of a step is closed by others."""
+"""Numbers of swapped blocks that are tried; the finer steps between them are those of recomputing."""
 NAMES = ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped_blocks")
 
 
@@ -50,11 +50,12 @@ def with_mixtures(space: SearchSpace, cost: CostModel) -> SearchSpace:
     """The space with, in place of each candidate, its mixtures of numbers of blocks."""
     found: dict[Candidate, None] = {}
     for base in space.candidates:
-        found.update(dict.fromkeys(_mixtures_of(base, space.choices, cost)))
+        found.update(dict.fromkeys(find_mixtures(base, space.choices, cost)))
     return replace(space, candidates=tuple(found))
 
 
-def _mixtures_of(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel) -> list[Candidate]:
+def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: CostModel) -> list[Candidate]:
+    """The mixtures of one setting of the other knobs that are worth trying, of admitted `choices` by knob."""
     import numpy as np
 
     plain = base.changed(**dict.fromkeys(NAMES, 0))
@@ -94,15 +95,16 @@ def _passes(admitted: Mapping[str, "Integers"], num_blocks: int) -> "Integers":
     both = [np.stack([whole, selective, number], axis=1) for number in (least, most)]
     passes = np.unique(np.concatenate(both), axis=0)
     recomputed = passes[:, 0] + passes[:, 1]
-    return passes[(recomputed < max(num_blocks, 1 + whole.min())) & (passes[:, 2] <= recomputed)]
+    fits = (recomputed < max(num_blocks, 1 + whole.min())) & (passes[:, 2] <= recomputed)
+    return np.compress(fits, passes, axis=0)
 
 
 def _spread(numbers: "Integers") -> "Integers":
     """At most `SWAP_STEPS` of them, ends included."""
     import numpy as np
 
-    at = np.unique(np.round(np.linspace(0, len(numbers) - 1, SWAP_STEPS)).astype(np.int64))
-    return numbers[at]
+    chosen: Integers = numbers[np.unique(np.round(np.linspace(0, len(numbers) - 1, SWAP_STEPS)).astype(np.int64))]
+    return chosen
 
 
 def _by_means(mixtures: Mixtures) -> Iterator[Mixtures]:
