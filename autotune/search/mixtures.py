@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MAX_STEP = 0.05
 """Most by which neighbors on a frontier differ in memory, as a share of the activations of a pass that keeps all; less
 than one block makes no step."""
-SWAP_STEPS = 30
-"""Numbers of swapped blocks that are tried; the finer steps between them are those of recomputing."""
+NUM_STEPS = 30
+"""Values of each number of blocks that are looked at: steps of 3%, finer than `MAX_STEP`."""
 NAMES = ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped_blocks")
 
 
@@ -82,12 +82,17 @@ def _without_conflict(name: str, numbers: Sequence[int], base: Candidate, contex
 
 
 def _passes(admitted: Mapping[str, "Integers"], num_blocks: int) -> "Integers":
-    """(passes, 3): every number of checkpointed and selective blocks that leaves the last block alone, each with as
-    few and with as many offloaded inputs as there may be: between them, a block more or less that recomputes is as
-    fine a step."""
+    """(passes, 3): numbers of checkpointed and selective blocks that leave the last block alone, each with as few and
+    with as many offloaded inputs as there may be: between them, a block more or less that recomputes is as fine a
+    step."""
     import numpy as np
 
-    whole, selective = (grid.ravel() for grid in np.meshgrid(*(admitted[name] for name in NAMES[:2]), indexing="ij"))
+    levels = [_spread(admitted[name]) for name in NAMES[:2]]
+    whole, selective = (grid.ravel() for grid in np.meshgrid(*levels, indexing="ij"))
+    rest = num_blocks - 1 - levels[0]  # with which all but the last block recompute
+    is_admitted = np.isin(rest, admitted["selective_blocks"])
+    whole = np.concatenate([whole, levels[0][is_admitted]])
+    selective = np.concatenate([selective, rest[is_admitted]])
     recomputed = whole + selective
     offloaded = admitted["offloaded_inputs"]
     most = offloaded[np.maximum(0, np.searchsorted(offloaded, recomputed, side="right") - 1)]
@@ -100,10 +105,10 @@ def _passes(admitted: Mapping[str, "Integers"], num_blocks: int) -> "Integers":
 
 
 def _spread(numbers: "Integers") -> "Integers":
-    """At most `SWAP_STEPS` of them, ends included."""
+    """At most `NUM_STEPS` of them, ends included."""
     import numpy as np
 
-    chosen: Integers = numbers[np.unique(np.round(np.linspace(0, len(numbers) - 1, SWAP_STEPS)).astype(np.int64))]
+    chosen: Integers = numbers[np.unique(np.round(np.linspace(0, len(numbers) - 1, NUM_STEPS)).astype(np.int64))]
     return chosen
 
 
