@@ -24,6 +24,7 @@ from autotune.schema.hardware import HardwareProfile
 from autotune.schema.prediction import Prediction
 from autotune.schema.trial import TrialResult
 from autotune.schema.workload import Bucket, Workload
+from autotune.search.mixtures import with_mixtures
 from autotune.search.space import SearchSpace, build_search_space
 
 TABLES = Path(__file__).parent / "results" / "tables"
@@ -130,8 +131,8 @@ def _base(family: str, gpu: str) -> tuple[SearchSpace, CostModel, HardwareProfil
         effective_batch_size=8,
         quality="high",
     )
-    space = build_search_space(TuningContext(hardware, model.family, workload))
-    return space, CostModel.build(hardware, workload, model.family, model.config), hardware
+    cost = CostModel.build(hardware, workload, model.family, model.config)
+    return with_mixtures(build_search_space(TuningContext(hardware, model.family, workload)), cost), cost, hardware
 
 
 def _simulated(family: str, gpu: str, prior: Prior, seed: int) -> Task:
@@ -166,7 +167,7 @@ class _Bend:
         return self.factors.setdefault(key, self.rng.gauss(0, sigma))
 
     def result(self, predicted: Prediction) -> TrialResult:
-        c, blocks = predicted.candidate, predicted.candidate.checkpointed_blocks
+        c, blocks = predicted.candidate, predicted.candidate.recomputed_blocks
         pairs = self.factor(self.speed / 3, c.quantization, c.attention)
         pairs += self.factor(self.speed / 4, c.quantization, c.micro_batch_size > 1)
         pairs += self.factor(self.speed / 6, c.attention, c.micro_batch_size)

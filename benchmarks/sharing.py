@@ -96,7 +96,7 @@ def search(bench: Bench, seed: int, known: tuple[MatchedRecord, ...]) -> tuple[T
     if known:
         found = StoreMatches(known, (), ())
         advice: WarmStart = build_warm_start(
-            found, task.space.candidates, task.budget_bytes, bench.cost.workload, bench.cost
+            found, task.space.choices, task.budget_bytes, bench.cost.workload, bench.cost
         )[1]
         assert advice.sources, "the record is not credible"
     planned = ResidualSearch(

@@ -98,7 +98,9 @@ def workload_of(folder: Path, table: Table) -> Workload:
 def configurations(table: Table, hardware: HardwareProfile, workload: Workload) -> list[Candidate]:
     """Those kept of the search space, those that share a loaded model side by side."""
     space = build_search_space(TuningContext(hardware, FAMILIES[table.family], workload))
-    kept = [c for c in space.candidates if all(getattr(c, knob) in table.keep[knob] for knob in table.keep)]
+    others = [knob for knob in table.keep if knob != "checkpointed_blocks"]
+    bases = [c for c in space.candidates if all(getattr(c, knob) in table.keep[knob] for knob in others)]
+    kept = [base.changed(checkpointed_blocks=k) for base in bases for k in table.keep["checkpointed_blocks"]]
     return sorted(kept, key=lambda candidate: [str(value) for value in reload_key(candidate)])
 
 

@@ -6,7 +6,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.cost.arguments import checked_bucket, parse_resolution, positive
-    from autotune.cost.calibration import NOISE, PriorResiduals, residual_of
+    from autotune.cost.calibration import NOISE, PriorResiduals, residual_of, time_doubt
     from autotune.cost.job_estimate import estimate, job_time
     from autotune.cost.parallel import ONE_PROCESS, Parallel
     from autotune.cost.predict import CostModel

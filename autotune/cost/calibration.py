@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from autotune.schema import MAX_RESIDUAL, Candidate, Prediction, Residual, TrialResult
 
-OFFSET, DOUBLING = "offset", "batch>"
+OFFSET, DOUBLING, KEEPS_ATTENTION, OFFLOADS = "offset", "batch>", "keeps attention", "offloads"
 PRIOR_TIME_DATASHEET = 0.35
 PRIOR_TIME_MEASURED = 0.25
 """One sigma of the offset's logarithm before any trial: rates from a datasheet, or measured at the model's shapes."""
@@ -22,6 +22,8 @@ CHOICE_SHARE = 0.7
 within 5% of the best most often (see benchmarks/LOG.md)."""
 DOUBLING_SHARE = 0.3
 """The same for a doubling of the micro-batch; .2, .3 and .5 were tried on 96 simulated tasks (see the log)."""
+VARIANT_SHARE = 0.1
+"""The same for variants of recomputing, which change a part of what it costs: of the step, a tenth. A round figure."""
 NOISE = {"time": 0.03, "memory": 0.005}
 """One sigma of a repeated measurement."""
 DIGITS = 9
@@ -31,14 +33,19 @@ DIGITS = 9
 def features_of(candidate: Candidate) -> tuple[str, ...]:
     """The terms that a candidate has: the offset and one per choice that changes how a step runs."""
     doublings = (candidate.micro_batch_size - 1).bit_length()
-    rare = {"compiles": candidate.compile != "off", "swaps": candidate.swapped_blocks > 0}
+    rare = {
+        "compiles": candidate.compile != "off",
+        "swaps": candidate.swapped_blocks > 0,
+        KEEPS_ATTENTION: candidate.selective_blocks > 0,
+        OFFLOADS: candidate.offloaded_inputs > 0,
+    }
     return (
         *(name for name, does in rare.items() if does),
         OFFSET,
         f"quantization={candidate.quantization}",
         f"attention={candidate.attention}",
         f"precision={candidate.precision}",
-        f"recomputes={candidate.checkpointed_blocks > 0}",
+        f"recomputes={candidate.recomputed_blocks > 0}",
         # Sizes share the terms of the doublings up to them: what 4 taught holds for 8 too, but for one term.
         *(f"{DOUBLING}{2**number}" for number in range(doublings)),
     )
@@ -57,6 +64,8 @@ class Posterior:
         """Prior sigma of a term."""
         if feature == OFFSET:
             return self.prior
+        if feature in (KEEPS_ATTENTION, OFFLOADS):
+            return self.prior * VARIANT_SHARE
         return self.prior * (DOUBLING_SHARE if feature.startswith(DOUBLING) else CHOICE_SHARE)
 
     def log_factor(self, candidate: Candidate) -> float:
@@ -107,6 +116,15 @@ def fit(before: Posterior, noise: float, candidates: Sequence[Candidate], residu
             for row, share in zip(covariance, shared, strict=True)
         ]
     return Posterior(before.prior, index, tuple(round(value, DIGITS) for value in mean), _frozen(covariance))
+
+
+def time_doubt(one: Candidate, other: Candidate) -> float:
+    """One sigma of what trials may yet teach about the ratio of two candidates' step times, as a logarithm.
+
+    0 for candidates with the same terms: whatever is learned moves both alike.
+    """
+    prior = Posterior(PRIOR_TIME_DATASHEET)
+    return math.sqrt(math.fsum(prior.sigma(name) ** 2 for name in {*features_of(one)} ^ {*features_of(other)}))
 
 
 @dataclass(frozen=True)

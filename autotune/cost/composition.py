@@ -6,7 +6,7 @@ peak, so the peak of the whole pass is the largest level plus segment peak.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from autotune.cost.trace.passes import TracePass
     from autotune.cost.trace.recorder import Segment
 
+PLAIN, SELECTIVE, WHOLE = 0, 1, 2
+"""What a block keeps: all that its backward pass needs, the output of attention, or its input alone."""
 GROWTH, PEAK, SCRATCH, SECONDS = 0, 1, 2, 3
 """Columns of a segment's vector: bytes, bytes, bytes, then seconds by class and the number of launches."""
 
@@ -33,12 +35,14 @@ class PassTable:
     between: "NDArray[np.float64]"
     backward: "NDArray[np.float64]"
     """(blocks, columns), in the order that blocks run forward."""
+    inputs: "NDArray[np.float64]"
+    """Bytes of each block's first input, if the pass goes back through it."""
 
     def stretched(self, counts: Sequence[int], traced: Sequence[int]) -> "PassTable":
         """To `counts` blocks of each kind, from the `traced` ones: the one in the middle is repeated."""
         index = stretched_index(counts, traced)
         backward = self.backward[index] if len(self.backward) else self.backward
-        return PassTable(self.before, self.forward[index], self.between, backward)
+        return PassTable(self.before, self.forward[index], self.between, backward, self.inputs[index])
 
     @property
     def seconds(self) -> "NDArray[np.float64]":
@@ -47,14 +51,13 @@ class PassTable:
         by_class: NDArray[np.float64] = rows[:, SECONDS:-1].sum(axis=0)
         return by_class
 
-    def towards(self, other: "PassTable", share: float) -> "PassTable":
-        """The point on the line from this table (share 0) through `other` (share 1)."""
-        return PassTable(
-            self.before + share * (other.before - self.before),
-            self.forward + share * (other.forward - self.forward),
-            self.between + share * (other.between - self.between),
-            self.backward + share * (other.backward - self.backward),
-        )
+    def plus(self, share: float, start: "PassTable", end: "PassTable") -> "PassTable":
+        """This table and `share` of the way from `start` to `end`."""
+        parts = (getattr(self, name) + share * (getattr(end, name) - getattr(start, name)) for name in PARTS)
+        return PassTable(*parts)
+
+
+PARTS = tuple(each.name for each in fields(PassTable))
 
 
 def stretched_index(counts: Sequence[int], traced: Sequence[int]) -> list[int]:
@@ -81,6 +84,7 @@ def table_of(traced: "TracePass", rates: Rates, rank: int) -> PassTable:
         forward=np.array([vector(segment) for segment in traced.forward]),
         between=np.array(vector(traced.between)),
         backward=np.array([vector(segment) for segment in traced.backward]),
+        inputs=np.array(traced.input_bytes, dtype=np.float64),
     )
 
 
@@ -96,45 +100,99 @@ class ComposedPass:
     workspace_bytes: float
     gradient_bytes: float
     """Gradients that exist when the segment of the peak begins."""
+    offloaded_bytes: float
+    """Inputs of blocks that wait on the host."""
     work: "NDArray[np.float64]"
     """Seconds by class, then launches."""
     recompute: "NDArray[np.float64]"
-    """The share of `work` that repeats checkpointed blocks."""
+    """The share of `work` that repeats operations."""
+
+
+@dataclass(frozen=True)
+class ComposedPasses:
+    """Several of them: each field as in `ComposedPass`, one entry or row for each."""
+
+    peak_bytes: "NDArray[np.float64]"
+    saved_bytes: "NDArray[np.float64]"
+    transient_bytes: "NDArray[np.float64]"
+    workspace_bytes: "NDArray[np.float64]"
+    gradient_bytes: "NDArray[np.float64]"
+    offloaded_bytes: "NDArray[np.float64]"
+    work: "NDArray[np.float64]"
+    recompute: "NDArray[np.float64]"
+
+    def __getitem__(self, at: int) -> ComposedPass:
+        return ComposedPass(**{each.name: getattr(self, each.name)[at] for each in fields(self)})
+
+
+class BlockTables:
+    """Tables of one model whose blocks keep everything, the output of attention, and their input alone.
+
+    Args:
+        tables: stretched, in this order; the last block may keep everything in all of them.
+        gradients: bytes of each block's adapter gradients, in the order that blocks run.
+    """
+
+    def __init__(self, tables: Sequence[PassTable], gradients: "NDArray[np.float64]") -> None:
+        self.num_blocks, self.gradients, self.inputs = len(gradients), gradients, tables[WHOLE].inputs
+        self.rows = np.stack(
+            [
+                np.concatenate([t.before[None], t.forward, t.between[None], t.backward[::-1]])[:, :SECONDS]
+                for t in tables
+            ]
+        )
+        """(kinds, segments in the order of the pass, columns)"""
+        self.outside_work = np.stack([(t.before + t.between)[SECONDS:] for t in tables])
+        self.work = np.stack([(t.forward + t.backward)[:, SECONDS:] for t in tables])
+        """(kinds, blocks, classes)"""
+        self.again = np.stack([(t.backward - tables[PLAIN].backward)[:, SECONDS:] for t in tables])
 
 
 def compose(
-    plain: PassTable, mixed: PassTable, checkpointed: int, gradients: "NDArray[np.float64]", accumulates: bool
-) -> ComposedPass:
-    """Levels and work of a pass whose first `checkpointed` blocks recompute.
+    tables: BlockTables,
+    mixtures: "NDArray[np.int64]",
+    accumulates: bool,
+) -> ComposedPasses:
+    """Levels and work of passes that differ in what their blocks keep.
 
     Args:
-        plain: stretched table of a pass without checkpointing.
-        mixed: stretched table of a pass with checkpointing, of all blocks but the last unless all are checkpointed.
-        gradients: bytes of each block's adapter gradients, in the order that blocks run.
+        tables: of the model; none of a kind that has no block need be there.
+        mixtures: (mixtures, 3): number of blocks that keep their input alone, of those after them that keep attention,
+            and of those from the first on whose input waits on the host.
         accumulates: whether gradients of an earlier micro-batch are already there.
     """
-    recomputes = np.arange(len(plain.forward))[:, None] < checkpointed
-    forward = np.where(recomputes, mixed.forward, plain.forward)
-    backward = np.where(recomputes, mixed.backward, plain.backward)
-    ends = mixed if checkpointed else plain
-    rows = np.concatenate([ends.before[None], forward, ends.between[None], backward[::-1]])
-    ends_at = np.cumsum(rows[:, GROWTH])
-    starts = ends_at - rows[:, GROWTH]
-    total = float(gradients.sum())
-    arrived = np.zeros(len(rows))
-    first_backward = len(forward) + 2
+    blocks, gradients = tables.num_blocks, tables.gradients
+    number = np.arange(blocks)
+    whole, selective, offloaded = (column[:, None] for column in mixtures.T)
+    kinds = np.where(number < whole, WHOLE, np.where(number < whole + selective, SELECTIVE, PLAIN))
+    ends = np.where(whole > 0, WHOLE, np.where(selective > 0, SELECTIVE, PLAIN))
+    of_segment = np.concatenate([ends, kinds, ends, kinds[:, ::-1]], axis=1)
+    segments = np.arange(of_segment.shape[1])
+    growth, peak, scratch = (tables.rows[:, :, column][of_segment, segments] for column in (GROWTH, PEAK, SCRATCH))
+    # An input leaves while its block runs, and is gone when the next leaves: so the last one stays until it is needed.
+    # It comes back while the following block runs backward.
+    leaves = np.where(number < offloaded - 1, tables.inputs, 0.0)
+    returns = np.concatenate([np.zeros_like(leaves[:, :1]), leaves[:, :-1]], axis=1)[:, ::-1]
+    first_backward = blocks + 2
+    growth[:, 1 : blocks + 1] -= leaves
+    growth[:, first_backward:] += returns
+    peak[:, first_backward:] += returns
+    starts = np.cumsum(growth, axis=1) - growth
+    arrived = np.zeros(growth.shape[1])
     arrived[first_backward:] = np.cumsum(gradients[::-1]) - gradients[::-1]
     if accumulates:  # gradients are there from the start, and nothing new stays
-        starts = starts - arrived + total
-        arrived = np.full(len(rows), total)
-    at = int(np.argmax(starts + rows[:, PEAK]))
-    work = rows[:, SECONDS:].sum(axis=0)
-    return ComposedPass(
-        peak_bytes=float(starts[at] + rows[at, PEAK]),
-        saved_bytes=float(starts[at] - arrived[at]),
-        transient_bytes=float(rows[at, PEAK] - rows[at, SCRATCH]),
-        workspace_bytes=float(rows[at, SCRATCH]),
-        gradient_bytes=float(arrived[at]),
-        work=work,
-        recompute=np.where(recomputes, backward - plain.backward, 0.0)[:, SECONDS:].sum(axis=0),
+        starts = starts - arrived + gradients.sum()
+        arrived[:] = gradients.sum()
+    at = np.argmax(starts + peak, axis=1)
+    one = np.arange(len(mixtures)), at
+    is_kind = np.concatenate([kinds == kind for kind in range(len(tables.work))], axis=1).astype(np.float64)
+    return ComposedPasses(
+        peak_bytes=starts[one] + peak[one],
+        saved_bytes=starts[one] - arrived[at],
+        transient_bytes=peak[one] - scratch[one],
+        workspace_bytes=scratch[one],
+        gradient_bytes=arrived[at],
+        offloaded_bytes=np.where(number < offloaded, tables.inputs, 0.0).sum(axis=1),
+        work=tables.outside_work[ends[:, 0]] + is_kind @ np.concatenate(tables.work),
+        recompute=is_kind @ np.concatenate(tables.again),
     )

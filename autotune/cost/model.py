@@ -25,7 +25,9 @@ from autotune.knobs import (
     Checkpointing,
     ModulationAhead,
     NormRope,
+    Selective,
     find_modulation_ahead,
+    region_offsets,
     take_layers,
     torch_dtype,
 )
@@ -69,8 +71,7 @@ class ModelBytes:
     """Of each block, in the order they run."""
     block_weight_bytes: tuple[int, ...]
     block_pinned_bytes: tuple[int, ...]
-    """What each block's frozen weights take as pinned memory of the host: every tensor rounds up to a power of two
-    (aten/src/ATen/core/CachingHostAllocator.h)."""
+    """What each block's frozen weights take of the host's memory if the block is swapped."""
     outside_bytes: int
     """Of the weights that no block holds."""
     largest_block_bytes: int
@@ -192,16 +193,19 @@ class TracedModel:
         quantization: str,
         kernel: str,
         size: int,
-        checkpointed: int,
+        recomputed: int,
         *,
+        keeps_attention: bool = False,
         modulation: str = "resident",
         norm_rope: str = "stock",
         train: bool = True,
     ) -> TracePass:
-        """A pass at micro-batch `size` whose first `checkpointed` blocks of the shortened model recompute."""
+        """A pass at micro-batch `size` whose first `recomputed` blocks of the shortened model recompute, all of them or
+        all but attention."""
         transformer = self.model(precision, quantization, modulation)
         dtype, masked = torch_dtype(precision), self.masked(size)
-        Checkpointing().apply(transformer, self.family, checkpointed)
+        Checkpointing().apply(transformer, self.family, 0 if keeps_attention else recomputed)
+        Selective().apply(transformer, self.family, recomputed if keeps_attention else 0)
         NormRope().apply(transformer, self.family, norm_rope)
         batch = meta_batch(self.family, self.config, self.workload, size=size, masked=masked, dtype=dtype)
         return trace_pass(self.family, transformer, batch, kernel=kernel, rules=self.rules, train=train)
@@ -249,7 +253,7 @@ class TracedModel:
         index = stretched_index(self.counts, self.traced_counts)
         trainable = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
         frozen = [_frozen_bytes(block) for block in blocks]
-        pinned = [sum(1 << (size - 1).bit_length() for size in _frozen_sizes(block)) for block in blocks]
+        pinned = [region_offsets(_frozen_sizes(block))[1] for block in blocks]
         outside = _frozen_bytes(model) - sum(frozen)
         all_trainable = [p for p in model.parameters() if p.requires_grad]
         outside_trainable = [p for p in all_trainable if not any(p is q for block in trainable for q in block)]

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
-from autotune.cost.composition import ComposedPass
+from autotune.cost.composition import ComposedPasses
 from autotune.cost.kernels import CLASSES, rules_of
 from autotune.cost.memory import PHASES, away_bytes, phases_of
 from autotune.cost.model import ModulationBytes, TracedModel
 from autotune.cost.parallel import ONE_PROCESS, Parallel
-from autotune.cost.tables import PassTables
+from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.families import Family, Parts
 from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, TuningContext, choose_caching, window_steps
@@ -177,7 +180,10 @@ class CostModel:
 
     def host_memory_bytes(self, candidate: Candidate) -> int:
         """Bytes that a run takes of the host's memory."""
-        return self.tables.resident_of(candidate, self.caching, self.parallel).host_memory_bytes
+        resident = self.tables.resident_of(candidate, self.caching, self.parallel).host_memory_bytes
+        if not candidate.offloaded_inputs:
+            return resident
+        return resident + round(self.tables.pass_of(candidate, accumulates=False).offloaded_bytes)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Memory of every phase and the time of one optimizer step."""
@@ -189,25 +195,29 @@ class CostModel:
         return self._predict(candidate, None)
 
     def _predict(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
-        accumulation = -(-self.workload.effective_batch_size // candidate.micro_batch_size)
-        composed = self.tables.pass_of(candidate, accumulates=accumulation > 1)
+        composed = self.tables.pass_of(candidate, accumulates=self._accumulation(candidate) > 1)
         resident = self.tables.resident_of(candidate, self.caching, self.parallel)
         if self.process_bytes is not None:
             resident = replace(resident, overhead_bytes=self.process_bytes)
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
-        phases = phases_of(resident, composed, self.tables.waste_bytes(candidate, composed), factor)
+        recomputed, saved = np.array([candidate.recomputed_blocks]), np.array([composed.saved_bytes])
+        waste = float(self.tables.waste_bytes(candidate, recomputed, saved)[0])
+        phases = phases_of(resident, composed, waste, factor)
         train = phases[PHASES.index("train")]
-        time = self._step_time(candidate, composed, accumulation)
-        if calibration:
-            factor = math.exp(calibration.time.log_factor(candidate))
-            time = {name: factor * value for name, value in time.items()}
+        passes = ComposedPasses(**{name: np.array(value)[None] for name, value in vars(composed).items()})
+        numbers = (np.array([[number]]) for number in (candidate.offloaded_inputs, candidate.swapped_blocks))
+        factor = math.exp(calibration.time.log_factor(candidate)) if calibration else 1.0
+        time = {
+            name: factor * float(np.squeeze(each))
+            for name, each in self._step_time(candidate, passes, *numbers).items()
+        }
         seconds = sum(time.values()) - time["recompute_seconds"]
         return Prediction.model_construct(
             candidate=candidate,
             peak_memory_bytes=train.peak_memory_bytes,
             allocated_memory_bytes=train.allocated_memory_bytes,
             required_memory_bytes=max(phase.peak_memory_bytes for phase in phases),
-            host_memory_bytes=resident.host_memory_bytes,
+            host_memory_bytes=resident.host_memory_bytes + round(composed.offloaded_bytes),
             phases=phases,
             step_seconds=seconds,
             step_time=StepTime.model_construct(None, **time),
@@ -216,34 +226,77 @@ class CostModel:
             time_uncertainty=calibration.time.uncertainty(candidate) if calibration else 0.0,
         )
 
-    def _step_time(self, candidate: Candidate, composed: ComposedPass, accumulation: int) -> dict[str, float]:
-        """Seconds of one optimizer step, by class of operation."""
-        rates = self.tables.rates_of(candidate)
+    def predict_mixtures(
+        self, candidate: Candidate, passes: NDArray[np.int64], swapped: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Bytes of a training step and its seconds for many numbers of blocks at once, before any calibration.
+
+        Args:
+            candidate: all other choices.
+            passes: (passes, 3): numbers of checkpointed and selective blocks, and of offloaded inputs.
+            swapped: (numbers,): numbers of swapped blocks.
+
+        Returns:
+            bytes and seconds, each (passes, numbers).
+        """
+        accumulation = self._accumulation(candidate)
+        composed = self.tables.passes(PassChoice.of(candidate), passes, accumulation > 1)
+        waste = self.tables.waste_bytes(candidate, passes[:, 0] + passes[:, 1], composed.saved_bytes)
+        storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
+        weights = self.parallel.weight_bytes(storage) - np.array([away_bytes(storage, int(k)) for k in swapped])
+        time = self._step_time(candidate, composed, passes[:, 2:], swapped[None])
+        return (composed.peak_bytes + waste)[:, None] + weights, _total(time)
+
+    def _accumulation(self, candidate: Candidate) -> int:
+        return -(-self.workload.effective_batch_size // candidate.micro_batch_size)
+
+    def _step_time(
+        self,
+        candidate: Candidate,
+        composed: ComposedPasses,
+        offloaded: NDArray[np.int64],
+        swapped: NDArray[np.int64],
+    ) -> dict[str, NDArray[np.float64]]:
+        """Seconds of one optimizer step, by class of operation: each broadcasts to (passes, numbers of swapped blocks).
+
+        Args:
+            candidate: all other choices.
+            composed: the passes.
+            offloaded: (passes, 1): number of offloaded inputs of each.
+            swapped: (1, numbers): numbers of swapped blocks.
+        """
+        rates, accumulation = self.tables.rates_of(candidate), self._accumulation(candidate)
         storage = self.model.storage(candidate.precision, candidate.quantization, candidate.modulation)
         shares = self.tables.typical_shares(candidate.micro_batch_size)
-        device = accumulation * shares * composed.work[:-1]
-        launches = accumulation * (composed.work[-1] + (RECOMPUTED_LAUNCHES - 1) * composed.recompute[-1])
+        device = accumulation * shares * composed.work[:, :-1]
+        launches = accumulation * (composed.work[:, -1] + (RECOMPUTED_LAUNCHES - 1) * composed.recompute[:, -1])
         if candidate.compile == "block":
-            launches *= LAUNCH_SHARE
-            device[CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
+            launches = launches * LAUNCH_SHARE
+            device[:, CLASSES.index("elementwise")] *= ELEMENTWISE_SHARE
         optimizer = storage.adapter_parameters * OPTIMIZER_BYTES_MOVED / rates.bandwidth
-        launches += storage.adapter_tensors * OPTIMIZER_LAUNCHES_PER_TENSOR
-        host = launches * rates.launch_seconds
+        launches = launches + storage.adapter_tensors * OPTIMIZER_LAUNCHES_PER_TENSOR
+        host, computing = (launches * rates.launch_seconds)[:, None], device.sum(axis=1)[:, None]
         # A GPU works while the host launches the next operation; a CPU does one after the other.
-        overhead = host if self.model.rules == "cpu" else max(0.0, host - float(device.sum()) - optimizer)
+        overhead = host if self.model.rules == "cpu" else np.maximum(0.0, host - computing - optimizer)
         exchange = self.parallel.exchange_seconds(self.hardware, storage, accumulation)
-        overhead += max(0.0, exchange - float(device.sum()))
-        swapped = storage.block_weight_bytes[: candidate.swapped_blocks]
-        if swapped:  # each block visits for the forward and for the backward pass, while another computes
-            visits = 2 * accumulation * sum(swapped) / rates.host_to_device
-            overhead += max(0.0, visits - float(device.sum()) * len(swapped) / len(storage.block_weight_bytes))
+        overhead = overhead + np.maximum(0.0, exchange - computing)
+        # Blocks visit for the forward and for the backward pass, and inputs come back once, while others compute.
+        visits = np.concatenate([[0.0], np.cumsum(storage.block_weight_bytes)])[swapped]
+        inputs = accumulation * composed.offloaded_bytes[:, None]
+        beside = inputs * np.minimum(swapped, offloaded) / np.maximum(1, offloaded)
+        one = computing / len(storage.block_weight_bytes)
+        arriving = (2 * accumulation * visits + beside) / rates.host_to_device
+        overhead = overhead + np.where(swapped, np.maximum(0.0, arriving - one * swapped), 0.0)
+        alone = (inputs - beside) / rates.host_to_device
+        overhead = overhead + np.maximum(0.0, alone - one * np.maximum(0, offloaded - swapped))
+        overhead = overhead + 2 * inputs / rates.bandwidth  # the device's memory is read and written for them
         if storage.modulation:
-            overhead += self._modulation_seconds(storage.modulation, candidate)
+            overhead = overhead + self._modulation_seconds(storage.modulation, candidate)
         return {
-            **{f"{name}_seconds": float(value) for name, value in zip(CLASSES, device, strict=True)},
-            "optimizer_seconds": optimizer,
+            **{f"{name}_seconds": device[:, [at]] for at, name in enumerate(CLASSES)},
+            "optimizer_seconds": np.array(optimizer),
             "overhead_seconds": overhead,
-            "recompute_seconds": accumulation * float((shares * composed.recompute[:-1]).sum()),
+            "recompute_seconds": accumulation * (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None],
         }
 
     def _modulation_seconds(self, layers: ModulationBytes, candidate: Candidate) -> float:
@@ -265,3 +318,9 @@ class CostModel:
             bus = self.hardware.rate("host_to_device.pageable") or PAGEABLE_SHARE * rates.host_to_device
             moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
         return (products + moved) / steps
+
+
+def _total(time: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Seconds of a step: those of recomputed operations are within their classes."""
+    total: NDArray[np.float64] = sum(time.values()) - time["recompute_seconds"]
+    return total

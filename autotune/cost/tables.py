@@ -8,7 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost.allocator import Waste, waste_of
-from autotune.cost.composition import SECONDS, ComposedPass, PassTable, compose, table_of
+from autotune.cost.composition import (
+    PLAIN,
+    SECONDS,
+    SELECTIVE,
+    WHOLE,
+    BlockTables,
+    ComposedPass,
+    ComposedPasses,
+    PassTable,
+    compose,
+    table_of,
+)
 from autotune.cost.kernels import kernel_for
 from autotune.cost.memory import HOST_PROCESS_BYTES, Resident, resident_of
 from autotune.cost.model import TracedModel
@@ -65,7 +76,8 @@ class PassTables:
     def __init__(self, model: TracedModel, hardware: HardwareProfile) -> None:
         self.model, self.hardware, self.workload = model, hardware, model.workload
         self._num_blocks, self._num_traced = sum(model.counts), sum(model.traced_counts)
-        self._rates, self._table = cache(self._find_rates), cache(self._find_table)
+        self._rates, self._blocks = cache(self._find_rates), cache(self._find_blocks)
+        self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
         self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)
         self._pass, self._typical_shares = cache(self._find_pass), cache(self._find_typical_shares)
         self._residents: dict[tuple[object, ...], Resident] = {}
@@ -103,59 +115,90 @@ class PassTables:
 
     def pass_of(self, candidate: Candidate, *, accumulates: bool) -> ComposedPass:
         """One micro-batch of the full model; `accumulates` if gradients of an earlier one are already there."""
-        return self._pass(PassChoice.of(candidate), candidate.checkpointed_blocks, accumulates)
+        mixture = candidate.checkpointed_blocks, candidate.selective_blocks, candidate.offloaded_inputs
+        return self._pass(PassChoice.of(candidate), mixture, accumulates)
 
-    def _find_pass(self, choice: PassChoice, checkpointed: int, accumulates: bool) -> ComposedPass:
-        k = min(checkpointed, self._num_blocks)
-        plain = self._table(choice, 0)
-        mixed = plain if k == 0 else self._table(choice, self._num_traced - (k < self._num_blocks))
+    def _find_pass(self, choice: PassChoice, mixture: tuple[int, int, int], accumulates: bool) -> ComposedPass:
+        return self.passes(choice, np.array([mixture]), accumulates)[0]
+
+    def passes(self, choice: PassChoice, mixtures: NDArray[np.int64], accumulates: bool) -> ComposedPasses:
+        """The same for many mixtures of what blocks keep, at once; see `compose`."""
+        whole, selective, _ = mixtures.T
+        at_most = self._num_blocks - selective
+        mixtures = np.stack([np.minimum(whole, at_most), selective, mixtures[:, 2]], axis=1)
+        deepest = self._num_traced - bool((whole + selective).max() < self._num_blocks)
+        kinds = bool(selective.any()), bool(whole.any())
+        return compose(self._blocks(choice, deepest, *kinds), mixtures, accumulates)
+
+    def _find_blocks(self, choice: PassChoice, recomputed: int, selective: bool, whole: bool) -> BlockTables:
+        tables = [self._table(choice, PLAIN, 0)] * 3
+        if selective or whole:  # what keeps attention is told by its difference from what keeps nothing
+            tables[WHOLE] = self._table(choice, WHOLE, recomputed)
+        if selective:
+            tables[SELECTIVE] = self._table(choice, SELECTIVE, recomputed)
         storage = self.model.storage(choice.precision, choice.quantization, choice.modulation)
-        return compose(plain, mixed, k, np.array(storage.block_adapter_bytes, dtype=np.float64), accumulates)
+        return BlockTables(tables, np.array(storage.block_adapter_bytes, dtype=np.float64))
 
-    def _find_table(self, choice: PassChoice, checkpointed: int) -> PassTable:
-        """The full model's pass when the first `checkpointed` of the traced blocks recompute."""
-        (low, high), size, rates = TRACED_SIZES, choice.micro_batch_size, self._rates_of(choice)
-
-        def traced(at: int) -> PassTable:
-            settings = choice.precision, choice.quantization, self._kernel(choice, at)
-            trace = self.model.traced(*settings, at, checkpointed, **choice.traced_options())
-            return table_of(trace, rates, self.workload.rank)
-
+    def _find_table(self, choice: PassChoice, kind: int, recomputed: int) -> PassTable:
+        """The full model's pass when the first `recomputed` of the traced blocks are of a kind; see `BlockTables`."""
+        (low, high), size = TRACED_SIZES, choice.micro_batch_size
+        if kind == SELECTIVE:
+            # What it saves to keep attention has nothing to do with weights, and is proportional to the micro-batch.
+            usual = choice._replace(quantization="none", micro_batch_size=1 if size == 1 else low)
+            start, end = (self._traced_table(usual, each, recomputed) for each in (WHOLE, SELECTIVE))
+            return self._table(choice, WHOLE, recomputed).plus(size / usual.micro_batch_size, start, end)
         if size in (1, low, high):
-            table = traced(size)
-        else:
-            table = traced(low).towards(traced(high), (size - low) / (high - low))
+            return self._traced_table(choice, kind, recomputed)
+        ends = [self._traced_table(choice, kind, recomputed, at) for at in TRACED_SIZES]
+        return ends[0].plus((size - low) / (high - low), *ends)
+
+    def _find_traced_table(self, choice: PassChoice, kind: int, recomputed: int, size: int | None = None) -> PassTable:
+        """From a trace at the micro-batch of the choice, or at `size` at the rates of the choice."""
+        at = size or choice.micro_batch_size
+        options = choice.traced_options() | ({"keeps_attention": True} if kind == SELECTIVE else {})
+        kernel = self._kernel(choice, at)
+        trace = self.model.traced(choice.precision, choice.quantization, kernel, at, recomputed, **options)
+        table = table_of(trace, self._rates_of(choice), self.workload.rank)
         return table.stretched(self.model.counts, self.model.traced_counts)
 
     def forward_seconds(self, candidate: Candidate) -> float:
         """Time of one item's forward pass, as a preview's denoising step makes it."""
-        table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), 0)
+        table = self._table(PassChoice.of(candidate)._replace(micro_batch_size=1), PLAIN, 0)
         return float(table.before[SECONDS:-1].sum() + table.forward[:, SECONDS:-1].sum())
 
-    def waste_bytes(self, candidate: Candidate, composed: ComposedPass) -> float:
-        """Bytes that the caching allocator reserves beyond the pass's own peak.
+    def waste_bytes(
+        self, candidate: Candidate, recomputed: NDArray[np.int64], saved_bytes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Bytes that the caching allocator reserves beyond the peaks of passes.
 
-        Known for no checkpointing and for all blocks but one; between them it goes by the share of blocks.
+        Known for no recomputing block and for all but one; between them it goes by the share of blocks.
+
+        Args:
+            candidate: all other choices.
+            recomputed: number of recomputing blocks of each pass.
+            saved_bytes: `ComposedPass.saved_bytes` of each.
         """
         if self.model.rules == "cpu":
-            return 0.0
-        choice, allocator, k = PassChoice.of(candidate), candidate.allocator, candidate.checkpointed_blocks
-        last = self._num_blocks - 1
-        share = min(1.0, k / max(1, last))
-        if share in (0.0, 1.0):
-            return self._scaled_waste(choice, allocator, k, composed)
-        ends = [self._waste_bytes(choice, allocator, end) for end in (0, last)]
-        return (1 - share) * ends[0] + share * ends[1]
+            return np.zeros(len(recomputed))
+        choice, allocator, last = PassChoice.of(candidate), candidate.allocator, max(1, self._num_blocks - 1)
+        share = np.minimum(1.0, recomputed / last)
+        low, high = (self._waste_bytes(choice, allocator, end) for end in (0, last))
+        own = [self._scaled_waste(choice, allocator, end, saved_bytes) for end in (0, last)]
+        between = (1 - share) * low + share * high
+        return np.where(share == 0.0, own[0], np.where(share == 1.0, own[1], between))
 
     def _find_waste_bytes(self, choice: PassChoice, allocator: str, checkpointed: int) -> float:
-        return self._scaled_waste(choice, allocator, checkpointed, self._pass(choice, checkpointed, True))
+        saved = self._pass(choice, (checkpointed, 0, 0), True).saved_bytes
+        return float(self._scaled_waste(choice, allocator, checkpointed, np.array(saved)))
 
-    def _scaled_waste(self, choice: PassChoice, allocator: str, checkpointed: int, composed: ComposedPass) -> float:
+    def _scaled_waste(
+        self, choice: PassChoice, allocator: str, checkpointed: int, saved_bytes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         traced_size = 1 if choice.micro_batch_size == 1 else TRACED_SIZES[0]
         waste = self._waste(
             choice._replace(micro_batch_size=traced_size), allocator, self._num_traced - 1 if checkpointed else 0
         )
-        return waste.fixed_bytes * choice.micro_batch_size / traced_size + waste.saved_share * composed.saved_bytes
+        return waste.fixed_bytes * choice.micro_batch_size / traced_size + waste.saved_share * saved_bytes
 
     def _find_waste(self, choice: PassChoice, allocator: str, checkpointed: int) -> Waste:
         size = choice.micro_batch_size

@@ -102,6 +102,7 @@ class StableDiffusionXL(Family):
             "compile": "its blocks have too many shapes: torch would compile each anew",
             "modulation": "a UNet has no modulation layers",
             "norm_rope": "its attention neither norms nor turns queries and keys",
+            "offloaded_inputs": "later stages hold on to the outputs of earlier ones",
         }
     )
 

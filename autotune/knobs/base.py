@@ -78,6 +78,8 @@ class Knob(ABC):
     """The field of `Candidate` it sets."""
     title: ClassVar[str]
     """What people call it, in at most 14 characters."""
+    is_composed: ClassVar[bool] = False
+    """Whether it is a number of blocks, which the cost model chooses together with the other numbers of blocks."""
     needs_reload: ClassVar[bool] = False
     """Whether another value needs the model loaded anew."""
 

@@ -1,12 +1,12 @@
 """Moves the frozen weights of some blocks between host and device while training runs.
 
-Each block's weights are copied to the device just before its forward pass, which also runs when a checkpoint recomputes
-it for its backward pass, and the next block's meanwhile, on a stream of its own. Nothing is copied back: frozen weights
-never change, so a block leaves the device by dropping its copy. The same values meet the same kernels, so gradients are
-bit for bit those without swapping.
+Each block's weights are copied to the device, all at once, just before its forward pass, which also runs when a
+checkpoint recomputes it for its backward pass, and the next block's meanwhile, on a stream of its own. Nothing is
+copied back: frozen weights never change, so a block leaves the device by dropping its copy. The same values meet the
+same kernels, so gradients are bit for bit those without swapping.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,19 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from autotune.families import Family
+from autotune.knobs.host_region import HostRegion, region_offsets
 from autotune.weights import Transform
 
 
 class HostWeight(NamedTuple):
-    """A frozen parameter that waits on the host."""
+    """A frozen parameter whose values wait on the host: one tensor, or each tensor that a quantized one consists of."""
 
     module: nn.Module
     name: str
     on_host: nn.Parameter
+    offsets: tuple[int, ...]
+    """Where its tensors begin in the block's region."""
 
     def put(self, parameter: nn.Parameter) -> None:
         """Let the module use `parameter`."""
         self.module._parameters[self.name] = parameter
+
+
+class HostBlock(NamedTuple):
+    """The frozen weights of a block in one region of the host's memory, so that one copy brings them all."""
+
+    region: HostRegion
+    weights: tuple[HostWeight, ...]
 
 
 class BlockSwap:
@@ -40,8 +50,8 @@ class BlockSwap:
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.weights = [_offload_frozen(block, device) for block in blocks]
-        assert all(self.weights), "a block without frozen weights would be swapped in name only"
+        self.blocks = [_offload_frozen(block, device) for block in blocks]
+        assert all(block.weights for block in self.blocks), "a block without frozen weights is swapped in name only"
         self.arrivals: dict[int, torch.cuda.Event | None] = {}
         """When the weights of each block on the device have arrived; None if copies are immediate."""
         self.last = -1
@@ -64,15 +74,16 @@ class BlockSwap:
         """The block that runs next: forward passes go up, backward passes down, and without gradients all go up."""
         is_forward = number > self.last or (number == 0 and (self.last == 0 or not torch.is_grad_enabled()))
         following = number + (1 if is_forward else -1)
-        return following if 0 <= following < len(self.weights) else None
+        return following if 0 <= following < len(self.blocks) else None
 
     def _fetch(self, number: int) -> None:
         if number in self.arrivals:
             return
         if self.stream is not None:  # memory that is taken now may still be read by what was queued before
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        for weight in self.weights[number]:
-            weight.put(_map_tensors(weight.on_host, self._copy_to_device))
+        visiting = self._copy_to_device(self.blocks[number].region.bytes)
+        for weight in self.blocks[number].weights:
+            weight.put(_placed(weight.on_host, visiting, weight.offsets))
         self.arrivals[number] = self.stream.record_event() if self.stream is not None else None
 
     def _copy_to_device(self, tensor: Tensor) -> Tensor:
@@ -88,7 +99,7 @@ class BlockSwap:
     def _evict(self, number: int) -> None:
         self._await(number)
         del self.arrivals[number]
-        for weight in self.weights[number]:
+        for weight in self.blocks[number].weights:
             weight.put(weight.on_host)
 
 
@@ -99,35 +110,57 @@ def _move_trained(block: nn.Module, device: torch.device) -> None:
             parameter.data = parameter.data.to(device)
 
 
-def _offload_frozen(block: nn.Module, device: torch.device) -> list[HostWeight]:
-    """Move the block's frozen parameters to the host, pinned for CUDA, and buffers to the device."""
-    weights = []
+def _offload_frozen(block: nn.Module, device: torch.device) -> HostBlock:
+    """Move the block's frozen parameters to one region of the host, locked for CUDA, and buffers to the device."""
+    frozen = [
+        (module, name, parameter.detach())
+        for module in block.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not parameter.requires_grad
+    ]
+    parts = [part for _, _, parameter in frozen for part in _parts_of(parameter).values()]
+    offsets, num_bytes = region_offsets(part.nbytes for part in parts)
+    region = HostRegion(num_bytes, is_locked=device.type == "cuda")
+    weights, begin = [], iter(offsets)
+    for module, name, parameter in frozen:
+        own = tuple(next(begin) for _ in _parts_of(parameter))
+        on_host = _placed(parameter, region.bytes, own)
+        for copy, part in zip(_parts_of(on_host.detach()).values(), _parts_of(parameter).values(), strict=True):
+            copy.copy_(part)
+        weights.append(HostWeight(module, name, on_host, own))
     for module in block.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.requires_grad:
-                copy = partial(_copy_to_host, is_pinned=device.type == "cuda")
-                weights.append(HostWeight(module, name, _map_tensors(parameter, copy)))
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
     for weight in weights:
         weight.put(weight.on_host)
-    return weights
+    return HostBlock(region, tuple(weights))
 
 
-def _copy_to_host(tensor: Tensor, *, is_pinned: bool) -> Tensor:
-    copy = tensor.detach().cpu()
-    return copy.pin_memory() if is_pinned else copy
-
-
-def _map_tensors(parameter: Any, function: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    """A frozen parameter of what `function` makes of the tensor, or of each tensor that a quantized one consists of."""
-    tensor = parameter.detach()
+def _parts_of(tensor: Any) -> dict[str, Tensor]:
+    """The plain tensors behind one: itself, or those that a quantized one consists of, by name."""
     if not hasattr(tensor, "__tensor_flatten__"):
-        return nn.Parameter(function(tensor), requires_grad=False)
-    names, context = tensor.__tensor_flatten__()
-    parts = {name: function(getattr(tensor, name)) for name in names}
-    whole = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+        return {"": tensor}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def _placed(like: Any, region: Tensor, offsets: Sequence[int]) -> nn.Parameter:
+    """A frozen parameter like this one whose tensors lie in `region`, from `offsets` on; values are the region's."""
+    like = like.detach()
+    parts = {
+        name: _view(region, offset, part) for (name, part), offset in zip(_parts_of(like).items(), offsets, strict=True)
+    }
+    if "" in parts:
+        return nn.Parameter(parts[""], requires_grad=False)
+    context = like.__tensor_flatten__()[1]
+    whole = type(like).__tensor_unflatten__(parts, context, like.shape, like.stride())
     return nn.Parameter(whole, requires_grad=False)
+
+
+def _view(region: Tensor, offset: int, like: Tensor) -> Tensor:
+    """A view of `region` with dtype, shape and, if it has no holes, strides of `like`."""
+    flat = region[offset : offset + like.nbytes].view(like.dtype)
+    strides = torch.empty_like(like, device="meta").stride()  # those of `like` if it is dense, else contiguous ones
+    return flat.as_strided(like.shape, strides)
 
 
 def offload_on_arrival(

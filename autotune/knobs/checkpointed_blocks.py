@@ -1,16 +1,23 @@
-"""Gradient checkpointing of the first k blocks: memory for time, in steps instead of all or nothing."""
+"""Gradient checkpointing of the first blocks: memory for time, in steps instead of all or nothing.
 
-from typing import TYPE_CHECKING, Any
+Three knobs: how many blocks recompute everything, how many after them recompute all but attention, and for how many the
+input waits on the host meanwhile. The cost model finds the numbers that go together (`search/mixtures.py`).
 
-from autotune.families import Family, find_dropout_layers
+A fourth kind, which recomputes the feed-forward alone, was tried and left out: see benchmarks/LOG.md.
+"""
+
+from typing import TYPE_CHECKING
+
+from autotune.backends import ATTENTION_BACKENDS
+from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.schema import Choice, Workload
+from autotune.knobs.recompute import apply_recomputation
+from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
     from torch import nn
 
-NUM_STEPS = 15
-"""Steps between no and all but one block: a step of a 60-block model moves its peak by a few percent."""
+SAME_OPERATIONS = "the same operations on the same values, run twice"
 
 
 class Checkpointing(Knob):
@@ -18,35 +25,83 @@ class Checkpointing(Knob):
 
     name = "checkpointed_blocks"
     title = "checkpointing"
+    is_composed = True
 
     def choices(self, context: TuningContext) -> Choices:
         num_blocks = context.workload.model.num_blocks
-        max_useful = num_blocks - 1
-        levels = sorted({round(max_useful * step / NUM_STEPS) for step in range(NUM_STEPS + 1)}, reverse=True)
         dominated = (
-            f"checkpointing all {num_blocks} blocks needs more memory and time than {max_useful}: the last block's "
+            f"checkpointing all {num_blocks} blocks needs more memory and time than {num_blocks - 1}: the last block's "
             "activations are used at once"
         )
-        return Choices(tuple(levels), rejected={num_blocks: dominated})
+        return Choices(tuple(range(num_blocks - 1, -1, -1)), rejected={num_blocks: dominated})
 
     def describe(self, choice: Choice, workload: Workload) -> str:
         return f"{choice} of {workload.model.num_blocks} blocks"
 
     def parity(self, choice: Choice) -> Parity | None:
-        return Parity(1, 1e-5, "the same operations on the same values, run twice") if choice else None
+        return Parity(1, 1e-5, SAME_OPERATIONS) if choice else None
 
     def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
-        from torch.utils.checkpoint import checkpoint
+        apply_recomputation(transformer, family, checkpointed_blocks=int(choice))
 
-        has_dropout = bool(find_dropout_layers(transformer))  # without, no block need save the random state
-        chosen = {id(block) for block in family.blocks(transformer)[: int(choice)]}
 
-        def run(block: Any, *inputs: Any) -> Any:
-            if id(block) not in chosen:
-                return block(*inputs)
-            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout)
+class Selective(Knob):
+    """Blocks that recompute all but attention, after those that recompute everything."""
 
-        if chosen:
-            transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
-        else:
-            transformer.disable_gradient_checkpointing()  # type: ignore[operator]
+    name = "selective_blocks"
+    title = "keep attention"
+    is_composed = True
+
+    def choices(self, context: TuningContext) -> Choices:
+        return Choices(tuple(range(context.workload.model.num_blocks)))
+
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        if not candidate.selective_blocks:
+            return None
+        if candidate.recomputed_blocks > context.workload.model.num_blocks:
+            return f"{candidate.recomputed_blocks} recomputing blocks are more than the model has"
+        backend = ATTENTION_BACKENDS.get(candidate.attention)
+        if backend is not None and (backend.needs.library or backend.function or backend.kernel == "math"):
+            return (
+                f"what {candidate.attention} computes cannot be kept by itself: it is none of torch's fused operations"
+            )
+        return "compiled blocks hide their attention" if candidate.compile != "off" else None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        return Parity(1, 1e-5, SAME_OPERATIONS) if choice else None
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return f"{choice} of {workload.model.num_blocks} blocks recompute all but attention" if choice else "in none"
+
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        apply_recomputation(transformer, family, selective_blocks=int(choice))
+
+
+class InputOffload(Knob):
+    """Recomputing blocks whose input waits in the host's memory, from the first on."""
+
+    name = "offloaded_inputs"
+    title = "input offload"
+    is_composed = True
+
+    def choices(self, context: TuningContext) -> Choices:
+        numbers = tuple(range(context.workload.model.num_blocks - 1, -1, -1))
+        if context.hardware.device.kind != "cuda" or context.hardware.device.memory_kind == "integrated":
+            reason = "device and host share one memory: moving inputs frees nothing"
+            return Choices((0,), rejected={number: reason for number in numbers if number})
+        return Choices(numbers)
+
+    def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
+        if candidate.offloaded_inputs > candidate.recomputed_blocks:
+            return "only blocks that recompute let go of their input"
+        return None
+
+    def parity(self, choice: Choice) -> Parity | None:
+        reason = "the same operations on copies of the same values"
+        return Parity(2, 1e-5, reason, other_choices={"checkpointed_blocks": 2}) if choice else None
+
+    def describe(self, choice: Choice, workload: Workload) -> str:
+        return f"inputs of {choice} blocks wait on the host" if choice else "no input waits on the host"
+
+    def apply(self, transformer: "nn.Module", family: Family, choice: Choice) -> None:
+        apply_recomputation(transformer, family, offloaded_inputs=int(choice))

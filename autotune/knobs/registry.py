@@ -3,7 +3,7 @@
 from autotune.knobs.allocator import Allocator
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Knob
-from autotune.knobs.checkpointed_blocks import Checkpointing
+from autotune.knobs.checkpointed_blocks import Checkpointing, InputOffload, Selective
 from autotune.knobs.compile import Compile
 from autotune.knobs.data_loading import BatchMemory, DataWorkers
 from autotune.knobs.loader import WeightLoader
@@ -19,9 +19,11 @@ from autotune.schema import Candidate, Choice
 KNOBS: tuple[Knob, ...] = (
     MicroBatchSize(),
     Checkpointing(),
+    Selective(),
     Quantization(),
     Swapping(),
     Modulation(),
+    InputOffload(),
     Attention(),
     NormRope(),
     Compile(),

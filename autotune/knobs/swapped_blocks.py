@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from autotune.backends import WEIGHT_FORMATS
 from autotune.families import Family
 from autotune.knobs.base import Choices, Knob, Parity, TuningContext
-from autotune.knobs.checkpointed_blocks import Checkpointing
 from autotune.schema import Candidate, Choice, Workload
 
 if TYPE_CHECKING:
@@ -16,24 +15,25 @@ CHECKED_BLOCKS = 2
 
 
 class Swapping(Knob):
-    """None to all but one block, in the steps of checkpointing: what is swapped has to recompute.
+    """None to all but one block: what is swapped has to recompute.
 
     Whether they pay, and whether the host has room for them, the cost model tells.
     """
 
     name = "swapped_blocks"
     title = "block swap"
+    is_composed = True
     needs_reload = True
 
     def choices(self, context: TuningContext) -> Choices:
-        levels = Checkpointing().choices(context).admitted
+        levels = tuple(range(context.workload.model.num_blocks - 1, -1, -1))
         if context.hardware.device.kind != "cuda" or context.hardware.device.memory_kind == "integrated":
             reason = "device and host share one memory: swapping frees nothing"
             return Choices((0,), rejected={number: reason for number in levels if number})
         return Choices(levels)
 
     def conflict(self, candidate: Candidate, context: TuningContext) -> str | None:
-        if candidate.swapped_blocks > candidate.checkpointed_blocks:
+        if candidate.swapped_blocks > candidate.recomputed_blocks:
             return "swapped blocks have to recompute: autograd would keep their weights on the device"
         weight_format = WEIGHT_FORMATS.get(candidate.quantization)
         if candidate.swapped_blocks and weight_format is not None and not weight_format.can_offload:

@@ -16,7 +16,7 @@ from autotune.hardware import host_floor_bytes
 from autotune.knobs import KNOBS
 from autotune.planning.request import PlanRequest
 from autotune.schema import Bucket, Candidate, Choice, Quality, Workload
-from autotune.search import SearchSpace, drop_values, memory_upper_bound
+from autotune.search import SearchSpace, drop_values, find_mixtures, memory_upper_bound, with_mixtures
 
 GIB = 2**30
 SMALLER_SIDES = (0.75, 0.5)
@@ -38,14 +38,16 @@ def min_required_bytes(candidates: Sequence[Candidate], cost: CostModel, *, caut
 
 
 def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
-    """The space without candidates whose swapped blocks need more memory than the host has left."""
+    """The space without candidates whose blocks and inputs on the host need more memory than it has left."""
     host = cost.hardware.host
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
-    fitting = [c for c in space.candidates if not c.swapped_blocks or cost.host_memory_bytes(c) <= room]
-    numbers = {candidate.swapped_blocks for candidate in fitting}
+    fitting = [
+        c for c in space.candidates if not (c.swapped_blocks or c.offloaded_inputs) or cost.host_memory_bytes(c) <= room
+    ]
+    most = max((candidate.swapped_blocks for candidate in fitting), default=0)
     why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
-    dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if k not in numbers}
+    dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if int(k) > most}
     return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting)) if fitting else space
 
 
@@ -124,6 +126,9 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
         parallel=cost.parallel,
     )
     space = request.space(own.context)
+    smallest = min(candidate.micro_batch_size for candidate in space.candidates)
+    larger: dict[Choice, str] = {k: "needs more" for k in space.choices["micro_batch_size"] if k != smallest}
+    space = with_mixtures(drop_values(space, "micro_batch_size", larger), own)
     ways = {own.parallel: space}
     if number > 1:
         space = drop_block_swap(space, number)
@@ -154,10 +159,11 @@ def _size_text(bucket: Bucket) -> str:
     return str(bucket.width_px) if is_square else f"{bucket.width_px}x{bucket.height_px}"
 
 
-def advise_larger_batch(cost: CostModel, best: Candidate, step_seconds: float) -> tuple[str, ...]:
+def advise_larger_batch(space: SearchSpace, cost: CostModel, best: Candidate, step_seconds: float) -> tuple[str, ...]:
     """What a larger effective batch would gain with the chosen kernels and weight format; nothing if it gains little.
 
     Args:
+        space: the admitted numbers of blocks.
         cost: calibrated by the trials.
         best: the settings that won.
         step_seconds: time of an optimizer step with them.
@@ -165,10 +171,10 @@ def advise_larger_batch(cost: CostModel, best: Candidate, step_seconds: float) -
     effective, budget_bytes, context = cost.workload.effective_batch_size, cost.training_budget.num_bytes, cost.context
     best_gain, best_batch = MIN_GAIN, 0
     for batch in (effective * factor for factor in LARGER_BATCHES):
-        for blocks in range(cost.workload.model.num_blocks):
-            candidate = best.changed(micro_batch_size=batch, checkpointed_blocks=blocks)
-            if any(knob.conflict(candidate, context) for knob in KNOBS):
-                continue
+        base = best.changed(micro_batch_size=batch)
+        if any(knob.conflict(base, context) for knob in KNOBS):
+            continue
+        for candidate in find_mixtures(base, space.choices, cost):
             prediction = cost.predict(candidate)
             gain = batch / prediction.step_seconds / (effective / step_seconds)
             if prediction.required_memory_bytes <= budget_bytes and gain > best_gain:

@@ -153,7 +153,7 @@ def _find_warm_start(
         return NO_MATCHES, NO_WARM_START
     found = backend.find_matches(problem.hardware, problem.workload, problem.budget_bytes)
     found, warm_start = build_warm_start(
-        found, problem.space.candidates, problem.budget_bytes, problem.workload, problem.cost
+        found, problem.space.choices, problem.budget_bytes, problem.workload, problem.cost
     )
     kind = found.records[0].match.kind if found.records else "none"
     on_event(RecordsMatched(kind=kind, num_records=len(found.records), stale=found.stale, refused=found.refused))
@@ -168,9 +168,8 @@ def _follow_recording(
     Raises:
         InvalidInput: the question does not admit what was tried.
     """
-    admitted = frozenset(problem.space.candidates)
     for trial in recorded or ():
-        if trial.candidate not in admitted:
+        if not problem.space.admits(trial.candidate):
             raise InvalidInput(
                 f"the recording tried {trial.candidate.label()}, which this question does not admit",
                 hint="ask the question that was recorded with the same version, or record again: --record FILE",
@@ -295,7 +294,7 @@ def _plan(
         exclusions=request.exclusions,
         advice=(
             *note_missing_phases(trials, best.candidate),
-            *advise_larger_batch(cost, best.candidate, best.step_seconds),
+            *advise_larger_batch(problem.space, cost, best.candidate, best.step_seconds),
         ),
     )
     return seal(problem.job, frozen)

@@ -19,7 +19,7 @@ from autotune.planning.backend import PlannerBackend
 from autotune.planning.elsewhere import NoGpu
 from autotune.planning.request import PlanRequest, ResolvedRequest, read_data, resolve_request_model
 from autotune.schema import Choice, HardwareProfile, Job, MemoryBudget, Workload, digest_of
-from autotune.search import SearchLimits, SearchSpace, drop_values
+from autotune.search import SearchLimits, SearchSpace, drop_values, with_mixtures
 from autotune.training import KEY_NAMES, describe_workload, device_misfits
 
 
@@ -174,8 +174,8 @@ def _choose_strategy(
     )
     space = request.space(cost.context)
     if number == 1:
-        return cost, drop_beyond_host(_drop_too_heavy(request, space, cost), cost)
-    space = drop_block_swap(space, number)
+        return cost, drop_beyond_host(with_mixtures(_drop_too_heavy(request, space, cost), cost), cost)
+    space = drop_block_swap(with_mixtures(space, cost), number)
     try:
         lighter = _drop_too_heavy(request, space, cost)
         if _fits(lighter, cost):

@@ -10,6 +10,7 @@ from autotune.schema import (
     Bucket,
     Candidate,
     CheckResult,
+    Choice,
     Expected,
     Prediction,
     RecordsMatched,
@@ -20,7 +21,7 @@ from autotune.schema import (
 )
 from autotune.search import SearchSpace
 
-TRIAL_HEADER = " # batch ckpt swap weights       attention          s/step  step mem outcome"
+TRIAL_HEADER = " # batch  ckpt swap weights       attention          s/step  step mem outcome"
 
 
 def trial_row(number: int, result: TrialResult) -> str:
@@ -33,10 +34,16 @@ def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes:
     time = "-" if seconds is None else f"{seconds:.3f}"
     weights = candidate.precision if candidate.quantization == "none" else candidate.quantization
     return (
-        f"{number:>2} {candidate.micro_batch_size:>5} {candidate.checkpointed_blocks:>4} "
+        f"{number:>2} {candidate.micro_batch_size:>5} {_recomputing(candidate):>5} "
         f"{candidate.swapped_blocks or '-':>4} {weights:<13} {candidate.attention:<17} {time:>7} "
         f"{memory_text(memory_bytes):>9} {verdict}"
     )
+
+
+def _recomputing(candidate: Candidate) -> str:
+    """Blocks that recompute everything, and those that keep attention after a plus."""
+    kept = candidate.selective_blocks
+    return f"{candidate.checkpointed_blocks}+{kept}" if kept else str(candidate.checkpointed_blocks)
 
 
 def workload_lines(workload: Workload, num_candidates: int) -> list[str]:
@@ -113,13 +120,21 @@ def knob_lines(space: SearchSpace) -> list[str]:
     """Choices of every knob, and exclusions with reasons."""
     lines = []
     for name, choices in space.choices.items():
-        lines.append(f"{name}: {', '.join(map(str, choices))}")
-        against: dict[tuple[str, str], list[str]] = {}
+        lines.append(f"{name}: {_values_text(choices)}")
+        against: dict[tuple[str, str], list[Choice]] = {}
         for one in space.rejected[name]:
             word = "to pin" if one.choice in space.on_request[name] else "not"
-            against.setdefault((word, one.reason), []).append(str(one.choice))
-        lines += [f"    {word} {', '.join(values)}: {reason}" for (word, reason), values in against.items()]
+            against.setdefault((word, one.reason), []).append(one.choice)
+        lines += [f"    {word} {_values_text(values)}: {reason}" for (word, reason), values in against.items()]
     return [part for line in lines for part in wrapped(line, 4)]
+
+
+def _values_text(values: Sequence[Choice]) -> str:
+    """Values after commas; many numbers without a gap as the first and the last."""
+    numbers = sorted(value for value in values if isinstance(value, int))
+    if len(numbers) == len(values) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, values))
 
 
 def settings_lines(settings: Candidate, workload: Workload) -> list[str]:

@@ -26,6 +26,11 @@ class Candidate(Frozen):
     """How weights are read from disk: a name in `autotune.weights.loaders`."""
     swapped_blocks: int = Field(default=0, ge=0)
     """Number of blocks, from the first on, whose frozen weights stay in host memory until they are needed."""
+    selective_blocks: int = Field(default=0, ge=0)
+    """Number of blocks, after those that recompute everything, that recompute all but attention: they keep its output.
+    """
+    offloaded_inputs: int = Field(default=0, ge=0)
+    """Number of recomputing blocks, from the first on, whose input waits in host memory for the backward pass."""
     modulation: str = "resident"
     """`resident`, or `ahead`: the modulations of coming draws are computed in windows, and their layers not loaded."""
     compile: str = "off"
@@ -39,6 +44,11 @@ class Candidate(Frozen):
     """Number of threads that collate batches ahead of the step."""
     batch_memory: str = "pageable"
     """Kind of host memory that batches are copied to the device from: `pageable` or `pinned`."""
+
+    @property
+    def recomputed_blocks(self) -> int:
+        """Number of blocks that recompute activations, all or some."""
+        return self.checkpointed_blocks + self.selective_blocks
 
     def label(self) -> str:
         """The candidate in one short line: what differs from the defaults, and what people look for."""

@@ -14,7 +14,11 @@ KnobValue = tuple[str, str]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """All admissible candidates, those that need least memory first."""
+    """What may be tried, those that need least memory first.
+
+    As it is enumerated, it has a candidate for each setting of the knobs that are no numbers of blocks, with as many
+    blocks recomputing and on the host as there may be. `with_mixtures` puts others beside them.
+    """
 
     candidates: tuple[Candidate, ...]
     choices: Mapping[str, tuple[Choice, ...]]
@@ -23,6 +27,10 @@ class SearchSpace:
     """Excluded values by knob, with reasons."""
     on_request: Mapping[str, tuple[Choice, ...]]
     """Those among the excluded values that may be pinned."""
+
+    def admits(self, candidate: Candidate) -> bool:
+        """Whether all of its values may be tried, if not together."""
+        return all(getattr(candidate, name) in choices for name, choices in self.choices.items())
 
 
 def build_search_space(
@@ -72,16 +80,27 @@ def build_search_space(
 def _enumerate(
     admitted: Mapping[str, tuple[Choice, ...]], context: TuningContext
 ) -> tuple[tuple[Candidate, ...], Sequence[tuple[str, Rejected]]]:
-    """All combinations of values without a conflict; and each value that had one, by knob, in the order found."""
+    """All combinations of values without a conflict, with the numbers of blocks that need least memory; and each value
+    that had a conflict, by knob, in the order found."""
     candidates = []
     conflicts: dict[tuple[str, Choice, str], None] = {}
-    for values in itertools.product(*admitted.values()):
-        candidate = Candidate.model_validate(dict(zip(admitted, values, strict=True)))
-        found = [(knob.name, why) for knob in KNOBS if (why := knob.conflict(candidate, context))]
-        if not found:
+    fixed = {knob.name: admitted[knob.name] for knob in KNOBS if not knob.is_composed}
+    composed = [knob.name for knob in KNOBS if knob.is_composed]
+    for values in itertools.product(*fixed.values()):
+        chosen: dict[str, Choice] = {**dict(zip(fixed, values, strict=True)), **dict.fromkeys(composed, 0)}
+        for name in composed:  # each as far as those before it let it go
+            for value in admitted[name]:
+                candidate = Candidate.model_validate({**chosen, name: value})
+                found = [(knob.name, why) for knob in KNOBS if (why := knob.conflict(candidate, context))]
+                if not found:
+                    chosen[name] = value
+                    break
+                for of, why in found:
+                    conflicts[of, getattr(candidate, of), why] = None
+            else:
+                break
+        else:
             candidates.append(candidate)
-        for name, why in found:
-            conflicts[name, getattr(candidate, name), why] = None
     return tuple(candidates), [(name, Rejected(choice=choice, reason=why)) for name, choice, why in conflicts]
 
 

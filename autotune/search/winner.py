@@ -15,6 +15,8 @@ MAX_FALLBACK_SHARE = 0.95
 """Memory of each fallback, relative to the settings before it."""
 TIE = 0.03
 """Share by which a time or an amount of memory may exceed the best and still count as equal: `MIN_GAIN` of a search."""
+COMPOSED = frozenset(knob.name for knob in KNOBS if knob.is_composed)
+"""Knobs that are numbers of blocks."""
 LOSSY = ("quantization", "precision")
 """Knobs that decide how exactly the model is computed."""
 
@@ -136,12 +138,14 @@ def _explain_choice(
     knob: str, space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
 ) -> Reason:
     chosen: Choice = getattr(winner.candidate, knob)
-    others = [choice for choice in space.choices[knob] if choice != chosen]
+    others = _others(knob, chosen, space, scores)
     best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
     # Others ran for a short time: they are compared with the winner's short trial, not its long one.
     own = choose_winner([score for score in scores if score.candidate == winner.candidate], objective) or winner
     ran = {chosen, *(choice for choice, score in best.items() if score)}  # a conflict of theirs is then no reason
     rejected = [item for item in space.rejected[knob] if item.choice not in ran]
+    if knob in COMPOSED:  # of numbers that the same speaks against, the first stands for all
+        rejected = list({item.reason: item for item in reversed(rejected)}.values())[::-1]
     explained = {item.choice for item in rejected}
     left = {choice: score for choice, score in best.items() if choice not in explained}
     rejected += [Rejected(choice=choice, reason=_compare(score, own)) for choice, score in left.items()]
@@ -154,6 +158,16 @@ def _explain_choice(
     else:
         why = "its alternatives were not tried: trials went to what promised more"
     return Reason(knob=knob, chosen=chosen, why=why, rejected=tuple(rejected))
+
+
+def _others(knob: str, chosen: Choice, space: SearchSpace, scores: Sequence[Score]) -> list[Choice]:
+    """The values to compare the chosen one with: all others; of numbers of blocks the next and the last either way that
+    were looked at."""
+    if knob not in COMPOSED:
+        return [choice for choice in space.choices[knob] if choice != chosen]
+    numbers = sorted({int(getattr(score.candidate, knob)) for score in scores})
+    below, above = [n for n in numbers if n < int(chosen)], [n for n in numbers if n > int(chosen)]
+    return list(dict.fromkeys((*above[-1:], *above[:1], *below[-1:], *below[:1])))
 
 
 def _is_better(score: Score, than: Score, objective: Objective) -> bool:

@@ -8,13 +8,13 @@ own search space admits is ever a fallback.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from autotune.cost import CostModel, PriorResiduals
 from autotune.runtime import __version__
-from autotune.schema import Candidate, Residual, TrialResult, Workload
+from autotune.schema import Candidate, Choice, Residual, TrialResult, Workload
 from autotune.sharing.query import MATCH_ORDER, MatchedRecord, StoreMatches, is_same_work
 from autotune.sharing.record import Record
 
@@ -124,9 +124,13 @@ NO_WARM_START: WarmStart = WarmStart((), (), None)  # type: ignore[arg-type]
 
 
 def build_warm_start(
-    matches: StoreMatches, candidates: Iterable[Candidate], budget_bytes: int, workload: Workload, cost: CostModel
+    matches: StoreMatches,
+    choices: Mapping[str, Sequence[Choice]],
+    budget_bytes: int,
+    workload: Workload,
+    cost: CostModel,
 ) -> tuple[StoreMatches, WarmStart]:
-    """Choose the records that a search among `candidates` stands on.
+    """Choose the records that a search among `choices`, the values that each knob may have, stands on.
 
     Returns:
         `matches` with the chosen records alone, those that are not credible among the refused; and the warm start.
@@ -134,18 +138,17 @@ def build_warm_start(
     used: list[MatchedRecord] = []
     sources: list[WarmStartSource] = []
     refused = list(matches.refused)
-    space = frozenset(candidates)
-    items = (_demote_restricted(item, space) for item in matches.records)
+    items = (_demote_restricted(item, choices) for item in matches.records)
     for item in sorted(items, key=lambda item: MATCH_ORDER.index(item.match.kind)):
         if len(sources) == MAX_SOURCES or any(source.to_reproduce for source in sources):
             break
-        if item.record.settings not in space:
+        if not _is_admitted(item.record.settings, choices):
             continue
-        if reason := next(_find_implausible(item.record, space, workload, cost), None):
+        if reason := next(_find_implausible(item.record, choices, workload, cost), None):
             refused.append(f"{item.name[:12]} is not credible: {reason}")
             continue
         used.append(item)
-        local = tuple(trial for trial in item.trials if trial.candidate in space)
+        local = tuple(trial for trial in item.trials if _is_admitted(trial.candidate, choices))
         residuals = PriorResiduals(tuple(islice(_residuals(item), MAX_RESIDUALS)), item.weight)
         noisy = item.record.machine.noisy or cost.hardware.noisy
         tolerance = NOISY_TIME_TOLERANCE if noisy else TIME_TOLERANCE
@@ -156,15 +159,19 @@ def build_warm_start(
     fitting = [
         candidate
         for candidate in dict.fromkeys(proposed)
-        if candidate in space and cost.predict_uncalibrated(candidate).required_memory_bytes <= limit
+        if _is_admitted(candidate, choices) and cost.predict_uncalibrated(candidate).required_memory_bytes <= limit
     ]
     warm_start = WarmStart(tuple(sources), tuple(fitting[:MAX_FIRST_CANDIDATES]), cost)
     return replace(matches, records=tuple(used), refused=tuple(refused)), warm_start
 
 
-def _demote_restricted(item: MatchedRecord, space: frozenset[Candidate]) -> MatchedRecord:
+def _is_admitted(candidate: Candidate, choices: Mapping[str, Sequence[Choice]]) -> bool:
+    return all(getattr(candidate, name) in values for name, values in choices.items())
+
+
+def _demote_restricted(item: MatchedRecord, choices: Mapping[str, Sequence[Choice]]) -> MatchedRecord:
     """A match is a prior only if knobs were pinned, or had values excluded, there that are free here."""
-    free = [name for name in item.record.narrowed if len({getattr(c, name, None) for c in space}) > 1]
+    free = [name for name in item.record.narrowed if len(choices.get(name, ())) > 1]
     if not free:
         return item
     reason = f"search: restricted there in {', '.join(free)}"
@@ -194,7 +201,7 @@ def _residuals(item: MatchedRecord) -> Iterator[tuple[Candidate, Residual]]:
 
 
 def _find_implausible(
-    record: Record, space: frozenset[Candidate], workload: Workload, cost: CostModel
+    record: Record, choices: Mapping[str, Sequence[Choice]], workload: Workload, cost: CostModel
 ) -> Iterator[str]:
     """Trials that the cost model of the record's own machine contradicts. Other work is left to local trials.
 
@@ -205,7 +212,7 @@ def _find_implausible(
     rates = record.machine.rates or cost.hardware.rates
     there = cost.for_hardware(cost.hardware.changed(rates=rates))
     for number, trial in enumerate(record.trials, start=1):
-        residual = there.residual(trial) if trial.candidate in space else None
+        residual = there.residual(trial) if _is_admitted(trial.candidate, choices) else None
         if residual is None:
             continue
         time, memory = math.exp(residual.time), math.exp(residual.memory)

@@ -173,12 +173,60 @@ def test_peak_with_fused_norm_and_rope(predictor, name, share):
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "whole", "selective", "quantization", "precision"),
+    [
+        ("qwen-image", 0.0, 1.0, "none", "fp32"),
+        ("qwen-image", 0.4, 0.6, "none", "fp32"),
+        ("qwen-image", 0.0, 1.0, "torchao-int8", "fp32"),
+        ("flux1-dev", 0.0, 0.5, "none", "fp32"),
+        ("flux1-dev", 0.5, 0.5, "none", "fp32"),
+        ("z-image", 0.2, 0.6, "none", "fp32"),
+        ("sdxl", 0.3, 0.3, "none", "fp32"),
+        ("kandinsky5-video-lite", 0.0, 0.6, "none", "fp32"),
+        ("flux2-klein", 0.2, 0.4, "none", "fp32"),
+    ],
+)
+def test_peak_agrees_with_the_profiler_where_some_blocks_keep_attention(
+    predictor, name, whole, selective, quantization, precision
+):
+    own = predictor(name)
+    last = own.workload.model.num_blocks - 1
+    numbers = {"checkpointed_blocks": round(whole * last), "selective_blocks": round(selective * last)}
+    candidate = candidate_of(precision, quantization).changed(**numbers)
+    truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
+    assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen-image", "flux1-dev"])
 def test_peak_with_compiled_norm_and_rope(predictor, name):
     own, candidate = predictor(name), candidate_of("fp32", norm_rope="compiled")
     truth = run(FAMILIES[name], TINY[name], own.workload, candidate, num_timed=0)
     assert own.predict(candidate).allocated_memory_bytes == pytest.approx(truth.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("qwen-image", {"checkpointed_blocks": 3, "offloaded_inputs": 3}),
+        ("qwen-image", {"checkpointed_blocks": 1, "selective_blocks": 3, "offloaded_inputs": 3}),
+        ("flux1-dev", {"checkpointed_blocks": 5, "offloaded_inputs": 5}),
+        ("z-image", {"selective_blocks": 4, "offloaded_inputs": 4}),
+    ],
+)
+def test_inputs_that_wait_on_the_host_are_exact(predictor, name, numbers):
+    """What waits on the host was allocated in the first step, and the second is measured."""
+    own, offloading = predictor(name), candidate_of("fp32").changed(**numbers)
+    staying = offloading.changed(offloaded_inputs=0)
+    predicted, measured = (
+        [find(candidate) for candidate in (staying, offloading)]
+        for find in (
+            lambda c: own.predict(c).allocated_memory_bytes,
+            lambda c: run(FAMILIES[name], TINY[name], own.workload, c, num_timed=0).peak_bytes,
+        )
+    )
+    assert predicted[0] - predicted[1] == measured[0] - measured[1] > 0
 
 
 @BITSANDBYTES

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
@@ -102,15 +103,28 @@ class FormulaCostModel:
         }  # fmt: skip
         return raw.model_copy(update=uncertainty)
 
-    def _raw(self, candidate: Candidate, time: float = 1.0, memory: float = 1.0) -> Prediction:
+    def _formula(self, candidate: Any) -> tuple[Any, Any]:
+        """Allocated bytes and seconds; of arrays, if numbers of blocks are."""
         blocks, work, size = self.workload.model.num_blocks, self.workload, candidate.micro_batch_size
-        share = candidate.checkpointed_blocks / blocks
+        freed = (candidate.checkpointed_blocks + 0.9 * candidate.selective_blocks) / blocks
+        repeated = (candidate.checkpointed_blocks + 0.8 * candidate.selective_blocks) / blocks
         pixels = work.largest_bucket.width_px * work.largest_bucket.height_px / 2**16
-        activations = 0.4 * pixels * size * (1.1 - share)
-        allocated = int(memory * (self.weight_bytes(candidate) + GIB * (activations + work.rank / 16)))
+        activations = 0.4 * pixels * size * (1.1 - freed - 0.01 * candidate.offloaded_inputs / blocks)
+        allocated = self.weight_bytes(candidate) + GIB * (activations + work.rank / 16)
         accumulation = -(-work.effective_batch_size // size)
         pace = 3e12 / (self.hardware.rate("memory.bandwidth") or 3e12)
-        seconds = pace * time * accumulation * (0.1 + 0.2 * pixels * size) * (1 + share / 4)
+        return allocated, pace * accumulation * (0.1 + 0.2 * pixels * size) * (1 + repeated / 4)
+
+    def predict_mixtures(self, candidate: Candidate, passes: Any, swapped: Any) -> tuple[Any, Any]:
+        whole, selective, offloaded = passes.T[:, :, None]
+        numbers = {"checkpointed_blocks": whole, "selective_blocks": selective, "offloaded_inputs": offloaded}
+        found = self._formula(SimpleNamespace(**{**dict(candidate), **numbers, "swapped_blocks": swapped[None]}))
+        shape = len(passes), len(swapped)
+        return tuple(np.broadcast_to(np.asarray(each, dtype=float), shape) for each in found)  # type: ignore[return-value]
+
+    def _raw(self, candidate: Candidate, time: float = 1.0, memory: float = 1.0) -> Prediction:
+        allocated, seconds = self._formula(candidate)
+        allocated, seconds = int(memory * allocated), time * seconds
         phase = PhaseMemory.model_construct(name="train", peak_memory_bytes=allocated + GIB)
         return Prediction.model_construct(
             candidate=candidate,

@@ -7,8 +7,10 @@ more exact, smaller and simpler, so that a plan may be slower by the width of a 
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +25,6 @@ from autotune.planning import request as request_module
 from autotune.planning.request import PlanRequest
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import HardwareProfile, MemoryBudget
-from autotune.schema.prediction import PhaseMemory, Prediction
 from autotune.schema.workload import ModelSpec
 from autotune.search.winner import TIE
 from autotune.training.describe import WorkloadOverrides
@@ -43,38 +44,29 @@ Pins = tuple[tuple[str, str], ...]
 class Formula(FormulaCostModel):
     """Weights by their format, activations by blocks that keep them, transfers that computing hides or does not."""
 
-    def weight_bytes(self, candidate: Candidate) -> int:
+    def weight_bytes(self, candidate: Any) -> Any:
         spec, per_parameter = self.workload.model, WEIGHT_FORMATS[candidate.quantization].bytes_per_parameter
         wide = 2 if candidate.precision == "fp32" and candidate.quantization == "none" else 1
-        away = max(0, candidate.swapped_blocks - 2) / spec.num_blocks
-        return int((1 - away) * wide * per_parameter * spec.num_parameters)
+        away = np.maximum(0, candidate.swapped_blocks - 2) / spec.num_blocks
+        return (1 - away) * wide * per_parameter * spec.num_parameters
 
     def host_memory_bytes(self, candidate: Candidate) -> int:
-        alone = candidate.changed(swapped_blocks=0)
-        return GIB + int(1.3 * self.weight_bytes(alone) * candidate.swapped_blocks / self.workload.model.num_blocks)
+        alone = self.weight_bytes(candidate.changed(swapped_blocks=0)) / self.workload.model.num_blocks
+        return GIB + int(5e6 * candidate.offloaded_inputs + 1.3 * alone * candidate.swapped_blocks)
 
-    def _raw(self, candidate: Candidate, time: float = 1.0, memory: float = 1.0) -> Prediction:
+    def _formula(self, candidate: Any) -> tuple[Any, Any]:
         spec, sheet = self.workload.model, self.hardware.datasheet
-        recomputed, swapped = (
-            getattr(candidate, name) / spec.num_blocks for name in ("checkpointed_blocks", "swapped_blocks")
+        whole, selective, offloaded, swapped = (
+            getattr(candidate, name) / spec.num_blocks
+            for name in ("checkpointed_blocks", "selective_blocks", "offloaded_inputs", "swapped_blocks")
         )
-        kept = 2.5 * spec.num_parameters * (1.02 - recomputed)
-        allocated = int(memory * (self.weight_bytes(candidate) + kept))
+        kept = 2.5 * spec.num_parameters * (1.02 - whole - 0.93 * selective - 0.03 * offloaded)
         rate = 0.5 * (sheet.bf16_flops_per_second or sheet.fp32_flops_per_second)
-        computing = (
-            1e4 * spec.num_parameters / rate * (1 + recomputed / 3) * CONVERSION.get(candidate.quantization, 1.2)
-        )
-        sent = 2 * swapped * self.weight_bytes(candidate.changed(swapped_blocks=0)) / 2e10
-        phase = PhaseMemory.model_construct(name="train", peak_memory_bytes=allocated + GIB)
-        return Prediction.model_construct(
-            candidate=candidate,
-            peak_memory_bytes=allocated + GIB,
-            allocated_memory_bytes=allocated,
-            required_memory_bytes=allocated + GIB,
-            host_memory_bytes=self.host_memory_bytes(candidate),
-            phases=(phase,),
-            step_seconds=time * (computing + max(0.0, sent - swapped * computing)),
-        )
+        computing = 1e4 * spec.num_parameters / rate * (1 + (whole + 0.85 * selective) / 3)
+        computing = computing * CONVERSION.get(candidate.quantization, 1.2) + 1e-3 * offloaded
+        all_weights = self.weight_bytes(SimpleNamespace(**{**vars(candidate), "swapped_blocks": 0}))
+        sent = 2 * swapped * all_weights / 2e10
+        return self.weight_bytes(candidate) + kept, computing + np.maximum(0.0, sent - swapped * computing)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,6 +124,9 @@ pins = st.lists(
         st.tuples(st.just("quantization"), st.sampled_from(["none", "torchao-int8"])),
         st.tuples(st.just("swapped_blocks"), st.just("0")),
         st.tuples(st.just("checkpointed_blocks"), st.just("0")),
+        st.tuples(st.just("checkpointed_blocks"), st.sampled_from(["7", "21"])),
+        st.tuples(st.just("selective_blocks"), st.sampled_from(["0", "13"])),
+        st.tuples(st.just("offloaded_inputs"), st.just("0")),
     ),
     max_size=2,
     unique_by=lambda pin: pin[0],

@@ -33,6 +33,8 @@ class TracePass:
     between: "Segment"
     """After the last block: output layers, the loss and their backward pass."""
     backward: tuple["Segment", ...]
+    input_bytes: tuple[int, ...]
+    """Of each block's first input, if it is a result that the pass goes back through; 0 if it is not given in place."""
     saved_bytes: int
     """Kept for the backward pass when the loss is known, the loss included."""
 
@@ -82,7 +84,8 @@ def trace_pass(
     inputs_bytes = recorder.seed([*batch.values(), noise, levels])
     recorder.mark("before")
     blocks = family.blocks(transformer)
-    with substitutes(kernel, rules), recorder, _marking(blocks, recorder), torch.set_grad_enabled(train):
+    inputs = [0] * len(blocks)
+    with substitutes(kernel, rules), recorder, _marking(blocks, recorder, inputs), torch.set_grad_enabled(train):
         if train:
             loss = denoising_loss(family, transformer, batch, noise, levels)
             saved_bytes = sum(size for segment in recorder.segments for _, size in segment.events)
@@ -104,6 +107,7 @@ def trace_pass(
         between=by_name["between"],
         # What comes before the first adapter has no backward pass.
         backward=tuple(by_name.get(f"backward {i}", Segment("none")) for i in names) if train else (),
+        input_bytes=tuple(inputs),
         saved_bytes=saved_bytes,
     )
 
@@ -134,8 +138,11 @@ def stored_tensors(of: "nn.Module | Tensor") -> "Iterator[Tensor]":
 
 
 @contextmanager
-def _marking(blocks: "list[nn.Module]", recorder: "Recorder") -> Iterator[None]:
-    """Mark where each block's forward and backward pass begin; recomputation in the backward pass marks nothing."""
+def _marking(blocks: "list[nn.Module]", recorder: "Recorder", inputs: list[int]) -> Iterator[None]:
+    """Mark where each block's forward and backward pass begin; recomputation in the backward pass marks nothing.
+
+    Bytes of each block's first input are put into `inputs`.
+    """
     import torch
 
     seen: set[int] = set()
@@ -146,9 +153,12 @@ def _marking(blocks: "list[nn.Module]", recorder: "Recorder") -> Iterator[None]:
             begun.add(index)
             recorder.mark(f"backward {index}")
 
-    def before(index: int) -> None:
+    def before(index: int, given: tuple[Any, ...]) -> None:
         if index not in seen:
             recorder.mark(f"forward {index}")
+            first = given[0] if given else None
+            if isinstance(first, torch.Tensor) and first.requires_grad:
+                inputs[index] = first.nbytes
 
     def after(index: int, output: Any) -> None:
         if index in seen:
@@ -162,7 +172,7 @@ def _marking(blocks: "list[nn.Module]", recorder: "Recorder") -> Iterator[None]:
 
     handles = []
     for i, block in enumerate(blocks):
-        handles.append(block.register_forward_pre_hook(lambda *_, i=i: before(i)))
+        handles.append(block.register_forward_pre_hook(lambda _m, given, i=i: before(i, given)))
         handles.append(block.register_forward_hook(lambda _m, _a, output, i=i: after(i, output)))
     try:
         yield

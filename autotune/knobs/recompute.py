@@ -1,0 +1,70 @@
+"""Applies what blocks do with their activations: keep them, recompute all or all but attention, and where inputs wait.
+
+Blocks are chosen by position: the first recompute everything, the following keep the output of attention, the rest keep
+all that the backward pass needs. The settings are three knobs, and each may be applied by itself at any time.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from autotune.families import Family, find_dropout_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ATTRIBUTE = "_recomputation"
+"""Where a transformer remembers the settings that were applied, as numbers of blocks by knob."""
+
+
+def apply_recomputation(transformer: "nn.Module", family: Family, **numbers: int) -> None:
+    """Change some of `checkpointed_blocks`, `selective_blocks` and `offloaded_inputs`; the others stay."""
+    numbers = {**getattr(transformer, ATTRIBUTE, {}), **numbers}
+    setattr(transformer, ATTRIBUTE, numbers)
+    whole, selective = numbers.get("checkpointed_blocks", 0), numbers.get("selective_blocks", 0)
+    if not whole + selective:
+        transformer.disable_gradient_checkpointing()  # type: ignore[operator]
+        return
+    has_dropout = bool(find_dropout_layers(transformer))  # without, no block need save the random state
+    position = {id(block): at for at, block in enumerate(family.blocks(transformer)[: whole + selective])}
+    inputs_store = _build_store(numbers.get("offloaded_inputs", 0))
+
+    def run(block: Any, *inputs: Any) -> Any:
+        at = position.get(id(block))
+        if at is None:
+            return block(*inputs)
+        function = block
+        if inputs_store is not None and at < numbers["offloaded_inputs"] and inputs[0].requires_grad:
+            function, inputs = _with_input_from(inputs_store, at, block, inputs[0]), inputs[1:]
+        return _checkpoint(function, inputs, preserve_rng_state=has_dropout, keeps_attention=at >= whole)
+
+    transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
+
+
+def _checkpoint(function: Any, inputs: Any, *, preserve_rng_state: bool, keeps_attention: bool) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if keeps_attention:
+        from autotune.knobs.kept_attention import keep_attention
+
+        options["context_fn"] = keep_attention
+    return checkpoint(function, *inputs, **options)
+
+
+def _build_store(number: int) -> Any:
+    if not number:
+        return None
+    from autotune.knobs.input_offload import InputStore
+
+    return InputStore()
+
+
+def _with_input_from(store: Any, at: int, block: Any, first: "Tensor") -> Callable[..., Any]:
+    """A function of the block's other inputs that holds its first one for one call alone, and then fetches it."""
+    once = [first]
+    store.send(at, first)
+
+    def run(*others: Any) -> Any:
+        return block(once.pop() if once else store.fetch(at), *others)
+
+    return run
