@@ -59,7 +59,7 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     check_weights(model)
     workload = describe_workload(model, dataset, overrides_from(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
-    weights = weights_digest(open_weights(model.weights / "transformer"))
+    weights = weights_digest(open_weights(model.weights / model.family.denoiser))
     if resume:
         require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, dataset)
