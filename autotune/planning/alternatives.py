@@ -42,7 +42,8 @@ def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     host = cost.hardware.host
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
-    fitting, beyond = [], []
+    fitting: list[Candidate] = []
+    beyond: list[Candidate] = []
     for each in space.candidates:
         stays = not each.swapped_blocks and not each.offloaded_inputs
         (fitting if stays or cost.host_memory_bytes(each) <= room else beyond).append(each)

@@ -61,7 +61,8 @@ def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
     swap = BlockSwap(family.blocks(transformer), torch.device("cpu"))
     storage = own.model.storage("bf16", quantization)
     assert tuple(block.region.num_bytes for block in swap.blocks) == storage.block_pinned_bytes
-    assert sum(storage.block_pinned_bytes) == pytest.approx(sum(storage.block_weight_bytes), rel=0.02)
+    whole, bare = sum(storage.block_pinned_bytes), sum(storage.block_weight_bytes)
+    assert bare <= whole <= (1.03 if quantization != "none" else 1.02) * bare  # scales of tiny layers are tiny, too
 
 
 @pytest.mark.parametrize(("name", "quantization"), WEIGHT_FORMATS)
