@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
-from autotune.cost.composition import ComposedPasses
+from autotune.cost.composition import ComposedPass, ComposedPasses
 from autotune.cost.kernels import CLASSES, rules_of
 from autotune.cost.memory import PHASES, away_bytes, phases_of
 from autotune.cost.model import ModulationBytes, TracedModel
@@ -195,22 +195,15 @@ class CostModel:
         return self._predict(candidate, None)
 
     def _predict(self, candidate: Candidate, calibration: Calibration | None) -> Prediction:
-        composed = self.tables.pass_of(candidate, accumulates=self._accumulation(candidate) > 1)
+        composed, waste, time = self._uncalibrated(candidate)
         resident = self.tables.resident_of(candidate, self.caching, self.parallel)
         if self.process_bytes is not None:
             resident = replace(resident, overhead_bytes=self.process_bytes)
         factor = math.exp(calibration.memory.log_factor(candidate)) if calibration else 1.0
-        recomputed, saved = np.array([candidate.recomputed_blocks]), np.array([composed.saved_bytes])
-        waste = float(self.tables.waste_bytes(candidate, recomputed, saved)[0])
         phases = phases_of(resident, composed, waste, factor)
         train = phases[PHASES.index("train")]
-        passes = ComposedPasses(**{name: np.array(value)[None] for name, value in vars(composed).items()})
-        numbers = (np.array([[number]]) for number in (candidate.offloaded_inputs, candidate.swapped_blocks))
         factor = math.exp(calibration.time.log_factor(candidate)) if calibration else 1.0
-        time = {
-            name: factor * float(np.squeeze(each))
-            for name, each in self._step_time(candidate, passes, *numbers).items()
-        }
+        time = {name: factor * value for name, value in time.items()}
         seconds = sum(time.values()) - time["recompute_seconds"]
         return Prediction.model_construct(
             candidate=candidate,
@@ -225,6 +218,20 @@ class CostModel:
             memory_uncertainty=calibration.memory.uncertainty(candidate) if calibration else 0.0,
             time_uncertainty=calibration.time.uncertainty(candidate) if calibration else 0.0,
         )
+
+    def _uncalibrated(self, candidate: Candidate) -> tuple[ComposedPass, float, dict[str, float]]:
+        """A candidate's pass, what the allocator reserves beyond it, and seconds by class: trials change none of it."""
+        known = self.tables.steps
+        if (candidate, self.parallel) not in known:
+            composed = self.tables.pass_of(candidate, accumulates=self._accumulation(candidate) > 1)
+            recomputed, saved = np.array([candidate.recomputed_blocks]), np.array([composed.saved_bytes])
+            waste = float(self.tables.waste_bytes(candidate, recomputed, saved)[0])
+            passes = ComposedPasses(**{name: np.array(value)[None] for name, value in vars(composed).items()})
+            numbers = (np.array([[number]]) for number in (candidate.offloaded_inputs, candidate.swapped_blocks))
+            by_class = self._step_time(candidate, passes, *numbers)
+            time = {name: float(np.squeeze(each)) for name, each in by_class.items()}
+            known[candidate, self.parallel] = composed, waste, time
+        return known[candidate, self.parallel]
 
     def predict_mixtures(
         self, candidate: Candidate, passes: NDArray[np.int64], swapped: NDArray[np.int64]

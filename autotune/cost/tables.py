@@ -80,6 +80,8 @@ class PassTables:
         self._table, self._traced_table = cache(self._find_table), cache(self._find_traced_table)
         self._waste, self._waste_bytes = cache(self._find_waste), cache(self._find_waste_bytes)
         self._pass, self._typical_shares = cache(self._find_pass), cache(self._find_typical_shares)
+        self.steps: dict[tuple[Candidate, Parallel], tuple[ComposedPass, float, dict[str, float]]] = {}
+        """What cost models on these tables have found for candidates, whatever they learned from trials."""
         self._residents: dict[tuple[object, ...], Resident] = {}
 
     @cached_property

@@ -5,6 +5,7 @@ Two stages of short blocks make one text of those twelve layers. They are not ad
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes, build_empty_pipeline, load_tokenizer
@@ -78,6 +79,7 @@ class Krea2(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",  # a block's modulation is a table
     }
     block_lists = ("transformer_blocks",)
+    excluded = MappingProxyType({"modulation": "a block's modulation is a table, of next to no weights"})
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)

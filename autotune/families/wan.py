@@ -5,6 +5,7 @@ Single images train them as well. Wan 2.2's other model, of 14B, has two transfo
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.families.base import Batch, Family, Sample, Shapes, Sizes
@@ -72,6 +73,7 @@ class Wan(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",  # a block's modulation is a table
     }
     block_lists = ("blocks",)
+    excluded = MappingProxyType({"modulation": "a block's modulation is a table, of next to no weights"})
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         latent_px = self.size_multiple_px // self.patch

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Kept = deque[tuple[Any, ...]]
-"""For each attention that ran, in order: its results, and the version of each that is a tensor."""
+"""The results of each attention that ran, in order."""
 
 
 def keep_attention() -> tuple["Keeping", "Replaying"]:
@@ -42,7 +42,7 @@ class Keeping(_OnAttention):  # type: ignore[no-untyped-call]
     def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
         results = func(*args, **kwargs)
         # Autograd gives the results themselves a history, which would hold on to all that made them.
-        self.kept.append(tuple((r.detach(), r._version) if isinstance(r, Tensor) else (r, 0) for r in results))
+        self.kept.append(tuple(item.detach() if isinstance(item, Tensor) else item for item in results))
         return results
 
 
@@ -50,7 +50,4 @@ class Replaying(_OnAttention):  # type: ignore[no-untyped-call]
     """While it runs again for its backward pass."""
 
     def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
-        results = self.kept.popleft()
-        if any(isinstance(result, Tensor) and result._version != version for result, version in results):
-            raise RuntimeError("a kept result of attention was changed in place: the backward pass would be wrong")
-        return tuple(result for result, _ in results)
+        return self.kept.popleft()

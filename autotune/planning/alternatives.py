@@ -42,12 +42,15 @@ def drop_beyond_host(space: SearchSpace, cost: CostModel) -> SearchSpace:
     host = cost.hardware.host
     room = host.available_memory_bytes
     room -= host_floor_bytes("integrated", host.memory_bytes, room)
-    fitting = [
-        c for c in space.candidates if not (c.swapped_blocks or c.offloaded_inputs) or cost.host_memory_bytes(c) <= room
-    ]
+    fitting: list[Candidate] = []
+    beyond: list[Candidate] = []
+    for each in space.candidates:
+        stays = not each.swapped_blocks and not each.offloaded_inputs
+        (fitting if stays or cost.host_memory_bytes(each) <= room else beyond).append(each)
     most = max((candidate.swapped_blocks for candidate in fitting), default=0)
+    least = max(most + 1, min((candidate.swapped_blocks for candidate in beyond), default=most + 1))
     why = f"its weights take more of the host than the {room / GIB:.1f} GiB that it has left"
-    dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if int(k) > most}
+    dropped: dict[Choice, str] = {k: why for k in space.choices["swapped_blocks"] if beyond and int(k) >= least}
     return replace(drop_values(space, "swapped_blocks", dropped), candidates=tuple(fitting)) if fitting else space
 
 

@@ -87,7 +87,10 @@ def _enumerate(
     fixed = {knob.name: admitted[knob.name] for knob in KNOBS if not knob.is_composed}
     composed = [knob.name for knob in KNOBS if knob.is_composed]
     for values in itertools.product(*fixed.values()):
-        chosen: dict[str, Choice] = {**dict(zip(fixed, values, strict=True)), **dict.fromkeys(composed, 0)}
+        chosen: dict[str, Choice] = {
+            **dict(zip(fixed, values, strict=True)),
+            **{name: min(map(int, admitted[name])) for name in composed},
+        }
         for name in composed:  # each as far as those before it let it go
             for value in admitted[name]:
                 candidate = Candidate.model_validate({**chosen, name: value})

@@ -11,6 +11,7 @@ from autotune.cost.trace.passes import TRACED_BLOCKS, shorten
 from autotune.families.loss import denoising_loss
 from autotune.families.registry import FAMILIES
 from autotune.knobs import modulation
+from autotune.knobs.block_swap import BlockSwap
 from autotune.schema.candidate import Candidate
 from autotune.training.step import AdapterOptimizer
 from benchmarks.cpu_truth import batches, build, read_parts, run, storage_bytes
@@ -60,6 +61,17 @@ def test_weights_adapter_and_optimizer_are_exact(predictor, name, quantization):
     assert own.tables.resident_of(candidate, own.caching, own.parallel).optimizer_bytes == storage_bytes(
         [*states, *masters]
     )
+
+
+@pytest.mark.parametrize(("name", "quantization"), [*((name, "none") for name in TINY), ("qwen-image", "torchao-int8")])
+def test_host_memory_of_swapped_blocks_is_exact(predictor, name, quantization):
+    own, family = predictor(name), FAMILIES[name]
+    transformer, _ = build(family, TINY[name], own.workload, candidate_of("bf16", quantization))
+    swap = BlockSwap(family.blocks(transformer), torch.device("cpu"))
+    storage = own.model.storage("bf16", quantization)
+    assert tuple(block.region.num_bytes for block in swap.blocks) == storage.block_pinned_bytes
+    whole, bare = sum(storage.block_pinned_bytes), sum(storage.block_weight_bytes)
+    assert bare <= whole <= (1.03 if quantization != "none" else 1.02) * bare  # scales of tiny layers are tiny, too
 
 
 @pytest.mark.parametrize(

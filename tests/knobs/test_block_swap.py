@@ -63,8 +63,8 @@ def test_gradients_are_bit_equal(storage, num_swapped):
 def test_at_most_two_blocks_visit_at_a_time_and_homes_are_never_written():
     model = Model()
     swap = BlockSwap(model.blocks, CPU)
-    homes = {id(weight.on_host) for weights in swap.weights for weight in weights}
-    values = [weight.on_host.clone() for weights in swap.weights for weight in weights]
+    homes = {id(weight.on_host) for block in swap.blocks for weight in block.weights}
+    values = [weight.on_host.clone() for block in swap.blocks for weight in block.weights]
     seen = []
 
     def visiting(*_: object) -> None:
@@ -75,8 +75,19 @@ def test_at_most_two_blocks_visit_at_a_time_and_homes_are_never_written():
     gradients(model)
     assert len(seen) == 20  # two passes, forward and recomputed, of five blocks
     assert max(seen) == 2
-    kept = [weight.on_host for weights in swap.weights for weight in weights]
+    kept = [weight.on_host for block in swap.blocks for weight in block.weights]
     assert all(torch.equal(value, home) for value, home in zip(values, kept, strict=True))
+
+
+def test_the_host_gives_each_block_the_bytes_of_its_tensors_each_aligned():
+    model = Model()
+    swap = BlockSwap(model.blocks, CPU)
+    for block in swap.blocks:
+        assert block.region.num_bytes == 32 * 32 * 4 + 256  # the bias takes 128 bytes of its 256
+        assert block.region.bytes.data_ptr() % 4096 == 0
+        assert [weight.offsets for weight in block.weights] == [(0,), (4096,)]
+        places = [weight.on_host.data_ptr() - block.region.bytes.data_ptr() for weight in block.weights]
+        assert places == [0, 4096]
 
 
 def test_the_block_that_comes_next_is_on_its_way():

@@ -66,7 +66,7 @@ class FormulaCostModel:
     def context(self) -> TuningContext:
         return TuningContext(self.hardware, self.family, self.workload, self.training_budget)
 
-    def weight_bytes(self, candidate: Candidate) -> int:
+    def weight_bytes(self, candidate: Any) -> Any:
         shards = self.parallel.num_processes if self.parallel.strategy == "fsdp2" else 1
         return int(12 * GIB * (1.0 if candidate.quantization == "none" else 0.55)) // shards
 

@@ -14,6 +14,7 @@ from autotune.planning.request import request_from
 from autotune.schema.candidate import Candidate
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.prediction import Prediction
+from autotune.search.space import build_search_space
 from autotune.search.study import SearchLimits
 from tests import builders
 from tests.planning.formula import FormulaCostModel
@@ -81,7 +82,7 @@ def test_a_larger_batch_is_predicted_only_with_settings_that_run(settings: dict[
             return super().predict(candidate)
 
     cost = Watched(HARDWARE, work, context.family, MemoryBudget(num_bytes=100 * 2**30))
-    advise_larger_batch(cost, builders.candidate(**settings), 100.0)  # type: ignore[arg-type]
+    advise_larger_batch(build_search_space(context), cost, builders.candidate(**settings), 100.0)  # type: ignore[arg-type]
     assert not [one for one in asked for knob in KNOBS if knob.conflict(one, context)]
     assert bool(asked) is ("swapped_blocks" in settings)
 
@@ -121,5 +122,5 @@ def test_a_search_stops_at_its_share_of_the_run() -> None:
 def test_the_smallest_settings_are_found_where_memory_is_the_objective() -> None:
     workload_overrides = replace(request().workload_overrides, objective="memory")
     plan = make_plan(request(workload_overrides=workload_overrides), HARDWARE, backend=surroundings())
-    assert plan.frozen.settings.checkpointed_blocks == max(t.candidate.checkpointed_blocks for t in plan.frozen.trials)
-    assert plan.frozen.expected.peak_memory_bytes == min(t.peak_memory_bytes or 0 for t in plan.frozen.trials)
+    smallest = min(trial.peak_memory_bytes or 0 for trial in plan.frozen.trials)
+    assert smallest <= plan.frozen.expected.peak_memory_bytes <= 1.03 * smallest, "ties go to the faster"

@@ -7,7 +7,7 @@ import pytest
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import InvalidInput, NothingFits
 from autotune.planning import planner
-from autotune.planning.alternatives import min_required_bytes
+from autotune.planning.alternatives import drop_beyond_host, min_required_bytes
 from autotune.planning.problem import PlanningProblem
 from autotune.planning.request import ResolvedRequest
 from autotune.reporting.plan import job_line, plan_lines
@@ -52,12 +52,13 @@ def tight() -> HardwareProfile:
 
 def test_only_as_many_blocks_are_swapped_as_the_host_has_room_for() -> None:
     """By formula each takes a GiB of it; 48 are available, and 4 are left to it."""
-    case = PlanningProblem.build(request(), tight(), surroundings())
-    swapped = {candidate.swapped_blocks for candidate in case.space.candidates}
-    assert max(swapped) == 42
-    assert swapped == set(case.space.choices["swapped_blocks"])
-    refused = [item for item in case.space.rejected["swapped_blocks"] if "of the host" in item.reason]
-    assert [item.choice for item in refused] == [49, 46]
+    case = PlanningProblem.build(request(), builders.hardware(*CAPABILITIES), surroundings())
+    deep = case.space.candidates[0].changed(checkpointed_blocks=49, selective_blocks=0, offloaded_inputs=0)
+    every = tuple(deep.changed(swapped_blocks=number) for number in range(50))
+    space = drop_beyond_host(replace(case.space, candidates=every), case.cost)
+    assert [candidate.swapped_blocks for candidate in space.candidates] == list(range(44))
+    refused = [item for item in space.rejected["swapped_blocks"] if "of the host" in item.reason]
+    assert [item.choice for item in refused] == [49, 48, 47, 46, 45, 44]
 
 
 def test_a_prediction_for_other_hardware_shows_the_progress_of_its_work() -> None:

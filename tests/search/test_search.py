@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from autotune.knobs.base import Choices
 from autotune.schema.candidate import Candidate
 from autotune.schema.trial import Outcome, TrialResult
 from autotune.search import study
+from autotune.search.mixtures import with_mixtures
 from autotune.search.residual import (
     MAX_GROWTH,
     SAFE_SHARE,
@@ -24,14 +26,27 @@ from autotune.search.residual import (
 )
 from autotune.search.space import SearchSpace, build_search_space
 from autotune.search.study import SearchLimits, run_search
-from autotune.search.winner import TIE, choose_fallbacks, choose_winner, explain_choices, require_winner, score_trials
+from autotune.search.winner import (
+    COMPOSED,
+    TIE,
+    choose_fallbacks,
+    choose_winner,
+    explain_choices,
+    require_winner,
+    score_trials,
+)
 from tests import builders
 
 GIB = 2**30
 CAPABILITIES = ("attention.native", "attention._native_cudnn", "precision.bf16", "quantization.torchao-int8")
 GPU = builders.hardware(*CAPABILITIES, budget_bytes=100 * GIB, compute_capability=(9, 0))
 WORK = builders.workload(text_padding="exact")
-ON_DEVICE = (("swapped_blocks", "0"), ("modulation", "resident"))
+ON_DEVICE = (
+    ("swapped_blocks", "0"),
+    ("offloaded_inputs", "0"),
+    ("selective_blocks", "0"),
+    ("modulation", "resident"),
+)
 """Most of what follows is about other knobs."""
 Machine = Callable[[Candidate], TrialResult]
 
@@ -44,8 +59,8 @@ def cost() -> CostModel:
 
 
 @pytest.fixture(scope="module")
-def space() -> SearchSpace:
-    return build_search_space(builders.context(GPU, WORK), ON_DEVICE)
+def space(cost: CostModel) -> SearchSpace:
+    return with_mixtures(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost)
 
 
 def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine:
@@ -54,7 +69,7 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
     speed = {name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")}
     bias, clash, memory_bias = rng.uniform(0.65, 1.35), rng.uniform(0, 0.15), rng.uniform(0.9, 1.1)
     truth = {}
-    for candidate in build_search_space(builders.context(GPU, WORK), ON_DEVICE).candidates:
+    for candidate in with_mixtures(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost).candidates:
         predicted = cost.predict(candidate)
         time = predicted.step_seconds * bias * speed[candidate.quantization] * speed[candidate.attention]
         time *= 1 + clash * (candidate.micro_batch_size > 1) * (candidate.quantization != "none")
@@ -67,7 +82,7 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
 def search(
     cost: CostModel, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
 ) -> tuple[TrialResult, ...]:
-    space = build_search_space(builders.context(GPU, WORK), ON_DEVICE)
+    space = with_mixtures(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost)
     sampler = ResidualSearch(space, cost, budget_bytes, ascending=ascending)
     return run_search(sampler, run, SearchLimits(max_trials=max_trials, max_seconds=60), lambda result: None)
 
@@ -94,17 +109,21 @@ def test_on_shared_memory_trials_never_reach_far_beyond_what_has_run(cost: CostM
 
 def test_blocks_are_swapped_only_as_far_as_memory_asks_and_not_at_first(cost: CostModel) -> None:
     """A block that stays on the device never makes a step slower."""
-    free, budget = build_search_space(builders.context(GPU, WORK)), 30 * GIB
+    free, budget = with_mixtures(build_search_space(builders.context(GPU, WORK)), cost), 30 * GIB
     sampler = ResidualSearch(free, cost, budget)
     remaining = [scored.candidate for scored in sampler.remaining(())]
     alike = {candidate.changed(swapped_blocks=0) for candidate in remaining}
+    siblings = defaultdict(list)
+    for candidate in free.candidates:
+        siblings[candidate.changed(swapped_blocks=0)].append(candidate)
     assert len(alike) == len(remaining), "of what differs in swapped blocks alone, one"
     assert any(candidate.swapped_blocks for candidate in remaining)
     for candidate in remaining:
         if candidate.swapped_blocks:
-            fewer = [k for k in free.choices["swapped_blocks"] if int(k) < candidate.swapped_blocks]
-            nearest = cost.predict(candidate.changed(swapped_blocks=max(fewer)))
-            assert memory_upper_bound(nearest) >= budget
+            fewer = [
+                c for c in siblings[candidate.changed(swapped_blocks=0)] if c.swapped_blocks < candidate.swapped_blocks
+            ]
+            assert all(memory_upper_bound(cost.predict(c)) >= budget for c in fewer)
     first = sampler.next_candidate(())
     assert first is not None
     assert first.swapped_blocks == 0
@@ -182,13 +201,17 @@ def test_a_storage_that_misses_the_quality_floor_is_loaded_once_and_wrong_gradie
 
 
 def test_search_ends_when_everything_is_tried(cost: CostModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "MIN_TRIALS", 50)
+    monkeypatch.setattr(study, "MIN_TRIALS", 500)
     work = builders.workload(quality="exact", effective_batch_size=1)
-    narrow = build_search_space(
-        builders.context(builders.hardware("attention.native", "precision.bf16"), work), ON_DEVICE
+    narrow = with_mixtures(
+        build_search_space(
+            builders.context(builders.hardware("attention.native", "precision.bf16"), work),
+            ON_DEVICE,
+        ),
+        cost,
     )
     sampler = ResidualSearch(narrow, cost, 100 * GIB)
-    limits = SearchLimits(max_trials=50, max_seconds=60)
+    limits = SearchLimits(max_trials=500, max_seconds=60)
     results = run_search(sampler, lambda c: builders.trial(c, 1.0), limits, lambda r: None)
     assert len(results) == len(narrow.candidates) > 8
 
@@ -270,7 +293,8 @@ def test_every_rejected_choice_has_a_reason_and_every_knob_is_explained(cost: Co
     for reason in explain_choices(space, scores, winner, "throughput"):
         assert reason.chosen == getattr(winner.candidate, reason.knob)
         named = {rejected.choice for rejected in reason.rejected} | {reason.chosen}
-        assert named >= set(space.choices[reason.knob])
+        if reason.knob not in COMPOSED:
+            assert named >= set(space.choices[reason.knob])
         assert all(rejected.reason for rejected in reason.rejected)
 
 

@@ -13,6 +13,7 @@ from autotune.hardware.probing import probe
 from autotune.knobs.attention import Attention
 from autotune.knobs.base import Parity, TuningContext, parity_capability
 from autotune.knobs.block_swap import BlockSwap
+from autotune.knobs.input_offload import InputStore
 from autotune.knobs.optimizer import Optimizer
 from autotune.knobs.precision import Precision
 from autotune.knobs.quantization import Quantization
@@ -31,6 +32,8 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     "precision": ("fp32", "bf16"),
     "attention": ("native", "_native_math", "_native_flash"),
     "checkpointed_blocks": (0, 1, 2),
+    "selective_blocks": (0, 1),
+    "offloaded_inputs": (0, 2),
     "swapped_blocks": (0, 1),
 }
 
@@ -61,6 +64,36 @@ def test_every_choice_of_this_machine_agrees_on_every_family(family: str) -> Non
                 )
                 error = gradient_error(request, child)
                 assert error <= rule.tolerance, f"{name} {choice}: {error}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kinds_of_blocks_go_together_and_change_no_bit(family: str) -> None:
+    child = ChildState()
+    for numbers in (
+        {"checkpointed_blocks": 1, "selective_blocks": 1, "offloaded_inputs": 2},
+        {"selective_blocks": 2, "offloaded_inputs": 2, "swapped_blocks": 2},
+    ):
+        assert gradient_error(request_of(family, precision="fp32", **numbers), child) == 0.0
+
+
+def test_a_kept_result_that_changes_in_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *args, **named: plain(*args, **named).add_(0)
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient_error(request_of("qwen-image", precision="fp32", selective_blocks=2), ChildState())
+
+
+def test_inputs_wait_on_the_host_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    send = InputStore.send
+    monkeypatch.setattr(InputStore, "send", lambda store, at, tensor: sent.append(at) or send(store, at, tensor))
+    rule = next(knob for knob in KNOBS if knob.name == "offloaded_inputs").parity(1)
+    assert rule is not None
+    request = request_of("qwen-image", precision="fp32", offloaded_inputs=rule.checked_choice, **rule.other_choices)
+    assert gradient_error(request, ChildState()) == 0.0
+    assert sent == [1], "nothing goes back through the first block's input"
 
 
 def test_swapped_blocks_are_swapped_while_they_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

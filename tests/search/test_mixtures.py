@@ -1,0 +1,95 @@
+"""Mixtures of numbers of blocks: nothing that is left out beats what is kept, and any number may be pinned."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.cost.predict import CostModel
+from autotune.schema.candidate import Candidate
+from autotune.search.mixtures import MAX_STEP, NAMES, Mixtures, _frontier, _thin, find_mixtures, with_mixtures
+from autotune.search.space import build_search_space
+from tests import builders
+
+points = st.lists(st.tuples(st.floats(1, 100), st.floats(1, 100)), min_size=1, max_size=60)
+
+
+def mixtures_of(pairs: list[tuple[float, float]]) -> Mixtures:
+    num_bytes, seconds = np.array(pairs).T
+    return Mixtures(np.arange(4 * len(pairs)).reshape(-1, 4), num_bytes, seconds)
+
+
+@given(points)
+def test_the_frontier_holds_exactly_what_nothing_beats(pairs: list[tuple[float, float]]) -> None:
+    kept = _frontier(mixtures_of(pairs))
+    found = set(zip(kept.num_bytes, kept.seconds, strict=True))
+    wanted = {(a, b) for a, b in pairs if not any((x <= a and y <= b) and (x, y) != (a, b) for x, y in pairs)}
+    assert found == wanted
+    assert len(kept.num_bytes) == len(found)
+
+
+@given(points, st.floats(0.5, 50))
+def test_thinning_leaves_the_ends_and_no_gap_that_a_point_could_close(
+    pairs: list[tuple[float, float]], step: float
+) -> None:
+    whole = _frontier(mixtures_of(pairs))
+    thin = np.sort(_thin(whole, step).num_bytes)
+    assert (thin[0], thin[-1]) == (whole.num_bytes[0], whole.num_bytes[-1])
+    for low, high in itertools.pairwise(thin):
+        between = (whole.num_bytes > low) & (whole.num_bytes < high)
+        assert high - low <= step * (1 + 1e-9) or not between.any()
+
+
+@pytest.fixture(scope="module")
+def cost() -> CostModel:
+    context = builders.context(builders.hardware("attention.native", "precision.bf16"))
+    return CostModel.build(context.hardware, context.workload, context.family, context.family.transformer_config)
+
+
+def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -> None:
+    base = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    passes = np.array([[0, 0, 0], [59, 0, 0], [0, 59, 59], [20, 30, 50], [20, 30, 0]])
+    swapped = np.array([0, 1, 7, 40])
+    num_bytes, seconds = cost.predict_mixtures(base, passes, swapped)
+    assert num_bytes.shape == seconds.shape == (5, 4)
+    predictions = [
+        [
+            cost.predict_uncalibrated(base.changed(**dict(zip(NAMES, (*map(int, row), int(k)), strict=True))))
+            for k in swapped
+        ]
+        for row in passes
+    ]
+    wanted = np.array([[one.step_seconds for one in row] for row in predictions])
+    assert seconds == pytest.approx(wanted, rel=1e-9)
+    peaks = np.array([[one.peak_memory_bytes for one in row] for row in predictions])
+    besides = peaks - num_bytes  # adapter, optimizer, buffers, the process: the same for all but what rounds
+    assert besides.max() - besides.min() < 0.001 * peaks.max()
+
+
+def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: CostModel) -> None:
+    space = build_search_space(cost.context, (("swapped_blocks", "0"), ("micro_batch_size", "1")))
+    found = with_mixtures(space, cost).candidates
+    assert any(c.selective_blocks for c in found)
+    assert any(c.offloaded_inputs for c in found)
+    plain = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    activations = cost.predict_uncalibrated(plain).phases[2].breakdown.saved_activation_bytes
+    alike = [c for c in found if c.selective_blocks and not c.offloaded_inputs]
+    sizes = sorted(cost.predict_uncalibrated(c).peak_memory_bytes for c in alike)
+    assert max(b - a for a, b in itertools.pairwise(sizes)) <= 1.1 * MAX_STEP * activations
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"), [("checkpointed_blocks", 13), ("selective_blocks", 31), ("swapped_blocks", 30)]
+)
+def test_any_number_of_blocks_may_be_pinned(cost: CostModel, knob: str, value: int) -> None:
+    space = with_mixtures(build_search_space(cost.context, ((knob, str(value)),)), cost)
+    assert space.candidates
+    assert {getattr(candidate, knob) for candidate in space.candidates} == {value}
+
+
+def test_attention_that_cannot_be_kept_is_recomputed(cost: CostModel) -> None:
+    base = Candidate(micro_batch_size=1, checkpointed_blocks=59, attention="flash")
+    choices = build_search_space(cost.context).choices
+    assert not any(c.selective_blocks for c in find_mixtures(base, choices, cost))
