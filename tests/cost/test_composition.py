@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import TINY, cpu, gpu, workload_of
 
-from autotune.cost.composition import compose, stretched_index, table_of
+from autotune.cost.composition import BlockTables, compose, stretched_index, table_of
 from autotune.cost.model import TracedModel
 from autotune.cost.timing import Rates
 from autotune.families.published import Parts
@@ -35,7 +35,9 @@ def test_short_traces_predict_deep_models_to_the_byte(name, rules, monkeypatch):
         tables = [table_of(model.traced("fp32", "none", kernel, 2, c), rates, 4) for c in modes]
         stretched = [t.stretched(full.counts, model.traced_counts) for t in tables]
         grads = np.array(model.storage("fp32", "none").block_adapter_bytes, dtype=float)
-        return compose(*stretched, k, grads, accumulates=False).peak_bytes
+        plain, mixed = stretched
+        blocks = BlockTables([plain, plain, mixed], grads)
+        return compose(blocks, np.array([[k, 0, 0]]), accumulates=False).peak_bytes[0]
 
     total = sum(full.counts)
     for model in (short, full):
