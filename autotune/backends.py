@@ -264,7 +264,7 @@ ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     *_refused("raises in backward", "flash_attn", "_flash_3"),
     *_refused(NO_BACKWARD, "sageattention", "sage", "sage_hub", "sage_varlen"),
 )
-"""`native` is the default; all are held against plain products in fp32."""
+"""`native` is the default; it is held against plain products in fp32, and the others against it."""
 
 
 def _skip_for_int8(reason: str, *device_kinds: DeviceKind) -> SkipReason:
@@ -316,7 +316,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         quantize="autotune.quantization.torchao_layer:quantize_float8",
         quantizing_slices=8,
         stored_dtype="float8_e4m3fn",
-        tolerance=0.12,
+        tolerance=0.2,
         tolerance_reason="3 bits of mantissa: weights are wrong by about 3%",
     ),
     WeightFormat(
@@ -328,7 +328,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         quantize="autotune.quantization.frozen_linear:quantize_layerwise",
         quantizing_slices=0,  # a cast takes nothing else
         stored_dtype="float8_e4m3fn",
-        tolerance=0.15,
+        tolerance=0.2,
         tolerance_reason="3 bits of mantissa and no scales: weights are wrong by 3%, small ones by more",
         hides_dtype=True,
         skip_reason=_skip_for_int8(FAR_FROM_REAL, "cuda", "cpu"),
@@ -359,7 +359,7 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         stand_in="autotune.cost.quantized:stand_in_for_nf4",
         quantizing_slices=8,
         stored_dtype="uint8",
-        tolerance=0.5,
+        tolerance=0.6,
         tolerance_reason="4 bits: weights are wrong by about 10%",
         hides_dtype=True,
         can_offload=False,
@@ -367,5 +367,5 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     ),
 )
 """Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 11% and 6 to 12% of the
-float8s, 22 to 38% of nf4, by weights alone. Slices, as measured on CPUs: nf4 7.4, float8 6.5, LLM.int8 5 and int8 4 in
-bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
+float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%. Slices, as measured on CPUs: nf4 7.4,
+float8 6.5, LLM.int8 5 and int8 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""

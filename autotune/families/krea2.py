@@ -79,7 +79,12 @@ class Krea2(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",  # a block's modulation is a table
     }
     block_lists = ("transformer_blocks",)
-    excluded = MappingProxyType({"modulation": "a block's modulation is a table, of next to no weights"})
+    excluded = MappingProxyType(
+        {
+            "modulation": "a block's modulation is a table, of next to no weights",
+            "norm_rope": "how its attention is built is not declared yet",
+        }
+    )
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         size = (bucket.height_px // VAE_FACTOR, bucket.width_px // VAE_FACTOR)

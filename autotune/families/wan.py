@@ -73,7 +73,12 @@ class Wan(Family):
         "all-linear": rf"{BLOCK}\.({ATTENTION}|{MLP})",  # a block's modulation is a table
     }
     block_lists = ("blocks",)
-    excluded = MappingProxyType({"modulation": "a block's modulation is a table, of next to no weights"})
+    excluded = MappingProxyType(
+        {
+            "modulation": "a block's modulation is a table, of next to no weights",
+            "norm_rope": "its norms span all heads of a projection",
+        }
+    )
 
     def sample_shapes(self, config: Config, bucket: Bucket, text_tokens: int, num_controls: int = 1) -> Shapes:
         latent_px = self.size_multiple_px // self.patch

@@ -25,15 +25,17 @@ UPDATED_SHAPES = ((4, 64), (96, 4), (7,))
 
 
 def gradient_error(request: GradientRequest, child: ChildState) -> float:
-    """Relative error against fp32 with plain attention, nothing quantized, nothing recomputed."""
+    """Relative error against fp32 with nothing quantized and nothing recomputed."""
     cache = child.cache
     torch.set_float32_matmul_precision("highest")
     if "plain" not in cache:
         cache["plain"] = _plain_transformer(request)
-    key = f"reference {request.workload.text_padding}"
+    key = f"reference {request.workload.text_padding} {request.reference_attention}"
     if key not in cache:
         size = request.candidate.micro_batch_size
-        reference = Candidate(micro_batch_size=size, checkpointed_blocks=0, precision="fp32", attention="_native_math")
+        reference = Candidate(
+            micro_batch_size=size, checkpointed_blocks=0, precision="fp32", attention=request.reference_attention
+        )
         cache[key] = _gradients(request, cache["plain"], reference)
     torch.set_float32_matmul_precision("high")  # as training
     return relative_error(_gradients(request, cache["plain"], request.candidate), cache[key])

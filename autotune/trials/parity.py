@@ -2,10 +2,10 @@
 
 An optimizer is given its gradients: its updates have to agree.
 
-Reference: the same weights and inputs in fp32, attention by plain products, nothing quantized, nothing recomputed, on a
-tiny instance of the family's real class, on this device. Verdicts become capabilities of the hardware profile, named
-`parity.<knob>.<choice>`, and are saved for each machine, set of library versions and kind of work: a plan seldom waits
-for them.
+Reference: the same weights and inputs in fp32, native attention (for native attention itself: plain products),
+nothing quantized, nothing recomputed, on a tiny instance of the family's real class, on this device. Verdicts become
+capabilities of the hardware profile, named `parity.<knob>.<choice>`, and are saved for each machine, set of library
+versions and kind of work: a plan seldom waits for them.
 """
 
 import contextlib
@@ -103,7 +103,9 @@ def _build_request(
     small_context = TuningContext(context.hardware, context.family, work)
     if any(one.conflict(candidate, small_context) for one in KNOBS):  # masks, if captions differ in length
         work = work.changed(text_padding="exact")
-    return GradientRequest(context.family.name, tiny_config, work, candidate, device)
+    is_reference = (knob, parity.checked_choice) == ("attention", Candidate.model_fields["attention"].default)
+    reference = "_native_math" if is_reference else GradientRequest.reference_attention
+    return GradientRequest(context.family.name, tiny_config, work, candidate, device, reference)
 
 
 def small_workload(family: Family, workload: Workload) -> Workload:

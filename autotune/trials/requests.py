@@ -84,6 +84,8 @@ class GradientRequest:
     """Its shapes should be small."""
     candidate: Candidate
     device: str
+    reference_attention: str = "native"
+    """Attention backend of the reference."""
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,10 @@ def test_verdicts_come_from_a_child_once_and_are_then_kept(
     }
     assert set(capabilities) == {
         parity_capability(*pair)
-        for pair in (("attention", "_native_math"), ("attention", "_native_flash"), ("quantization", "torchao-int8"))
+        for pair in (
+            *(("attention", name) for name in ("native", "_native_math", "_native_flash")),
+            ("quantization", "torchao-int8"),
+        )
     }
     assert all(capability.available and "differ by" in capability.reason for capability in capabilities.values())
     monkeypatch.setattr(parity, "ProcessTrialRunner", None)  # no child is needed any more
