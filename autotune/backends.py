@@ -368,4 +368,5 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
 )
 """Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 11% and 6 to 12% of the
 float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%. Slices, as measured on CPUs: nf4 7.4,
-float8 6.5, LLM.int8 5 and int8 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
+float8 6.5, LLM.int8 5 and int8 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's
+count)."""

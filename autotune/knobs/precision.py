@@ -8,7 +8,7 @@ from autotune.schema import Choice
 if TYPE_CHECKING:
     import torch
 
-BF16_TOLERANCE = 0.05
+BF16_TOLERANCE = 0.1
 """Relative error of bf16 gradients, against fp32."""
 
 
