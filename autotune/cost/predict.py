@@ -13,12 +13,12 @@ from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.composition import ComposedPass, ComposedPasses
 from autotune.cost.kernels import CLASSES, rules_of
 from autotune.cost.memory import PHASES, away_bytes, phases_of
-from autotune.cost.model import ModulationBytes, TracedModel
+from autotune.cost.model import TracedModel
 from autotune.cost.parallel import ONE_PROCESS, Parallel
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
 from autotune.families import Family, Parts
-from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, TuningContext, choose_caching, window_steps
+from autotune.knobs import ELEMENTWISE_SHARE, LAUNCH_SHARE, TuningContext, choose_caching
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -35,8 +35,6 @@ from autotune.schema import (
 OPTIMIZER_BYTES_MOVED = 52
 """Bytes per adapter parameter and step: gradient cast, clipping, AdamW's three states read and written, copy back."""
 OPTIMIZER_LAUNCHES_PER_TENSOR = 4
-PAGEABLE_SHARE = 0.5
-"""Of the bus's rate from pinned memory, what copies from mapped files reach. A round figure, not measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,33 +296,13 @@ class CostModel:
         overhead = overhead + np.maximum(0.0, alone - one * np.maximum(0, offloaded - swapped))
         overhead = overhead + 2 * inputs / rates.bandwidth  # the device's memory is read and written for them
         if storage.modulation:
-            overhead = overhead + self._modulation_seconds(storage.modulation, candidate)
+            overhead = overhead + self.tables.modulation_seconds(candidate)
         return {
             **{f"{name}_seconds": device[:, [at]] for at, name in enumerate(CLASSES)},
             "optimizer_seconds": np.array(optimizer),
             "overhead_seconds": overhead,
             "recompute_seconds": accumulation * (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None],
         }
-
-    def _modulation_seconds(self, layers: ModulationBytes, candidate: Candidate) -> float:
-        """A step's share of computing a window of modulations, and the way of its own ones to the device.
-
-        The layers' files are mapped, and taken to be in the system's page cache after the first window; the products
-        are those of many draws at once. What is computed crosses the bus to the host, and then to the device again.
-        """
-        images, rates = self.workload.effective_batch_size, self.tables.rates_of(candidate)
-        steps = window_steps(layers.row_bytes, images)
-        draws = steps * images
-        rows = draws * layers.row_bytes
-        products = sum(
-            rates.seconds(("matmul", (draws, *shape), 2 * draws * math.prod(shape), 0)) for shape in layers.shapes
-        )
-        if self.model.rules == "cpu":
-            moved = (layers.weight_bytes + 3 * rows) / rates.bandwidth
-        else:
-            bus = self.hardware.rate("host_to_device.pageable") or PAGEABLE_SHARE * rates.host_to_device
-            moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
-        return (products + moved) / steps
 
 
 def _total(time: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """What one traced model takes on one device, by candidate, before anything is learned from trials."""
 
+import math
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Self
@@ -25,7 +26,7 @@ from autotune.cost.memory import HOST_PROCESS_BYTES, Resident, resident_of
 from autotune.cost.model import TracedModel
 from autotune.cost.parallel import Parallel
 from autotune.cost.timing import Rates
-from autotune.knobs import EncoderSize, Precision, TuningContext, size_of
+from autotune.knobs import EncoderSize, Precision, TuningContext, size_of, window_steps
 from autotune.schema import (
     CachingSettings,
     Candidate,
@@ -38,6 +39,9 @@ from autotune.schema import (
 
 TRACED_SIZES = (2, 4)
 """Micro-batch sizes that are traced for all larger ones. 1 is traced itself: operations skip copies there."""
+
+PAGEABLE_SHARE = 0.5
+"""Of the bus's rate from pinned memory, what copies from mapped files reach. A round figure, not measured."""
 
 
 class PassChoice(NamedTuple):
@@ -82,6 +86,7 @@ class PassTables:
         self._pass, self._typical_shares = cache(self._find_pass), cache(self._find_typical_shares)
         self.steps: dict[tuple[Candidate, Parallel], tuple[ComposedPass, float, dict[str, float]]] = {}
         """What cost models on these tables have found for candidates, whatever they learned from trials."""
+        self._modulation = cache(self._find_modulation)
         self._residents: dict[tuple[object, ...], Resident] = {}
 
     @cached_property
@@ -225,6 +230,32 @@ class PassTables:
             alone = replace(alone, host_memory_bytes=max(alone.host_memory_bytes, encoding))
             self._residents[key] = parallel.resident(alone, self.model.storage(*stored))
         return self._residents[key]
+
+    def modulation_seconds(self, candidate: Candidate) -> float:
+        """A step's share of computing a window of modulations ahead, and the way of its own ones to the device.
+
+        The layers' files are mapped, and taken to be in the system's page cache after the first window; the products
+        are those of many draws at once. What is computed crosses the bus to the host, and then to the device again.
+        """
+        return self._modulation(PassChoice.of(candidate))
+
+    def _find_modulation(self, choice: PassChoice) -> float:
+        layers = self.model.storage(choice.precision, choice.quantization, choice.modulation).modulation
+        if layers is None:
+            return 0.0
+        images, rates = self.workload.effective_batch_size, self._rates_of(choice)
+        steps = window_steps(layers.row_bytes, images)
+        draws = steps * images
+        rows = draws * layers.row_bytes
+        products = sum(
+            rates.seconds(("matmul", (draws, *shape), 2 * draws * math.prod(shape), 0)) for shape in layers.shapes
+        )
+        if self.model.rules == "cpu":
+            moved = (layers.weight_bytes + 3 * rows) / rates.bandwidth
+        else:
+            bus = self.hardware.rate("host_to_device.pageable") or PAGEABLE_SHARE * rates.host_to_device
+            moved = layers.weight_bytes / bus + 2 * rows / rates.host_to_device
+        return (products + moved) / steps
 
     def typical_shares(self, micro_batch_size: int) -> NDArray[np.float64] | float:
         """What steps of usual shapes take of the time that the largest take, by class of operation.
