@@ -29,8 +29,9 @@ class SearchSpace:
     """Those among the excluded values that may be pinned."""
 
     def admits(self, candidate: Candidate) -> bool:
-        """Whether all of its values may be tried, if not together."""
-        return all(getattr(candidate, name) in choices for name, choices in self.choices.items())
+        """Whether each of its values may be tried, or asked for, if not all together."""
+        known = {name: (*choices, *self.on_request.get(name, ())) for name, choices in self.choices.items()}
+        return all(getattr(candidate, name) in choices for name, choices in known.items())
 
 
 def build_search_space(
