@@ -97,7 +97,7 @@ def test_rms_norm_is_one_kernel_only_where_weight_and_input_have_one_dtype():
         return lambda x: torch.nn.functional.rms_norm(x, (1024,), weight, 1e-6)
 
     operations, moved = recorded(norm(torch.float32))
-    assert operations == 3
+    assert operations == 2
     assert moved == pytest.approx(5 * 2**22, rel=0.01)  # forward 2 tensors, backward 3
     operations, moved = recorded(norm(torch.bfloat16))
     assert operations > 12

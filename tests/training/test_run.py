@@ -205,7 +205,7 @@ def test_a_preview_too_large_for_memory_is_tiled_then_halved(
     vae = torch.nn.Module()
     vae.use_tiling = False
     vae.enable_tiling = lambda: setattr(vae, "use_tiling", True)
-    sampler.pipeline = SimpleNamespace(vae=vae)
+    sampler.pipeline = SimpleNamespace(vae=vae, transformer=bench.trained.transformer)
 
     def short(pipeline: Any, preview: Preview) -> list[Any]:
         tried.append((preview.bucket.width_px, vae.use_tiling))
