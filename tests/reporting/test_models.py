@@ -38,14 +38,14 @@ def test_lines_give_license_doubt_and_notes_in_80_columns():
 
 def test_with_hardware_lines_say_what_fits_and_how_fast():
     models = {model.name: model for model in list_models("v100-pcie-16gb")}
-    expected = {each.gpu: each for each in catalog_predictions("z-image")}["nvidia-v100-pcie-16gb"]
-    assert models["z-image"].prediction == expected
+    expected = {each.gpu: each for each in catalog_predictions("flux1-dev")}["nvidia-v100-pcie-16gb"]
+    assert models["flux1-dev"].prediction == expected
     known = [model for model in models.values() if model.prediction]
     lines = model_lines(known, "v100-pcie-16gb")
     assert max(map(len, lines)) <= 80
     fitting = [model for model in known if model.prediction.step_seconds is not None]
     assert sum("does not fit" in line for line in lines) == len(known) - len(fitting)
-    missing = models["z-image"].model_copy(update={"prediction": None})
+    missing = models["flux1-dev"].model_copy(update={"prediction": None})
     assert "not computed" in model_lines([missing], "v100-pcie-16gb")[2]
 
 
@@ -58,4 +58,4 @@ def test_the_command_gives_json():
     process = autotune("models", "--hardware", "4090", "--json")
     assert process.returncode == 0
     found = {model["name"]: model for model in json.loads(process.stdout)}
-    assert found["z-image"]["prediction"]["gpu"] == "nvidia-rtx-4090"
+    assert found["flux1-dev"]["prediction"]["gpu"] == "nvidia-rtx-4090"
