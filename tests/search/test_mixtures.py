@@ -69,11 +69,11 @@ def test_arithmetic_on_all_mixtures_is_the_prediction_of_each(cost: CostModel) -
 
 
 def test_neighbors_differ_by_a_step_of_activations_and_each_kind_is_there(cost: CostModel) -> None:
-    space = build_search_space(cost.context, (("swapped_blocks", "0"), ("micro_batch_size", "1")))
-    found = with_mixtures(space, cost).candidates
+    pins = (("swapped_blocks", "0"), ("micro_batch_size", "1"), ("modulation", "resident"), ("norm_rope", "stock"))
+    found = with_mixtures(build_search_space(cost.context, pins), cost).candidates
     assert any(c.selective_blocks for c in found)
     assert any(c.offloaded_inputs for c in found)
-    plain = Candidate(micro_batch_size=1, checkpointed_blocks=0)
+    plain = Candidate(micro_batch_size=1, checkpointed_blocks=0, norm_rope=found[0].norm_rope)
     activations = cost.predict_uncalibrated(plain).phases[2].breakdown.saved_activation_bytes
     alike = [c for c in found if c.selective_blocks and not c.offloaded_inputs]
     sizes = sorted(cost.predict_uncalibrated(c).peak_memory_bytes for c in alike)
