@@ -164,7 +164,7 @@ def test_where_nothing_fits_the_message_says_what_would_help() -> None:
     )
     with pytest.raises(NothingFits) as caught:
         make_plan(request, hardware_named("nvidia-rtx-3060"))
-    assert "weights alone need 19." in caught.value.message
+    assert "weights alone need 12." in caught.value.message
     assert "without --pin (" in caught.value.hint, "a smaller quality would not be enough with all blocks on the device"
 
 

@@ -193,7 +193,8 @@ def _suited_to_trainer(request: PlanRequest, profile: HardwareProfile, options: 
     if (trainer := options.get("for_trainer")) is None:
         return request
     spec, space = resolve_model(request.model).spec, choices_for(request, profile)
-    lacking = inexpressible(get_trainer(trainer), spec.family, spec.num_blocks, space.choices)
+    possible = {name: (*choices, *space.on_request[name]) for name, choices in space.choices.items()}
+    lacking = inexpressible(get_trainer(trainer), spec.family, spec.num_blocks, possible)
     return replace(request, exclusions=(*request.exclusions, *lacking))
 
 

@@ -160,6 +160,9 @@ def _pin(name: str, value: str, choices: Choices) -> Choices:
 
 
 def _exclude(value: str, choices: Choices) -> Choices:
-    remaining = tuple(choice for choice in choices.admitted if str(choice) != value)
-    excluded = {choice: "excluded by the user" for choice in choices.admitted if str(choice) == value}
-    return Choices(remaining, {**choices.rejected, **excluded}, choices.on_request)
+    """The choices without a value; where a rule had settled on that one, those that may be pinned are tried instead."""
+    admitted = tuple(choice for choice in choices.admitted if str(choice) != value)
+    on_request = {choice: why for choice, why in choices.on_request.items() if str(choice) != value}
+    known = (*choices.admitted, *choices.on_request)
+    rejected = {**choices.rejected, **{choice: "excluded by the user" for choice in known if str(choice) == value}}
+    return Choices(admitted, rejected, on_request) if admitted else Choices(tuple(on_request), rejected)

@@ -24,6 +24,8 @@ LOADING = ("loader", "data_workers", "batch_memory")
 """Knobs of how files and batches are read: they change neither learning nor memory of the device."""
 Kind = Literal["learning", "settings", "loading"]
 BLOCKS = ("checkpointed_blocks", "swapped_blocks")
+SPARING: Mapping[str, Any] = {"modulation": "resident", "norm_rope": "stock", "offloaded_inputs": 0}
+"""Knobs of autotune's executor alone, and the value that every other trainer has: any other value needs less memory."""
 
 
 class Difference(Frozen):
@@ -77,12 +79,13 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     known = known_model(trainer, workload.model.family)
     context = Context(FAMILIES[workload.model.family], workload.model.num_blocks)
     planned = values_of(plan)
+    needed = _with_whole_checkpoints(planned)
     try:
-        written = write_settings(trainer, known, planned, context, _weights(plan, context.family))
+        written = write_settings(trainer, known, needed, context, _weights(plan, context.family))
     except CannotExpress as error:
         raise InvalidInput(f"{trainer.title} cannot do what the plan says: {error}", hint=_plan_for(trainer)) from error
     read, lines = _read_back(trainer, written, context)
-    _require_no_more_memory(trainer, planned, read, workload.model.num_blocks)
+    _require_no_more_memory(trainer, needed, read, workload.model.num_blocks)
     differences = compare(planned, read, context)
     remarks = tuple(dict.fromkeys(f"{one.key}: {one.meaning}" for one in lines)) + trainer.notes
     binding = [one for one in differences if one.kind != "loading"]
@@ -97,15 +100,22 @@ def export_plan(plan: TrainingPlan, trainer: Trainer, *, strict: bool = False) -
     )
 
 
+def _with_whole_checkpoints(planned: Values) -> Values:
+    """The values with blocks that keep what attention computed as blocks that recompute everything: less memory."""
+    recomputed = planned["checkpointed_blocks"] + planned["selective_blocks"]
+    return {**planned, "checkpointed_blocks": recomputed, "selective_blocks": 0}
+
+
 def _require_no_more_memory(trainer: Trainer, planned: Values, read: Values, num_blocks: int) -> None:
     for name in BLOCKS:
         own, there = (count_blocks(values.get(name, 0), num_blocks) for values in (planned, read))
         if there < own:
             message = f"{trainer.title} cannot do what the plan says: {name} would be {there}, not {own}: more memory"
             raise InvalidInput(message, hint=_plan_for(trainer))
-    if planned.get("modulation") == "ahead":
-        message = f"{trainer.title} cannot do what the plan says: it holds the modulation layers too: more memory"
-        raise InvalidInput(message, hint=_plan_for(trainer))
+    for name, usual in SPARING.items():
+        if (own := planned[name]) != usual:
+            message = f"{trainer.title} cannot do what the plan says: {name} would be {usual}, not {own}: more memory"
+            raise InvalidInput(message, hint=_plan_for(trainer))
 
 
 def known_model(trainer: Trainer, family: str) -> KnownModel:

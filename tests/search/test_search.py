@@ -408,6 +408,19 @@ def test_pins_that_exclude_each_other_are_refused_with_the_reason() -> None:
         build_search_space(builders.context(), pins=(("swapped_blocks", "59"), ("checkpointed_blocks", "0")))
 
 
+def test_where_what_a_rule_settled_on_is_excluded_what_may_be_pinned_is_tried() -> None:
+    settled = build_search_space(builders.context())
+    (best,), others = settled.choices["norm_rope"], {*settled.on_request["norm_rope"]}
+    assert others
+    without = build_search_space(builders.context(), exclusions=(("norm_rope", str(best)),))
+    assert {*without.choices["norm_rope"]} == others
+    everything = [("norm_rope", str(one)) for one in (best, *others)]
+    alone = build_search_space(builders.context(), exclusions=everything[:-1])
+    assert alone.choices["norm_rope"] == (everything[-1][1],)
+    with pytest.raises(NothingFits):
+        build_search_space(builders.context(), exclusions=everything)
+
+
 def test_what_the_user_ruled_out_is_the_users_to_take_back() -> None:
     with pytest.raises(NothingFits) as refused:
         build_search_space(builders.context(), exclusions=(("precision", "bf16"),))

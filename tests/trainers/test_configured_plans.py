@@ -9,6 +9,7 @@ import pytest
 from autotune.api.plans import list_choices
 from autotune.errors import InvalidInput
 from autotune.schema.plan_file import read_plan
+from autotune.trainers.exporting import SPARING
 from tests.conftest import autotune_here
 from tests.trainers.test_importing import CONFIGS, MAIN_FILES
 from tests.training.small import write_model_and_images
@@ -59,5 +60,7 @@ def test_a_search_for_another_trainer_chooses_from_what_it_can_express(tmp_path:
     assert "torchao-int8" in everything["quantization"]
     assert "torchao-int8" not in space.choices["quantization"]
     assert space.choices["loader"] == everything["loader"]
+    assert {name: space.choices[name] for name in SPARING} == {name: (usual,) for name, usual in SPARING.items()}
+    assert space.choices["selective_blocks"] == (0,)
     with pytest.raises(InvalidInput, match="there is no trainer called 'kohya'"):
         list_choices(str(model), **asked, for_trainer="kohya")

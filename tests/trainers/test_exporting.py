@@ -149,6 +149,13 @@ def test_strict_refuses_what_would_learn_otherwise_or_take_other_memory() -> Non
         ("ai-toolkit", "kandinsky5-image-lite", {}, "has no training of kandinsky5-image-lite"),
         ("diffusers", "qwen-image-edit", {}, "has no training of qwen-image-edit"),
         ("diffusers", "qwen-image", {"swapped_blocks": 8}, "swapped_blocks would be 0, not 8"),
+        ("musubi", "qwen-image", {"modulation": "ahead"}, "modulation would be resident, not ahead"),
+        ("musubi", "qwen-image", {"norm_rope": "fused"}, "norm_rope would be stock, not fused"),
+        (
+            *("simpletuner", "qwen-image"),
+            {"checkpointed_blocks": 20, "offloaded_inputs": 9},
+            "offloaded_inputs would be 0, not 9",
+        ),
         ("musubi", "qwen-image", {"quantization": "bnb-nf4"}, "nothing like quantization bnb-nf4"),
         ("diffusers", "flux1-dev", {"quantization": "bnb-nf4"}, "no quantization"),
         ("sd-scripts", "flux1-dev", {"targets": "attention"}, "one layer"),
@@ -161,6 +168,14 @@ def test_what_has_no_neighbor_is_refused_with_a_way_out(
         export_plan(plan_of(family, **changes), get_trainer(trainer))
     assert words in refused.value.message
     assert refused.value.hint
+
+
+def test_blocks_that_keep_attention_recompute_everything_in_another_trainer() -> None:
+    plan = plan_of("qwen-image", checkpointed_blocks=20, selective_blocks=10, norm_rope="stock")
+    result = export_plan(plan, get_trainer("simpletuner"))
+    written = {one.name: one.written for one in result.differences}
+    assert written["selective_blocks"] == "0"
+    assert count_blocks(written["checkpointed_blocks"], 60) >= 30
 
 
 def test_a_search_for_a_trainer_keeps_what_it_can_express() -> None:

@@ -51,7 +51,7 @@ def test_where_a_later_phase_fails_what_is_known_stands(
 
 def test_the_phase_that_fails_is_named(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.trials.runner.CPU_SPARE_BYTES", 0)
-    with runner_for(small_model, workload(small_model, side_px=2048), GIB // 2) as runner:
+    with runner_for(small_model, workload(small_model, side_px=2048), 5 * GIB // 8) as runner:
         result = runner.confirm(FIRST, CachingSettings(), 1.0)
     assert result.outcome == "oom", result
     assert "in the training phase" in result.message
