@@ -56,11 +56,16 @@ def predict(model: str, gpu: CatalogGpu) -> dict[str, float] | None:
 
 def main() -> None:
     cost.TracedModel = share_trace  # type: ignore[assignment,misc]
-    models = [model.name or family.name for family in FAMILIES.values() for model in family.models]
+    models = {model.name or family.name: (family, model) for family in FAMILIES.values() for model in family.models}
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
     found: dict[str, dict[str, dict[str, float] | None]] = {name: known.get(name, {}) for name in models}
+    done: dict[str, str] = {}  # models by what they are built of: a distilled one is trained as its base is
     for name in sys.argv[1:] or models:
-        found[name] = {}
+        family, model = models[name]
+        if twin := done.get(made_of := repr((family.name, model.config, model.parts))):
+            found[name] = found[twin]
+            continue
+        found[name], done[made_of] = {}, name
         shared.clear()
         for gpu in load_catalog():
             found[name][gpu.id] = predict(name, gpu)
