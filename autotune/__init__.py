@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         audit,
         check,
         check_data,
+        compare,
         convert_weights,
         doctor,
         estimate,
@@ -42,8 +43,10 @@ if TYPE_CHECKING:
         list_models,
         list_records,
         load_plan,
+        load_variants,
         plan,
         plan_from_config,
+        plan_variants,
         probe,
         prune_records,
         pull_records,
@@ -60,7 +63,7 @@ if TYPE_CHECKING:
     from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
     from autotune.hardware import CatalogGpu, Finding
-    from autotune.planning import CatalogPrediction, ModelSummary, NoGpu
+    from autotune.planning import CatalogPrediction, ComparedGpu, Comparison, ModelSummary, NoGpu
     from autotune.runtime import explain_error, prepare_process
     from autotune.schema import (
         Candidate,

@@ -71,7 +71,7 @@ def share_traces() -> None:
         own.workload = workload
         return own
 
-    predict.TracedModel = traced  # type: ignore[misc, assignment]
+    predict.traced_model = traced
     request_module.resolve_model = cache(request_module.resolve_model)
     read_parts, parts = problem.read_parts, dict[str, Any]()
     problem.read_parts = lambda model: (

@@ -8,18 +8,12 @@ whenever the cost model, the knobs, a family's defaults or the catalog change wh
 
 import json
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from autotune.runtime.quiet import silence_libraries
 
 silence_libraries()
 
-from autotune.cost import predict as cost
-from autotune.cost.model import TracedModel
 from autotune.errors import NothingFits
-from autotune.families.base import Family
-from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES
 from autotune.hardware.catalog import CatalogGpu, load_catalog, profile_of_gpu
 from autotune.planning.elsewhere import FILE
@@ -27,17 +21,6 @@ from autotune.planning.planner import make_plan
 from autotune.planning.request import PlanRequest
 from autotune.runtime.files import write_text_atomic
 from autotune.runtime.paths import shipped_path
-from autotune.schema.workload import Workload
-
-shared: dict[object, TracedModel] = {}
-
-
-def share_trace(family: Family, config: Mapping[str, Any], workload: Workload, rules: Any, parts: Parts) -> TracedModel:
-    """One traced model for all GPUs with the same kernels: tracing takes three quarters of the time."""
-    key = (family.name, workload, rules)
-    if key not in shared:
-        shared[key] = TracedModel(family, config, workload, rules, parts)
-    return shared[key]
 
 
 def predict(model: str, gpu: CatalogGpu) -> dict[str, float] | None:
@@ -55,7 +38,6 @@ def predict(model: str, gpu: CatalogGpu) -> dict[str, float] | None:
 
 
 def main() -> None:
-    cost.TracedModel = share_trace  # type: ignore[assignment,misc]
     models = {model.name or family.name: (family, model) for family in FAMILIES.values() for model in family.models}
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
     found: dict[str, dict[str, dict[str, float] | None]] = {name: known.get(name, {}) for name in models}
@@ -66,7 +48,6 @@ def main() -> None:
             found[name] = found[twin]
             continue
         found[name], done[made_of] = {}, name
-        shared.clear()
         for gpu in load_catalog():
             found[name][gpu.id] = predict(name, gpu)
             print(name, gpu.id, found[name][gpu.id], file=sys.stderr)

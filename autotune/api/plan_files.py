@@ -1,21 +1,45 @@
-"""Reading and writing plan files, which needs neither torch nor a machine."""
+"""Reading and writing plan files, which needs neither torch nor, for a file with a single plan, a machine."""
 
 from pathlib import Path
 
-from autotune.schema import TrainingPlan, read_plan, write_plan
+from autotune.schema import HardwareProfile, TrainingPlan, read_variants, write_plan
 
 
-def load_plan(path: str | Path) -> TrainingPlan:
-    """Read and validate a plan file. Says nothing about whether the plan fits this machine: `check` does.
+def load_plan(path: str | Path, *, hardware: str | HardwareProfile | None = None) -> TrainingPlan:
+    """Read and validate a plan file. Says nothing about whether its only plan fits this machine: `check` does.
+
+    Args:
+        path: the file.
+        hardware: of a file with variants, which machine's to take: as for `plan`; None for this machine's.
 
     Raises:
         InvalidPlan: the file is not a plan, comes from a newer autotune, or was edited where it is frozen.
+        DoesNotFit: none of several variants is for the machine.
 
     Example:
         >>> plan = autotune.load_plan("plan.yaml")
         >>> plan.job.num_steps, plan.frozen.settings
     """
-    return read_plan(Path(path))
+    plans = load_variants(path)
+    if len(plans) == 1:
+        return plans[0]
+    from autotune.api.machines import hardware_for  # reading a single plan takes none of what a machine does
+    from autotune.hardware import probe as read_machine
+    from autotune.training import choose_variant
+
+    return choose_variant(plans, read_machine() if hardware is None else hardware_for(hardware))
+
+
+def load_variants(path: str | Path) -> tuple[TrainingPlan, ...]:
+    """Read and validate a plan file: all plans that it holds for several machines, or its only one.
+
+    Raises:
+        InvalidPlan: as `load_plan`.
+
+    Example:
+        >>> {plan.frozen.hardware.device_name: plan.frozen.settings for plan in autotune.load_variants("team.yaml")}
+    """
+    return read_variants(Path(path))
 
 
 def save_plan(plan: TrainingPlan, path: str | Path) -> None:

@@ -1,6 +1,6 @@
 """`plan`, and what can be asked of plans: `check`, `list_choices`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -9,7 +9,7 @@ from autotune.api.amounts import image_size, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
 from autotune.api.plan_files import load_plan
-from autotune.errors import AutotuneError, InvalidInput
+from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, NothingFits
 from autotune.families import resolve_model
 from autotune.hardware import probe as read_machine
 from autotune.planning import (
@@ -35,6 +35,7 @@ from autotune.schema import (
     TrainingPlan,
     ignore_event,
     write_plan,
+    write_variants,
 )
 from autotune.search import SearchSpace, StudyLocation, check_storage
 from autotune.sharing import save_record, unshareable_reason
@@ -104,6 +105,50 @@ def plan(
     return result.plan
 
 
+def plan_variants(
+    model: str | None = None,
+    data: str | Path | None = None,
+    *,
+    hardware: Sequence[str],
+    on_event: OnEvent = ignore_event,
+    **options: Any,
+) -> tuple[TrainingPlan, ...]:
+    """Predict plans of one job for several GPUs of the catalog, and write them to one file.
+
+    `train` and `check` take the variant for the machine where they run. All variants learn the same.
+
+    Args:
+        model: as for `plan`.
+        data: as for `plan`.
+        hardware: names of GPUs, as for `plan`.
+        on_event: listener to progress.
+        options: as documented in `PlanOptions`; `path` is the file for all of them.
+
+    Raises:
+        InvalidInput: an argument, the model or the data cannot be used.
+        NothingFits: no settings run on one of the GPUs.
+
+    Example:
+        >>> team = autotune.plan_variants("flux1-dev", "photos", hardware=["4090", "h100-sxm"], path="team.yaml")
+        >>> [variant.frozen.settings.micro_batch_size for variant in team]
+    """
+    path = options.pop("path", None)
+    if path is not None:
+        require_writable(Path(path))
+    if alone := next((name for name in ("record", "replay", "join", "study") if options.get(name)), None):
+        raise InvalidInput(f"{alone} is about the search on one machine", hint="leave it out, or name one --hardware")
+    profiles = {profile.device.name: profile for profile in map(hardware_for, hardware)}
+    plans = []
+    for name, profile in profiles.items():
+        try:
+            plans.append(plan(model, data, on_event=on_event, **{**options, "hardware": profile}))
+        except NothingFits as error:
+            raise NothingFits(f"{name}: {error.message}", hint=error.hint) from error
+    if path is not None:
+        write_variants(Path(path), plans)
+    return tuple(plans)
+
+
 def list_choices(
     model: str | None = None,
     data: str | Path | None = None,
@@ -138,9 +183,13 @@ def check(plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | 
         >>> autotune.check("plan.yaml").misfits
         >>> autotune.check("plan.yaml", hardware="4090").misfits
     """
-    chosen = _as_plan(plan)
-    if hardware is not None:
-        misfits = hardware_misfits(chosen, hardware_for(hardware))
+    profile = None if hardware is None else hardware_for(hardware)
+    try:
+        chosen = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=profile)
+    except DoesNotFit as error:
+        return CheckResult(fits=False, misfits=(error.message,))
+    if profile is not None:
+        misfits = hardware_misfits(chosen, profile)
     else:
         machine = read_machine()
         misfits = hardware_misfits(chosen, machine) + card_misfits(chosen, machine)

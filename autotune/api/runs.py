@@ -1,10 +1,12 @@
 """`train` and `sample`: run a plan, and look at what came of it."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 from autotune.api.options import require_known
+from autotune.api.plan_files import load_plan
 from autotune.families import is_on_hub
 from autotune.hardware import lock_for_run
 from autotune.hardware import probe as read_machine
@@ -19,7 +21,7 @@ from autotune.schema import (
     StatusChanged,
     TrainingPlan,
     ignore_event,
-    read_plan,
+    read_variants,
     with_job,
 )
 from autotune.training import SampleRequest, check_inputs, fetch_weights, prepare, sample_run, train_in_processes
@@ -65,12 +67,12 @@ def train(
     """
     require_known(job, JobOverrides.__annotations__, "argument of train")
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
-    chosen = with_job(plan if isinstance(plan, TrainingPlan) else read_plan(Path(plan)), **changes)
+    given, file = (plan, None) if isinstance(plan, TrainingPlan) else _plan_here(Path(plan))
+    chosen = with_job(given, **changes)
     on_event(StatusChanged(text="reading the machine"))
     ignore_other_launchers()
     silence_progress_bars()
     hardware = read_machine()
-    file = None if isinstance(plan, TrainingPlan) else Path(plan)
     is_predicted = chosen.frozen.expected.evidence == "predicted"
     if is_predicted or is_on_hub(chosen.job.model):  # else there is no long work yet
         check_inputs(chosen, resume=resume)
@@ -83,6 +85,15 @@ def train(
     on_event(RunStarted(plan=chosen))
     with lock_for_run(hardware.device, number, lambda text: on_event(Notice(text=text))):
         return _train(chosen, hardware, on_event, resume=resume, trace=trace)
+
+
+def _plan_here(file: Path) -> tuple[TrainingPlan, Path]:
+    """The plan of a file for this machine, and the file beside which it is written once it is measured."""
+    if len(read_variants(file)) == 1:
+        return load_plan(file), file
+    chosen = load_plan(file)
+    device = re.sub(r"[^a-z0-9]+", "-", chosen.frozen.hardware.device_name.lower()).strip("-")
+    return chosen, file.with_stem(f"{file.stem}-{device[:60]}")
 
 
 def _train(plan: TrainingPlan, hardware: HardwareProfile, on_event: OnEvent, *, resume: bool, trace: bool) -> RunReport:

@@ -17,6 +17,7 @@ import autotune
 from autotune import reporting
 from autotune.cli import data, profiles, weights
 from autotune.cli.about import doctor, models
+from autotune.cli.compare import compare
 from autotune.cli.configs import audit, export_config, import_config
 from autotune.cli.demo import demo
 from autotune.cli.estimate import estimate
@@ -56,7 +57,7 @@ def top(
         raise typer.Exit
 
 
-PLANS = (probe, doctor, models, estimate, plan, check, explain, diff)
+PLANS = (probe, doctor, models, estimate, compare, plan, check, explain, diff)
 for command in (*PLANS, train, sample, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):

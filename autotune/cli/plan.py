@@ -37,7 +37,10 @@ class PlanOptions:
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Make this plan again; other options replace what it was made for.")
     ] = None
-    hardware: Annotated[str | None, typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list).")] = None
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(help="Plan for this GPU, e.g. 4090 (see probe --list); repeat it for a file with a variant each."),
+    ] = None
     host_memory: HostMemory = None
     path: Annotated[Path, typer.Option("-o", "--output", help="Where to write the plan.")] = Path("plan.yaml")
     resolution: Resolution = None
@@ -112,6 +115,13 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
     one_of("--objective", options.objective, ("throughput", "memory"))
     pairs = {"pins": _pairs("--pin", options.pins), "exclusions": _pairs("--exclude", options.exclusions)}
     arguments: dict[str, Any] = {**given(options, but=("as_json", "list_knobs")), **job.values(), **given(pairs)}
+    if len(options.hardware or ()) > 1 and not options.list_knobs:
+        with show_events() as show:
+            variants = autotune.plan_variants(on_event=show, **arguments)
+        print_result(variants, options.as_json, lambda _: reporting.variant_lines(variants, options.path))
+        return
+    if options.hardware:
+        arguments["hardware"] = options.hardware[0]
     if options.list_knobs:
         with show_events() as show:
             space = autotune.list_choices(on_event=show, **arguments)

@@ -22,8 +22,10 @@ def check(
 ) -> None:
     """Tell whether a plan fits this machine, or others, without training."""
     if file_only:
-        digest = autotune.load_plan(plan_file).digest
-        print_result({"digest": digest}, as_json, lambda _: f"{plan_file} is a valid plan; no machine was looked at")
+        plans = autotune.load_variants(plan_file)
+        digests = {plan.frozen.hardware.device_name: plan.digest for plan in plans}
+        found = {"digest": plans[0].digest} if len(plans) == 1 else {"digests": digests}
+        print_result(found, as_json, lambda _: f"{plan_file} is a valid plan; no machine was looked at")
         return
     results = {name: autotune.check(plan_file, hardware=name) for name in hardware or ()}
     if not hardware:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 
 ALLOCATORS = ("default", "expandable")
+NUM_REMEMBERED = 4
+"""Traced models that are kept for whoever asks for the same again."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -94,6 +96,21 @@ class VaeCost:
     """Of decoding in tiles, where it can: previews do so where memory is short."""
     encode_bytes_moved: int
     """Read and written by the operations that encode one item: convolutions of this kind wait for memory."""
+
+
+_remembered: dict[tuple[object, ...], "TracedModel"] = {}
+
+
+def traced_model(
+    family: Family, config: Mapping[str, Any], workload: Workload, rules: DeviceRules, parts: Parts
+) -> "TracedModel":
+    """A `TracedModel`, the same one again if it was asked for lately: machines of a kind share what was traced."""
+    key = family, workload, rules, repr((sorted(config.items()), parts))
+    model = _remembered.pop(key, None) or TracedModel(family, config, workload, rules, parts)
+    while len(_remembered) >= NUM_REMEMBERED:
+        del _remembered[next(iter(_remembered))]
+    _remembered[key] = model  # at the end: the first is the one that was asked for longest ago
+    return model
 
 
 class TracedModel:
@@ -156,7 +173,7 @@ class TracedModel:
 
     def with_rules(self, rules: DeviceRules) -> "TracedModel":
         """The same model with the kernels of a kind of device: itself, if these are its own."""
-        return self if rules == self.rules else TracedModel(self.family, self.config, self.workload, rules, self.parts)
+        return self if rules == self.rules else traced_model(self.family, self.config, self.workload, rules, self.parts)
 
     def _counts(self, transformer: Any) -> tuple[int, ...]:
         return tuple(len(blocks) for blocks in self.family.find_block_lists(transformer).values())

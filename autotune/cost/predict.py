@@ -13,7 +13,7 @@ from autotune.cost.calibration import Calibration, PriorResiduals, residual_of
 from autotune.cost.composition import ComposedPass, ComposedPasses
 from autotune.cost.kernels import CLASSES, rules_of
 from autotune.cost.memory import PHASES, away_bytes, phases_of
-from autotune.cost.model import TracedModel
+from autotune.cost.model import TracedModel, traced_model
 from autotune.cost.parallel import ONE_PROCESS, Parallel
 from autotune.cost.tables import PassChoice, PassTables
 from autotune.cost.timing import RECOMPUTED_LAUNCHES
@@ -92,7 +92,7 @@ class CostModel:
         """
         if parts is None:
             parts = next((each.parts for each in family.models if dict(config) == dict(each.config)), Parts())
-        tables = PassTables(TracedModel(family, config, workload, rules_of(hardware), parts), hardware)
+        tables = PassTables(traced_model(family, config, workload, rules_of(hardware), parts), hardware)
         budget = memory_budget or hardware.device.budget
         context = TuningContext(hardware, family, workload, budget)
         settings, reason = caching or choose_caching(context, tables.encoder_size, caching_pins, parallel.num_processes)

@@ -5,6 +5,14 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.planning.comparison import (
+        ComparedGpu,
+        Comparison,
+        ComparisonOrder,
+        compared_gpu,
+        download_bytes,
+        select_gpus,
+    )
     from autotune.planning.elsewhere import CatalogPrediction, NoGpu
     from autotune.planning.planner import PlanningResult, make_plan
     from autotune.planning.problem import list_choices, require_devices

@@ -6,6 +6,7 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.reporting.audit import audit_lines, audit_markdown
+    from autotune.reporting.comparison import comparison_lines
     from autotune.reporting.configs import export_lines, import_lines
     from autotune.reporting.data import data_report_lines
     from autotune.reporting.difference import difference_lines, differences
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         records_lines,
         train_hint,
         trial_row,
+        variant_lines,
         workload_lines,
     )
     from autotune.reporting.records import record_difference_lines, record_lines, record_list_lines

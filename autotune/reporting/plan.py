@@ -171,11 +171,29 @@ def _host_line(expected: Expected) -> list[str]:
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
     """Where the plan was written, and the command that trains it, with what the plan does not name."""
+    where = f"on {plan.frozen.hardware.device_name} " if plan.frozen.expected.evidence == "predicted" else ""
+    return f"written to {file}; {where}train it with: {shlex.join(_train_words(plan, file))}"
+
+
+def variant_lines(plans: Sequence[TrainingPlan], file: Path) -> list[str]:
+    """Of each machine's variant what differs between machines, and the command that trains them."""
+    lines = []
+    for plan in plans:
+        expected = plan.frozen.expected
+        lines += [
+            plan.frozen.hardware.device_name,
+            *wrapped(f"  {plan.frozen.settings.label()}", 4),
+            f"  {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per step, "
+            f"run memory {memory_text(expected.required_memory_bytes)}",
+            f"  {' '.join(job_line(plan).split())}",
+        ]
+    return [*lines, f"written to {file}; train it on any of them with: {shlex.join(_train_words(plans[0], file))}"]
+
+
+def _train_words(plan: TrainingPlan, file: Path) -> list[str]:
     job, words = plan.job, ["autotune", "train", str(file)]
     words += ["--data", "FOLDER"] if job.data is None else []
-    words += ["--control", "FOLDER"] if plan.frozen.workload.num_control_images and job.control is None else []
-    where = f"on {plan.frozen.hardware.device_name} " if plan.frozen.expected.evidence == "predicted" else ""
-    return f"written to {file}; {where}train it with: {shlex.join(words)}"
+    return words + (["--control", "FOLDER"] if plan.frozen.workload.num_control_images and job.control is None else [])
 
 
 def job_line(plan: TrainingPlan) -> str:

@@ -68,9 +68,11 @@ if TYPE_CHECKING:
         parse_plan,
         plan_text,
         read_plan,
+        read_variants,
         seal,
         with_job,
         write_plan,
+        write_variants,
     )
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
     from autotune.schema.run import AdapterVerdict, RunReport

@@ -7,7 +7,7 @@ schema, or when its frozen part does not match its digest. Nothing that a plan n
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,19 @@ from autotune.schema.plan import FrozenPart, TrainingPlan
 MAX_PLAN_BYTES = 4 << 20
 """Far above any real plan (a few hundred trials), far below what could hurt."""
 
+MAX_VARIANTS = 64
+
 MAX_NODES = 100_000
 """Of a document: far above any real plan; reading so many takes some seconds."""
 
 HEADER = """\
 # A training plan, made by autotune. `job` is yours: edit it, or override it on the command line.
 # `frozen`, measured or predicted, is covered by `digest`; to change it, run `autotune plan` again.
+"""
+
+VARIANTS_HEADER = """\
+# A training plan with a variant for each of several machines, made by autotune. `job` is yours: edit it, or override it
+# on the command line. `frozen` is covered by `digest`. `autotune train` takes the variant for where it runs.
 """
 
 RUN_PLAN_FILE = "run-plan.yaml"
@@ -96,9 +103,9 @@ class _PlanDumper(yaml.SafeDumper):
 
 
 for _kind, _pattern in NUMBERS.items():
-    for _yaml in (BoundedLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
+    for _each in (BoundedLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
         _tag = f"tag:yaml.org,2002:{_kind}"
-        _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
+        _each.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
 
 def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
@@ -109,8 +116,19 @@ def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
 def plan_text(plan: TrainingPlan) -> str:
     """The plan as YAML: the digest, the job, then the frozen part."""
     data = plan.model_dump(mode="json")
-    ordered = {"digest": data["digest"], "job": data["job"], "frozen": data["frozen"]}
-    return HEADER + yaml.dump(ordered, Dumper=_PlanDumper, sort_keys=False, width=110, allow_unicode=True)
+    return HEADER + _yaml({"digest": data["digest"], "job": data["job"], "frozen": data["frozen"]})
+
+
+def _yaml(data: object) -> str:
+    return yaml.dump(data, Dumper=_PlanDumper, sort_keys=False, width=110, allow_unicode=True)
+
+
+def write_variants(path: Path, plans: Sequence[TrainingPlan]) -> None:
+    """Write plans of one job for several machines to one file, whole or not at all."""
+    variants = [{"digest": plan.digest, "frozen": plan.frozen.model_dump(mode="json")} for plan in plans]
+    write_text_atomic(
+        path, VARIANTS_HEADER + _yaml({"job": plans[0].job.model_dump(mode="json"), "variants": variants})
+    )
 
 
 def write_plan(path: Path, plan: TrainingPlan) -> None:
@@ -127,7 +145,35 @@ def read_plan(path: Path) -> TrainingPlan:
     Raises:
         InvalidPlan: the file cannot be read, is not a plan, is from a newer autotune, or was edited where it is frozen.
     """
-    return _load(str(path), _parse(path, _read_text(path)))
+    plans = read_variants(path)
+    if len(plans) > 1:
+        names = ", ".join(plan.frozen.hardware.device_name for plan in plans)
+        raise InvalidPlan(f"{path} holds plans for several machines: {names}", hint="take a file with one plan")
+    return plans[0]
+
+
+def read_variants(path: Path) -> tuple[TrainingPlan, ...]:
+    """Read the plans that a file holds for several machines, or its only one, as `read_plan` does.
+
+    Raises:
+        InvalidPlan: as `read_plan`, or the variants are not of one job.
+    """
+    written = _parse(path, _read_text(path))
+    if "variants" not in written:
+        return (_load(str(path), written),)
+    variants, others = written["variants"], written.keys() - {"job", "variants"}
+    if not isinstance(variants, list) or not 0 < len(variants) <= MAX_VARIANTS or others:
+        said = f"keys that no plan has: {', '.join(sorted(others))}" if others else f"no list of 1 to {MAX_VARIANTS}"
+        raise InvalidPlan(f"{path} is not a valid plan: variants: {said}", hint=PLAN_AGAIN)
+    plans = []
+    for number, variant in enumerate(variants, 1):
+        of = f"variant {number} of {path}"
+        if not isinstance(variant, dict):
+            raise InvalidPlan(f"{of} is {type(variant).__name__}, not a plan", hint=PLAN_AGAIN)
+        plans.append(_load(of, {**variant, "job": written.get("job")}))
+    if any(plan.frozen.workload != plans[0].frozen.workload for plan in plans):
+        raise InvalidPlan(f"the variants of {path} are not of one job", hint=PLAN_AGAIN)
+    return tuple(plans)
 
 
 def parse_plan(text: str) -> TrainingPlan:

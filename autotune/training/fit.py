@@ -1,6 +1,6 @@
 """Whether a valid plan fits this machine, this model and this data. Pure; each misfit is one sentence."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autotune.backends import WEIGHT_FORMATS
 from autotune.errors import DoesNotFit
@@ -30,6 +30,26 @@ than that share, and a plan leaves 2% of a GPU's memory free (`autotune.hardware
 def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
     """Why the plan cannot be trusted on this machine; empty when it can."""
     return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory_misfits(plan, hardware))
+
+
+def choose_variant(plans: Sequence[TrainingPlan], hardware: HardwareProfile) -> TrainingPlan:
+    """Of plans for several machines the one for this: made for such a device, or else the first that fits.
+
+    Raises:
+        DoesNotFit: none of them fits.
+    """
+    misfits = [hardware_misfits(plan, hardware) for plan in plans]
+    fitting = [plan for plan, why in zip(plans, misfits, strict=True) if not why]
+    own = [plan for plan in fitting if plan.frozen.hardware.device_name == hardware.device.name]
+    if chosen := (*own, *fitting):
+        return chosen[0]
+    reasons = "; ".join(
+        f"{plan.frozen.hardware.device_name}: {why[0]}" for plan, why in zip(plans, misfits, strict=True)
+    )
+    raise DoesNotFit(
+        f"none of the plan's variants is for {hardware.device.name} ({reasons})",
+        hint="make one for it: autotune plan --hardware NAME",
+    )
 
 
 def key_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:

@@ -1,0 +1,134 @@
+"""`compare`: the same job on several GPUs, and what the finished adapter would cost on each."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from autotune.api.amounts import MemoryAmount, memory_bytes
+from autotune.api.plans import plan, request_for
+from autotune.errors import InvalidInput, NothingFits
+from autotune.families import Parts, read_parts
+from autotune.hardware import CatalogGpu, gpu_named, load_catalog, profile_of_gpu
+from autotune.planning import (
+    ComparedGpu,
+    Comparison,
+    ComparisonOrder,
+    ResolvedRequest,
+    compared_gpu,
+    download_bytes,
+    select_gpus,
+)
+from autotune.runtime import read_bounded
+from autotune.schema import BoundedLoader, Frozen, OnEvent, Progressed, ignore_event
+
+DOWNLOAD_RATE = "100MB"
+"""Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A round figure."""
+MAX_PRICE_FILE_BYTES = 1 << 18
+LOCAL = ("hardware", "host_memory", "path", "record", "replay", "join", "study", "fresh", "price_per_hour", "num_gpus")
+"""Arguments of `plan` that make no sense for several GPUs that are not here."""
+
+
+class PriceList(Frozen):
+    """What an hour of one GPU costs, by its name in the catalog or a part of it."""
+
+    currency: str = Field(default="", max_length=8)
+    date: str = Field(default="", max_length=32)
+    """When the prices were looked up."""
+    per_hour: dict[str, Annotated[float, Field(ge=0, le=1e6)]]
+
+
+def compare(
+    model: str,
+    data: str | Path | None = None,
+    *,
+    hardware: str | Sequence[str] = "all",
+    prices: Mapping[str, float] | str | Path | None = None,
+    max_cost: float | None = None,
+    max_hours: float | None = None,
+    order: ComparisonOrder | None = None,
+    download_rate: MemoryAmount = DOWNLOAD_RATE,
+    on_event: OnEvent = ignore_event,
+    **options: object,
+) -> Comparison:
+    """Predict the same job on several GPUs of the catalog: settings, speed, hours and cost of the finished adapter.
+
+    Hours and cost count everything from an empty machine on: download, search, loading, caching, steps, previews.
+
+    Args:
+        model: as for `plan`.
+        data: as for `plan`.
+        hardware: names of GPUs as for `plan`, or `all`.
+        prices: price of an hour by GPU, or a YAML file with `currency`, `date` and `per_hour`.
+        max_cost: leave out GPUs on which it costs more.
+        max_hours: leave out GPUs on which it takes longer.
+        order: `cost`, `hours` or `name`; by default the cheapest first, if there are prices, else the fastest.
+        download_rate: bytes a second at which the model's files arrive; a folder needs no download.
+        on_event: listener to progress.
+        options: as documented in `PlanOptions`, but for those of one machine.
+
+    Raises:
+        InvalidInput: an argument, the model, the data or the prices cannot be used.
+
+    Example:
+        >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
+        >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
+    """
+    if local := next((name for name in LOCAL if name in options), None):
+        raise InvalidInput(f"{local} is about one machine", hint="compare takes names of GPUs: --hardware A,B")
+    asked: Any = options
+    gpus = _gpus(hardware)
+    listed = _prices(prices)
+    price_of = {gpu_named(name).id: price for name, price in listed.per_hour.items()}
+    resolved = ResolvedRequest.build(request_for(model, data, asked), needs_weights=False)
+    is_here, parts = resolved.model.folder is not None, read_parts(resolved.model) or Parts()
+    num_bytes = 0 if is_here else download_bytes(resolved.model.spec.num_parameters, parts)
+    rate = memory_bytes(download_rate)
+    if rate <= 0:
+        raise InvalidInput("nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB")
+    found = []
+    for done, gpu in enumerate(gpus):
+        on_event(Progressed(name="comparing", done=done, total=len(gpus)))
+        try:
+            made = plan(model, data, **{**asked, "hardware": profile_of_gpu(gpu)})
+        except NothingFits as error:
+            found.append(ComparedGpu(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, misfit=error.message))
+            continue
+        about = gpu.id, gpu.memory_nominal_gb, made
+        found.append(compared_gpu(*about, download_seconds=num_bytes / rate, price_per_hour=price_of.get(gpu.id)))
+    on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
+    selected = select_gpus(found, max_cost=max_cost, max_hours=max_hours, order=order)
+    name, left_out = resolved.model.spec.name, len(found) - len(selected)
+    told = {"currency": listed.currency, "priced": listed.date}
+    return Comparison(model=name, gpus=selected, num_left_out=left_out, **told)
+
+
+def _gpus(names: str | Sequence[str]) -> list[CatalogGpu]:
+    listed = [names] if isinstance(names, str) else list(names)
+    if listed == ["all"]:
+        return list(load_catalog())
+    if not listed:
+        raise InvalidInput("no GPU is named", hint="name some, e.g. 4090,5090, or all")
+    return list({gpu.id: gpu for gpu in map(gpu_named, listed)}.values())
+
+
+def _prices(prices: Mapping[str, float] | str | Path | None) -> PriceList:
+    if prices is None or isinstance(prices, Mapping):
+        return _price_list({"per_hour": dict(prices or {})}, "the prices")
+    path = Path(prices)
+    try:
+        content = yaml.load(read_bounded(path, MAX_PRICE_FILE_BYTES), Loader=BoundedLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidInput(f"{path} cannot be read as YAML", hint="docs/prices.yaml is an example") from error
+    return _price_list(content, str(path))
+
+
+def _price_list(content: object, of: str) -> PriceList:
+    try:
+        return PriceList.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InvalidInput(f"{of}: {where}: {first['msg'].lower()}", hint="docs/prices.yaml is an example") from error
