@@ -12,7 +12,7 @@ from autotune.cost import estimate as estimate_candidate
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import read_parts
 from autotune.knobs import KNOBS, TuningContext
-from autotune.planning import ResolvedRequest
+from autotune.planning import PlannerBackend, ResolvedRequest
 from autotune.schema import Candidate, Estimate, HardwareProfile, OnEvent, StatusChanged, ignore_event
 from autotune.trainers import BLOCKS, Audit, ImportedConfig, SettingWorth, count_blocks
 
@@ -24,6 +24,7 @@ def audit(
     config: ImportedConfig | str | Path,
     *,
     hardware: str | HardwareProfile | None = None,
+    measure: bool = False,
     on_event: OnEvent = ignore_event,
 ) -> Audit:
     """Predict another trainer's configuration on a card as it is written, and the fastest plan that learns the same.
@@ -34,6 +35,7 @@ def audit(
     Args:
         config: from `import_config`, or the configuration's file.
         hardware: as for `plan`; None for this machine.
+        measure: also run a few steps of both on this machine, which takes the model's files.
         on_event: listener to progress.
 
     Raises:
@@ -43,11 +45,13 @@ def audit(
         >>> found = autotune.audit("train_lora.yaml", hardware="4090")
         >>> found.as_written.fits, found.step_seconds_saved, found.worth[0].knob
     """
+    if measure and hardware is not None:
+        raise InvalidInput("only this machine can be measured", hint="leave out --measure, or --hardware")
     read = config if isinstance(config, ImportedConfig) else import_config(config)
     profile = hardware_for(hardware, on_event=on_event)
     options: PlanOptions = {**read.options, "hardware": profile}  # type: ignore[typeddict-item]
     on_event(StatusChanged(text="predicting the file as written"))
-    resolved = ResolvedRequest.build(request_for(read.model, read_folder(read.data), options), needs_weights=False)
+    resolved = ResolvedRequest.build(request_for(read.model, read_folder(read.data), options), needs_weights=measure)
     model, workload = resolved.model, resolved.workload
     cost = CostModel.build(profile, workload, model.family, model.config, read_parts(model))
     made = None
@@ -58,7 +62,17 @@ def audit(
     as_written = estimate_candidate(cost, written, num_steps=steps)
     fastest = None if made is None else estimate_candidate(cost, made, num_steps=steps)
     worth = () if made is None else _worth(cost, as_written, made)
-    return Audit(config=read, as_written=as_written, breaks=breaks, fastest=fastest, worth=worth)
+    found = Audit(config=read, as_written=as_written, breaks=breaks, fastest=fastest, worth=worth)
+    return _measured(found, resolved.request.model, cost, on_event) if measure else found
+
+
+def _measured(found: Audit, model: str, cost: CostModel, on_event: OnEvent) -> Audit:
+    """The audit with a trial of both on this machine."""
+    on_event(StatusChanged(text="running a few steps of both"))
+    with PlannerBackend().trials(model, cost) as run:
+        written = run(found.as_written.prediction.candidate)
+        fastest = None if found.fastest is None else run(found.fastest.prediction.candidate)
+    return found.changed(measured_as_written=written, measured_fastest=fastest)
 
 
 def read_folder(data: str | None) -> str | None:
@@ -80,7 +94,9 @@ def _as_written(
         if (value := config.pins.get(knob.name)) is None:
             continue
         choice = count_blocks(value, total) if knob.name in BLOCKS else value if knob.names else int(value)
-        why = knob.unusable_reason(choice, hardware)
+        here = knob.choices(context)
+        pointless = here.rejected.get(choice) if len(here.admitted) == 1 else None
+        why = knob.unusable_reason(choice, hardware) or pointless
         if why is None and knob.names and choice not in knob.names:
             why = "autotune knows no such value"
         changed = written if why else written.changed(**{knob.name: choice})

@@ -60,12 +60,15 @@ def export_config(
 def audit(
     config_file: ConfigFile,
     hardware: Hardware = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run a few steps of both on this machine, too; takes the model's files.")
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a thread.")] = False,
     as_json: Json = False,
 ) -> None:
     """Predict another trainer's file on a card: memory, time, whether it fits, and what other settings would gain."""
     with show_events() as show:
-        found = autotune.audit(config_file, hardware=hardware, on_event=show)
+        found = autotune.audit(config_file, hardware=hardware, measure=measure, on_event=show)
     if markdown:
         print_out(reporting.audit_markdown(found), markup=False, highlight=False, soft_wrap=True)
         return

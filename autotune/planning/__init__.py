@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.planning.backend import PlannerBackend
     from autotune.planning.comparison import (
         ComparedGpu,
         Comparison,

@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 
 from autotune.reporting.text import memory_text, seconds_text, wrapped
-from autotune.schema import Estimate
+from autotune.schema import Estimate, TrialResult
 from autotune.trainers import Audit
 
 BROKEN = "not as in the file, because it does not run there"
 PREDICTED = "Predicted by autotune's cost model for its own executor; nothing has run."
+MEASURED = "Predicted by autotune's cost model, and measured in a few steps of its own executor."
 
 
 def audit_lines(audit: Audit) -> list[str]:
     """The file as written, the fastest that learns the same, and what each difference is worth."""
     config = audit.config
-    lines = [f"{config.path} ({config.trainer}) on {audit.as_written.hardware}", PREDICTED, ""]
+    lines = [f"{config.path} ({config.trainer}) on {audit.as_written.hardware}", _evidence(audit), ""]
     lines += _table(_comparison(audit), (16, 18, 18))
     lines += ["", BROKEN, *(f"  {one}" for one in audit.breaks)] if audit.breaks else []
     if audit.worth:
@@ -26,7 +27,7 @@ def audit_lines(audit: Audit) -> list[str]:
 def audit_markdown(audit: Audit) -> str:
     """The same as tables for pasting into a thread."""
     config = audit.config
-    lines = [f"**{config.trainer}: {config.model} on {audit.as_written.hardware}**", "", PREDICTED, ""]
+    lines = [f"**{config.trainer}: {config.model} on {audit.as_written.hardware}**", "", _evidence(audit), ""]
     lines += _markdown_table(_comparison(audit))
     if audit.worth:
         lines += ["", "What each change is worth alone:", "", *_markdown_table(_worth(audit))]
@@ -35,11 +36,28 @@ def audit_markdown(audit: Audit) -> str:
     return "\n".join([*lines, *(["", "Not carried over, so not compared:", "", *lost] if lost else [])]) + "\n"
 
 
+def _evidence(audit: Audit) -> str:
+    return PREDICTED if audit.measured_as_written is None else MEASURED
+
+
 def _comparison(audit: Audit) -> list[list[str]]:
     written, fastest = _column(audit.as_written), _column(audit.fastest)
     titles = ["seconds per step", "images/s", "run memory", "of the budget", "neediest phase", "the job", "fits"]
     rows = [["", "as written", "fastest"]]
-    return rows + [list(row) for row in zip(titles, written, fastest, strict=True)]
+    rows += [list(row) for row in zip(titles, written, fastest, strict=True)]
+    if audit.measured_as_written is None:
+        return rows
+    trials = [_measured(trial) for trial in (audit.measured_as_written, audit.measured_fastest)]
+    return [
+        *rows,
+        *([title, *values] for title, *values in zip(("measured s/step", "step memory"), *trials, strict=True)),
+    ]
+
+
+def _measured(trial: TrialResult | None) -> tuple[str, str]:
+    if trial is None or trial.median_step_seconds is None:
+        return ("-" if trial is None else trial.outcome, "-")
+    return f"{trial.median_step_seconds:.3f}", memory_text(trial.peak_memory_bytes)
 
 
 def _column(estimate: Estimate | None) -> list[str]:

@@ -1,6 +1,6 @@
 """What a configuration's settings cost on a card, compared with those that are predicted to be fastest there."""
 
-from autotune.schema import Choice, Estimate, Frozen
+from autotune.schema import Choice, Estimate, Frozen, TrialResult
 from autotune.trainers.importing import ImportedConfig
 
 
@@ -15,7 +15,7 @@ class SettingWorth(Frozen):
 
 
 class Audit(Frozen):
-    """A configuration on a card, as written and as it could be. Everything is predicted; nothing has run."""
+    """A configuration on a card, as written and as it could be: predicted and, on this machine, perhaps measured."""
 
     config: ImportedConfig
     as_written: Estimate
@@ -26,6 +26,10 @@ class Audit(Frozen):
     """The fastest settings that learn the same; None if nothing fits."""
     worth: tuple[SettingWorth, ...]
     """By settings that differ, those that save most first."""
+    measured_as_written: TrialResult | None = None
+    """A few steps with the file's settings; None if they were not asked for."""
+    measured_fastest: TrialResult | None = None
+    """The same with the fastest settings."""
 
     @property
     def step_seconds_saved(self) -> float:

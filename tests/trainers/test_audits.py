@@ -7,6 +7,7 @@ import pytest
 
 from autotune.api.audits import audit
 from autotune.reporting.audit import audit_lines, audit_markdown
+from autotune.trainers.auditing import Audit
 from tests.conftest import autotune_here
 from tests.trainers.test_importing import CONFIGS
 from tests.training.small import write_model_and_images
@@ -57,3 +58,20 @@ def test_the_command_prints_text_markdown_and_json(capfd: pytest.CaptureFixture[
     told = json.loads(autotune_here(capfd, *asked, "--json").stdout)
     assert told["as_written"]["fits"]
     assert told["fastest"]["step_seconds"] <= told["as_written"]["step_seconds"]
+
+
+def test_what_was_predicted_is_measured_on_this_machine(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = write_config(tmp_path, ("resolution: 256", "resolution: 64"))
+    done = autotune_here(capfd, "audit", config, "--measure", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    for name in ("as_written", "fastest"):
+        predicted, measured = told[name]["prediction"], told[f"measured_{name}"]
+        assert measured["outcome"] == "ok"
+        assert measured["candidate"] == predicted["candidate"]
+        assert measured["peak_memory_bytes"] == pytest.approx(predicted["allocated_memory_bytes"], rel=0.05)
+    lines = audit_lines(Audit.model_validate_json(done.stdout))
+    assert any(line.split()[:2] == ["measured", "s/step"] for line in lines)
+    elsewhere = autotune_here(capfd, "audit", config, "--measure", "--hardware", "4090")
+    assert elsewhere.returncode == 2
+    assert "only this machine" in elsewhere.stderr
