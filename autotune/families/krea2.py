@@ -82,7 +82,7 @@ class Krea2(Family):
     excluded = MappingProxyType(
         {
             "modulation": "a block's modulation is a table, of next to no weights",
-            "norm_rope": "how its attention is built is not declared yet",
+            "norm_rope": "several of its queries share a key, and a gate follows: the function knows neither",
         }
     )
 

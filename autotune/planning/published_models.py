@@ -1,8 +1,9 @@
 """The published models by name, with what was predicted for a GPU: computed ahead, so it loads no library."""
 
+from collections.abc import Mapping
 from typing import Literal
 
-from autotune.families import FAMILIES, Family, PublishedModel
+from autotune.families import FAMILIES, LEVERS, Family, PublishedModel, missing_levers
 from autotune.planning.elsewhere import CatalogPrediction, catalog_predictions
 from autotune.schema import Frozen
 
@@ -24,13 +25,17 @@ class ModelSummary(Frozen):
     """As its card says; empty if that is not known."""
     note: str
     """What whoever trains it should know."""
+    levers: tuple[str, ...]
+    """What it has of the settings that spare memory or time."""
+    missing_levers: Mapping[str, str]
+    """Why it lacks the others."""
     prediction: CatalogPrediction | None = None
     """What the GPU that was asked for is predicted to do with the family's defaults; None if that was not computed."""
 
     @classmethod
     def build(cls, family: Family, model: PublishedModel, gpu: str | None) -> "ModelSummary":
         """Summarize a model for the GPU of that name in the catalog."""
-        name = model.name or family.name
+        name, missing = model.name or family.name, missing_levers(family)
         return cls(
             name=name,
             family=family.name,
@@ -40,6 +45,8 @@ class ModelSummary(Frozen):
             is_verified=bool(model.source),
             license=model.license,
             note=model.note,
+            levers=tuple(title for title in LEVERS.values() if title not in missing),
+            missing_levers=missing,
             prediction=next((each for each in catalog_predictions(name) if each.gpu == gpu), None),
         )
 

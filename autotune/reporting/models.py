@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from autotune.families import LEVERS
 from autotune.planning import ModelSummary
 from autotune.reporting.text import memory_text, seconds_text, wrapped
 
@@ -19,9 +20,35 @@ def model_lines(models: Sequence[ModelSummary], hardware: str | None = None) -> 
         lines.append(f"{model.name:<26}{model.kind:<6}{size:>11}{doubt}{_rest(model, bool(hardware))}")
     if not all(model.is_verified for model in models):
         lines.append(UNVERIFIED)
+    if not hardware:
+        lines += _lever_lines(models)
     for model in () if hardware else models:
         lines += wrapped(f"{model.name}: {model.note}") if model.note else []
     return lines
+
+
+def _lever_lines(models: Sequence[ModelSummary]) -> list[str]:
+    """For each lever that some lack: which."""
+    lacking: dict[str, list[str]] = {}
+    for model in models:
+        for title in model.missing_levers:
+            lacking.setdefault(title, []).append(model.name)
+    return [line for title, names in lacking.items() for line in wrapped(f"no {title}: {', '.join(names)}")]
+
+
+def lever_markdown(models: Sequence[ModelSummary]) -> str:
+    """A table of families and levers for the documentation, with the reason where one is missing."""
+    families = {model.family: model for model in models}
+    titles = [title for title in LEVERS.values()]
+    rows = [["family", *titles]]
+    for name, model in families.items():
+        rows.append([name, *("yes" if title in model.levers else "no" for title in titles)])
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    told = [(name, *pair) for name, model in families.items() for pair in model.missing_levers.items()]
+    reasons = [f"- {name}, no {title}: {why}." for name, title, why in told]
+    intro = "What each family has of the settings that spare memory or time, generated from what the families declare."
+    return "\n".join(["# Levers by family", "", intro, "", *lines, "", "Why not:", "", *reasons]) + "\n"
 
 
 def _rest(model: ModelSummary, is_for_gpu: bool) -> str:

@@ -1,0 +1,44 @@
+"""Every family has each lever or says why not; the documentation's table says the same.
+
+`python -m tests.families.test_levers` writes the table again.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import autotune
+from autotune.families.levers import LEVERS, missing_levers
+from autotune.families.registry import FAMILIES
+from autotune.reporting import lever_markdown
+from autotune.schema.candidate import Candidate
+
+TABLE = Path(__file__).parents[2] / "docs" / "levers.md"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_lever_is_declared_or_excluded_with_the_reason(name: str) -> None:
+    family = FAMILIES[name]
+    assert (family.modulation is None) == ("modulation" in family.excluded)
+    assert (not family.attention_layouts) == ("norm_rope" in family.excluded)
+    assert set(family.excluded) <= set(Candidate.model_fields)
+    assert all(reason.strip() for reason in family.excluded.values())
+    missing = missing_levers(family)
+    is_unet = "UNet" in family.transformer_class
+    assert len(LEVERS) - len(missing) >= (3 if is_unet else 4)
+
+
+def test_the_table_in_the_documentation_is_of_these_families() -> None:
+    assert TABLE.read_text() == lever_markdown(autotune.list_models())
+
+
+def test_models_tell_their_levers() -> None:
+    told = {model.name: model for model in autotune.list_models()}
+    assert told["qwen-image"].levers == tuple(LEVERS.values())
+    assert told["qwen-image"].missing_levers == {}
+    assert "UNet" in told["sdxl"].missing_levers["modulation ahead"]
+    assert set(told["sdxl"].levers) | set(told["sdxl"].missing_levers) == set(LEVERS.values())
+
+
+if __name__ == "__main__":
+    TABLE.write_text(lever_markdown(autotune.list_models()))
