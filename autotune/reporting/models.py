@@ -39,10 +39,9 @@ def _lever_lines(models: Sequence[ModelSummary]) -> list[str]:
 def lever_markdown(models: Sequence[ModelSummary]) -> str:
     """A table of families and levers for the documentation, with the reason where one is missing."""
     families = {model.family: model for model in models}
-    titles = [title for title in LEVERS.values()]
-    rows = [["family", *titles]]
+    rows = [["family", *LEVERS.values()]]
     for name, model in families.items():
-        rows.append([name, *("yes" if title in model.levers else "no" for title in titles)])
+        rows.append([name, *("yes" if title in model.levers else "no" for title in LEVERS.values())])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
     told = [(name, *pair) for name, model in families.items() for pair in model.missing_levers.items()]
