@@ -24,7 +24,7 @@ demo: $(READY)
 	@$(BIN)/autotune demo --output demo
 
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	@$(BIN)/ruff check .

@@ -9,6 +9,7 @@ between processors: residuals are learned one after the other, in plain arithmet
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from autotune.schema import MAX_RESIDUAL, Candidate, Prediction, Residual, TrialResult
 
@@ -34,20 +35,39 @@ DIGITS = 9
 
 def features_of(candidate: Candidate) -> tuple[str, ...]:
     """The terms that a candidate has: the offset and one per choice that changes how a step runs."""
-    doublings = (candidate.micro_batch_size - 1).bit_length()
-    rare = {
-        "compiles": candidate.compile != "off",
-        "swaps": candidate.swapped_blocks > 0,
-        KEEPS_ATTENTION: candidate.selective_blocks > 0,
-        OFFLOADS: candidate.offloaded_inputs > 0,
-    }
+    return _features(
+        candidate.compile != "off",
+        candidate.swapped_blocks > 0,
+        candidate.selective_blocks > 0,
+        candidate.offloaded_inputs > 0,
+        candidate.quantization,
+        candidate.attention,
+        candidate.precision,
+        candidate.recomputed_blocks > 0,
+        (candidate.micro_batch_size - 1).bit_length(),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _features(
+    compiles: bool,
+    swaps: bool,
+    keeps_attention: bool,
+    offloads: bool,
+    quantization: str,
+    attention: str,
+    precision: str,
+    recomputes: bool,
+    doublings: int,
+) -> tuple[str, ...]:
+    rare = {"compiles": compiles, "swaps": swaps, KEEPS_ATTENTION: keeps_attention, OFFLOADS: offloads}
     return (
         *(name for name, does in rare.items() if does),
         OFFSET,
-        f"quantization={candidate.quantization}",
-        f"attention={candidate.attention}",
-        f"precision={candidate.precision}",
-        f"recomputes={candidate.recomputed_blocks > 0}",
+        f"quantization={quantization}",
+        f"attention={attention}",
+        f"precision={precision}",
+        f"recomputes={recomputes}",
         # Sizes share the terms of the doublings up to them: what 4 taught holds for 8 too, but for one term.
         *(f"{DOUBLING}{2**number}" for number in range(doublings)),
     )

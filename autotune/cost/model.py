@@ -145,7 +145,9 @@ class TracedModel:
         return transformer
 
     def _in_shape(self, bucket: Bucket, text_tokens: int) -> "TracedModel":
-        """The same model under images of one size and captions of one length."""
+        """The same model under images of one size and captions of one length: itself, if these are its largest."""
+        if (bucket, text_tokens) == (self.workload.largest_bucket, self.workload.max_text_tokens):
+            return self
         other, changes = copy(self), {"max_text_tokens": text_tokens, "text_token_quantiles": ()}
         other.workload = self.workload.changed(buckets=(bucket,), **changes)
         other.model, other.traced = other._cached(other._model), other._cached(other._traced)
@@ -184,13 +186,16 @@ class TracedModel:
 
     def _model(self, precision: str, quantization: str, modulation: str = "resident") -> "nn.Module":
         """The shortened transformer with adapter, as training would set it up."""
+        from autotune.cost.trace.shapes import Remembering
+
         transformer, dtype = deepcopy(self._template(modulation)), torch_dtype(precision)
         cast_as_loaded(transformer, dtype)
         if ahead := find_modulation_ahead(transformer):
             ahead.set_dtype(from_pretrained_dtypes(transformer, dtype))
-        quantize_for_tracing(self.family, transformer, quantization, self.rules)
-        add_adapter(self.family, transformer, self.workload, dtype)
-        self._fill_caches(transformer, dtype)
+        with Remembering():  # type: ignore[no-untyped-call]
+            quantize_for_tracing(self.family, transformer, quantization, self.rules)
+            add_adapter(self.family, transformer, self.workload, dtype)
+            self._fill_caches(transformer, dtype)
         trained: nn.Module = transformer.train()
         return trained
 

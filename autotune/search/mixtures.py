@@ -68,7 +68,13 @@ def find_mixtures(base: Candidate, choices: Mapping[str, Sequence[Any]], cost: C
     everything = Mixtures(numbers, num_bytes[at, column], seconds[at, column])
     step = MAX_STEP * float(num_bytes[:, 0].max() - cost.weight_bytes(plain))
     kept = _drop_beaten([_thin(_frontier(group), step) for group in _by_means(everything)], plain)
-    return [plain.changed(**dict(zip(NAMES, map(int, row), strict=True))) for group in kept for row in group.numbers]
+    same = {name: value for name, value in plain if name not in NAMES}
+    # Not validated again, which would take most of the time: the rest is valid, and the numbers are admitted ones.
+    return [
+        Candidate.model_construct(None, **same, **dict(zip(NAMES, row, strict=True)))
+        for group in kept
+        for row in group.numbers.tolist()
+    ]
 
 
 def _without_conflict(name: str, numbers: Sequence[int], base: Candidate, context: TuningContext) -> "Integers":

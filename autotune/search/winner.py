@@ -131,17 +131,15 @@ def explain_choices(
     space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
 ) -> tuple[Reason, ...]:
     """One reason per knob: what was chosen, and for every other value what spoke against it."""
-    return tuple(_explain_choice(name, space, scores, winner, objective) for name in space.choices)
-
-
-def _explain_choice(
-    knob: str, space: SearchSpace, scores: Sequence[Score], winner: Score, objective: Objective
-) -> Reason:
-    chosen: Choice = getattr(winner.candidate, knob)
-    others = _others(knob, chosen, space, scores)
-    best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
     # Others ran for a short time: they are compared with the winner's short trial, not its long one.
     own = choose_winner([score for score in scores if score.candidate == winner.candidate], objective) or winner
+    return tuple(_explain_choice(name, space, scores, own, objective) for name in space.choices)
+
+
+def _explain_choice(knob: str, space: SearchSpace, scores: Sequence[Score], own: Score, objective: Objective) -> Reason:
+    chosen: Choice = getattr(own.candidate, knob)
+    others = _others(knob, chosen, space, scores)
+    best = {choice: _best_with(knob, choice, scores, objective) for choice in others}
     ran = {chosen, *(choice for choice, score in best.items() if score)}  # a conflict of theirs is then no reason
     rejected = [item for item in space.rejected[knob] if item.choice not in ran]
     if knob in COMPOSED:  # of numbers that the same speaks against, the first stands for all

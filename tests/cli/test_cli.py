@@ -20,7 +20,7 @@ from autotune.cli.terminal import show_events
 from autotune.errors import InvalidInput
 from autotune.runtime.process import limit_thread_spinning
 from autotune.schema.events import Notice
-from tests.conftest import autotune
+from tests.conftest import autotune, autotune_here
 
 HEAVY = ("torch", "diffusers", "transformers", "optuna", "peft", "torchao", "numpy", "rich.progress")
 
@@ -100,25 +100,25 @@ def cpu_seconds(*arguments: str) -> float:
     "command",
     ["doctor", "probe", "models", "plan", "check", "explain", "train", "demo", "data check", "weights convert"],
 )
-def test_every_command_explains_itself_in_80_columns(command: str) -> None:
-    process = autotune(*command.split(), "--help")
+def test_every_command_explains_itself_in_80_columns(capfd: pytest.CaptureFixture[str], command: str) -> None:
+    process = autotune_here(capfd, *command.split(), "--help")
     assert process.returncode == 0
     assert "Usage: " in process.stdout
     assert max(map(len, process.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("group", [[], ["data"], ["profiles"], ["weights"]])
-def test_lists_of_commands_are_not_cut_off(group: list[str]) -> None:
-    listing = autotune(*group, "--help").stdout
+def test_lists_of_commands_are_not_cut_off(capfd: pytest.CaptureFixture[str], group: list[str]) -> None:
+    listing = autotune_here(capfd, *group, "--help").stdout
     assert "..." not in listing.partition("Commands:")[2]
     assert max(map(len, listing.splitlines())) <= 80
 
 
-def test_wrong_usage_exits_with_2() -> None:
+def test_wrong_usage_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert autotune("plan").returncode == 2
-    assert autotune("no-such-command").returncode == 2
-    assert autotune("plan", "--model", "x", "--quality", "best").returncode == 2
-    assert autotune("plan", "--model", "x", "--steps", "7", "--epochs", "2").returncode == 2
+    assert autotune_here(capfd, "no-such-command").returncode == 2
+    assert autotune_here(capfd, "plan", "--model", "x", "--quality", "best").returncode == 2
+    assert autotune_here(capfd, "plan", "--model", "x", "--steps", "7", "--epochs", "2").returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,15 @@ def test_wrong_usage_exits_with_2() -> None:
         ("profiles show 123 --json", "autotune profiles show --help"),
     ],
 )
-def test_a_script_that_asked_for_json_gets_the_error_as_json(words: str, hint: str) -> None:
-    process = autotune(*words.split(), "--json")
+def test_a_script_that_asked_for_json_gets_the_error_as_json(
+    capfd: pytest.CaptureFixture[str], words: str, hint: str
+) -> None:
+    process = autotune_here(capfd, *words.split(), "--json")
     told = json.loads(process.stdout)
     assert told.keys() == {"error", "hint", "exit_status"}
     assert (told["hint"], told["exit_status"]) == (hint, process.returncode)
     assert told["error"] in process.stderr
-    assert not autotune(*words.replace("--json", "").split()).stdout
+    assert not autotune_here(capfd, *words.replace("--json", "").split()).stdout
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
@@ -216,17 +218,21 @@ def test_amounts_of_memory_in_both_kinds_of_units() -> None:
 
 
 @pytest.mark.parametrize("wrong", [("--price", "inf"), ("--alpha", "inf"), ("--rank", "99999"), ("--batch", "9" * 30)])
-def test_numbers_beyond_any_use_are_refused_before_anything_is_read(wrong: tuple[str, str]) -> None:
-    process = autotune("plan", "--model", "no-such-model", *wrong)
+def test_numbers_beyond_any_use_are_refused_before_anything_is_read(
+    capfd: pytest.CaptureFixture[str], wrong: tuple[str, str]
+) -> None:
+    process = autotune_here(capfd, "plan", "--model", "no-such-model", *wrong)
     assert process.returncode == 2
     assert wrong[0] in process.stderr
     assert "no-such-model" not in process.stderr
 
 
-def test_a_file_that_cannot_be_written_is_named_before_the_search(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named_before_the_search(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     wanted = tmp_path / "file" / "plan.yaml"
     wanted.parent.write_text("no folder")
-    process = autotune("plan", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "-o", str(wanted))
+    process = autotune_here(capfd, "plan", "--model", "qwen-image", "--hardware", "nvidia-rtx-4090", "-o", str(wanted))
     assert process.returncode == 1
     assert process.stderr.startswith(f"error: {wanted.parent}: File exists\nhint: check the path")
 
@@ -269,9 +275,9 @@ def test_an_interruption_says_so_and_has_a_status_of_its_own() -> None:
     assert process.stderr.startswith("error: interrupted\nhint: ")
 
 
-def test_the_home_of_nobody_is_a_folder_that_is_not_there() -> None:
-    assert autotune("profiles", "list", "--store", "~nobody-here/x").returncode == 0
-    process = autotune("estimate", "--model", "~nobody-here/x", "--hardware", "nvidia-rtx-4090")
+def test_the_home_of_nobody_is_a_folder_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+    assert autotune_here(capfd, "profiles", "list", "--store", "~nobody-here/x").returncode == 0
+    process = autotune_here(capfd, "estimate", "--model", "~nobody-here/x", "--hardware", "nvidia-rtx-4090")
     assert process.returncode == 2
     assert "neither a folder nor a known model" in process.stderr
 
@@ -285,9 +291,11 @@ def test_the_home_of_nobody_is_a_folder_that_is_not_there() -> None:
         "explain https:/me:hunter2@host/plan",
     ],
 )
-def test_a_password_that_was_typed_in_a_wrong_place_is_not_repeated(words: str) -> None:
+def test_a_password_that_was_typed_in_a_wrong_place_is_not_repeated(
+    capfd: pytest.CaptureFixture[str], words: str
+) -> None:
     """Whoever takes what was typed for something else has no idea that it is a password."""
-    process = autotune(*words.split())
+    process = autotune_here(capfd, *words.split())
     assert process.returncode == 2
     assert "hunter2" not in process.stderr
     assert "***@host" in process.stderr

@@ -105,8 +105,13 @@ def test_uncheckpointed_layers_keep_no_dequantized_weights(card, storage):
     assert small.saved_bytes <= plain.saved_bytes
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("text_padding", ["exact", "masked"])
+@pytest.mark.parametrize(
+    ("name", "text_padding"),
+    [
+        *((name, "exact") for name in TINY),
+        *((name, "masked") for name in TINY if FAMILIES[name].has_attention_mask(2, "masked")),  # others trace the same
+    ],
+)
 def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
     known = (cpu(), workload_of(name, text_padding=text_padding), FAMILIES[name], TINY[name])
     candidates = [
@@ -125,18 +130,17 @@ def test_predictions_do_not_depend_on_which_was_made_first(name, text_padding):
 
 
 @pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_take(name, size):
+def test_steps_of_uneven_captions_take_about_what_those_of_their_padded_length_take(name):
     uneven = workload_of(name, max_text_tokens=400, text_token_quantiles=(20, 30, 60, 400), effective_batch_size=4)
-    padded = round(padded_text_tokens(uneven, size))
-    even = uneven.changed(max_text_tokens=padded, text_token_quantiles=())
-    candidate = Candidate(micro_batch_size=size, checkpointed_blocks=1, precision="fp32")
-    predicted, direct, longest = (
-        CostModel.build(cpu(), work, FAMILIES[name], TINY[name]).predict(candidate)
-        for work in (uneven, even, uneven.changed(text_token_quantiles=()))
-    )
-    assert predicted.step_seconds == pytest.approx(direct.step_seconds, rel=0.15)
-    assert predicted.peak_memory_bytes == longest.peak_memory_bytes
+    own = CostModel.build(cpu(), uneven, FAMILIES[name], TINY[name])
+    for size, k in ((1, 0), (2, 0), (4, 1)):
+        padded = round(padded_text_tokens(uneven, size))
+        even = uneven.changed(max_text_tokens=padded, text_token_quantiles=())
+        candidate = Candidate(micro_batch_size=size, checkpointed_blocks=k, precision="fp32")
+        direct = CostModel.build(cpu(), even, FAMILIES[name], TINY[name]).predict(candidate)
+        assert own.predict(candidate).step_seconds == pytest.approx(direct.step_seconds, rel=0.15), size
+    longest = CostModel.build(cpu(), uneven.changed(text_token_quantiles=()), FAMILIES[name], TINY[name])
+    assert own.predict(candidate).peak_memory_bytes == longest.predict(candidate).peak_memory_bytes
 
 
 def test_the_backend_that_this_process_last_trained_with_changes_no_trace():

@@ -97,11 +97,13 @@ class FormulaCostModel:
     def predict(self, candidate: Candidate) -> Prediction:
         calibration = self.calibration or Calibration.of((), rates_measured=False)
         time, memory = calibration.time, calibration.memory
-        raw = self._raw(candidate, math.exp(time.log_factor(candidate)), math.exp(memory.log_factor(candidate)))
-        uncertainty = {
-            "time_uncertainty": time.uncertainty(candidate), "memory_uncertainty": memory.uncertainty(candidate)
-        }  # fmt: skip
-        return raw.model_copy(update=uncertainty)
+        return self._raw(
+            candidate,
+            math.exp(time.log_factor(candidate)),
+            math.exp(memory.log_factor(candidate)),
+            time_uncertainty=time.uncertainty(candidate),
+            memory_uncertainty=memory.uncertainty(candidate),
+        )
 
     def _formula(self, candidate: Any) -> tuple[Any, Any]:
         """Allocated bytes and seconds; of arrays, if numbers of blocks are."""
@@ -122,7 +124,7 @@ class FormulaCostModel:
         shape = len(passes), len(swapped)
         return tuple(np.broadcast_to(np.asarray(each, dtype=float), shape) for each in found)  # type: ignore[return-value]
 
-    def _raw(self, candidate: Candidate, time: float = 1.0, memory: float = 1.0) -> Prediction:
+    def _raw(self, candidate: Candidate, time: float = 1.0, memory: float = 1.0, **uncertainty: float) -> Prediction:
         allocated, seconds = self._formula(candidate)
         allocated, seconds = int(memory * allocated), time * seconds
         phase = PhaseMemory.model_construct(name="train", peak_memory_bytes=allocated + GIB)
@@ -134,6 +136,7 @@ class FormulaCostModel:
             host_memory_bytes=self.host_memory_bytes(candidate),
             phases=(phase,),
             step_seconds=seconds,
+            **uncertainty,
         )
 
 

@@ -16,9 +16,11 @@ from tests.builders import GIB, trial
 from tests.conftest import Journey
 from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
 
+pytestmark = pytest.mark.usefixtures("_traced_once")
+
 
 @pytest.fixture(scope="module")
-def case() -> PlanningProblem:
+def case(_traced_once: None) -> PlanningProblem:
     return PlanningProblem.build(request(), HARDWARE, surroundings())
 
 

@@ -5,6 +5,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -60,6 +61,12 @@ def cost() -> CostModel:
 
 @pytest.fixture(scope="module")
 def space(cost: CostModel) -> SearchSpace:
+    return space_of(cost)
+
+
+@cache
+def space_of(cost: CostModel) -> SearchSpace:
+    """Everything that may be tried."""
     return with_mixtures(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost)
 
 
@@ -69,7 +76,7 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
     speed = {name: rng.uniform(0.7, 1.4) for name in ("none", "torchao-int8", "native", "_native_cudnn")}
     bias, clash, memory_bias = rng.uniform(0.65, 1.35), rng.uniform(0, 0.15), rng.uniform(0.9, 1.1)
     truth = {}
-    for candidate in with_mixtures(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost).candidates:
+    for candidate in space_of(cost).candidates:
         predicted = cost.predict(candidate)
         time = predicted.step_seconds * bias * speed[candidate.quantization] * speed[candidate.attention]
         time *= 1 + clash * (candidate.micro_batch_size > 1) * (candidate.quantization != "none")
@@ -82,8 +89,7 @@ def machine(cost: CostModel, seed: int, wall_bytes: float = math.inf) -> Machine
 def search(
     cost: CostModel, run: Machine, max_trials: int = 8, budget_bytes: int = 100 * GIB, *, ascending: bool = False
 ) -> tuple[TrialResult, ...]:
-    space = with_mixtures(build_search_space(builders.context(GPU, WORK), ON_DEVICE), cost)
-    sampler = ResidualSearch(space, cost, budget_bytes, ascending=ascending)
+    sampler = ResidualSearch(space_of(cost), cost, budget_bytes, ascending=ascending)
     return run_search(sampler, run, SearchLimits(max_trials=max_trials, max_seconds=60), lambda result: None)
 
 

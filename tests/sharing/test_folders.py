@@ -97,6 +97,11 @@ def test_ten_thousand_records_list_in_under_two_seconds(
 ) -> None:
     fill(Path(store.address), 10_000)
     first, again, parsing = [], [], []
+
+    def are_fast() -> bool:
+        pace = max(1.0, min(parsing) / 0.4)
+        return min(first) < 2 * pace and min(again) < 0.5 * pace
+
     for attempt in range(3):  # another program may get in the way of one
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache{attempt}"))
         started = time.perf_counter()
@@ -108,9 +113,9 @@ def test_ten_thousand_records_list_in_under_two_seconds(
             rows = summarize_records(store)
             seconds.append(time.perf_counter() - started)
             assert len(rows) == 10_000
-    pace = max(1.0, min(parsing) / 0.4)
-    assert min(first) < 2 * pace
-    assert min(again) < 0.5 * pace
+        if are_fast():
+            break
+    assert are_fast(), (first, again, parsing)
     assert rows[0].device_name == "NVIDIA GeForce RTX 4090"
 
 

@@ -25,7 +25,7 @@ from autotune.cost.kernels import (
     conversion_bytes,
     workspace_bytes,
 )
-from autotune.cost.trace.shapes import called
+from autotune.cost.trace.shapes import PLAIN, called, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +40,6 @@ STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 
 Call = tuple[Any, Any, dict[str, Any], Any, list[torch.Tensor], list[torch.Tensor]]
 """An operation, its arguments, its result, and the tensors among arguments and results."""
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 SCRATCH = 0
 """Storage number of kernel scratch memory, which lives within one operation."""
@@ -85,11 +83,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # a quantized weight: let it say which plain operations it is made of
-        inputs = _tensors(args)
+        inputs = tensors_in(args)
         self.seed(inputs)  # what nobody did before: plain attributes and caches of modules
         out = called(func, args, kwargs or {})
         segment = self.segments[-1]
-        outputs = _tensors((out,))
+        outputs = tensors_in((out,))
         fresh = sum(self._watch(tensor, segment) for tensor in outputs)
         name = func._schema.name[6:]
         if self.counts_host and (scratch := conversion_bytes(func, inputs)):
@@ -145,12 +143,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.segments[-1].events.append((number, -rounded))
 
         return free
-
-
-def _tensors(items: Iterable[Any]) -> "list[Tensor]":
-    """Tensors among `items` and within lists and tuples of them, as `cat` and `stack` take."""
-    parts = (part for item in items for part in (item if isinstance(item, tuple | list) else (item,)))
-    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:

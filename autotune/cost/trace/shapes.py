@@ -4,37 +4,76 @@ torch works out the result of an elementwise operation on the meta device in Pyt
 sizes and storages repeat the same few hundred calls thousands of times, so each is worked out once.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_known: dict[Hashable, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]] = {}
-"""(shape, strides, dtype) of each tensor in the result, by function and what it was called with."""
-_functional: dict[Any, bool] = {}
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Tensors that an operation can be remembered of: no subclasses, as quantized weights are."""
+
+_Result = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_known: dict[Hashable, tuple[_Result | None, ...]] = {}
+"""(shape, strides, dtype) of each tensor in the result, by function and what it was called with; None for no tensor.
+Of functions that write into their first argument and return it: nothing."""
+_kinds: dict[Any, str] = {}
 MOST_KNOWN = 20_000  # more than ten workloads' worth; then all are forgotten
 
 
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, or empty meta tensors of the shapes that it is known to give."""
-    if func not in _functional:
-        schema = func._schema
-        _functional[func] = not any(item.alias_info for item in (*schema.arguments, *schema.returns))
-    key = _key_of(func, args, kwargs) if _functional[func] else None
+    if func not in _kinds:
+        _kinds[func] = _kind_of(func)
+    kind = _kinds[func]
+    key = None if kind == "view" else _key_of(func, args, kwargs)
     if key is None:
         return func(*args, **kwargs)
     if key in _known:
+        if kind == "in place":
+            return args[0]
         made = tuple(
-            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in _known[key]
+            each and torch.empty_strided(each[0], each[1], dtype=each[2], device="meta") for each in _known[key]
         )
         return made if len(func._schema.returns) > 1 else made[0]
     out = func(*args, **kwargs)
-    results = out if isinstance(out, tuple) else (out,)
-    if all(_fresh(item, args) for item in results):
+    results = () if kind == "in place" else out if isinstance(out, tuple) else (out,)
+    if all(item is None or _fresh(item, args) for item in results):
         if len(_known) >= MOST_KNOWN:
             _known.clear()
-        _known[key] = tuple((item.shape, item.stride(), item.dtype) for item in results)
+        _known[key] = tuple(item if item is None else (item.shape, item.stride(), item.dtype) for item in results)
     return out
+
+
+class Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within this context, operations on plain meta tensors are `called` by what is remembered of them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a quantized weight: let it say which plain operations it is made of
+        return called(func, args, kwargs or {})
+
+
+def tensors_in(items: Iterable[Any]) -> list[torch.Tensor]:
+    """Tensors among `items` and within lists and tuples of them, as `cat` and `stack` take."""
+    found: list[torch.Tensor] = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            found += [part for part in item if isinstance(part, torch.Tensor)]
+    return found
+
+
+def _kind_of(func: Any) -> str:
+    """What `func` gives: something "new", its first argument, written "in place", or a "view" or another alias."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    aliases = [item.alias_info for item in (*arguments, *returns) if item.alias_info]
+    if not aliases:
+        return "new"
+    alone = len(returns) == 1 and len(aliases) == 2 and arguments[0].alias_info and returns[0].alias_info
+    written = alone and all(alias.is_write for alias in aliases) and torch.Tag.inplace_view not in func.tags
+    return "in place" if written else "view"
 
 
 def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
@@ -42,7 +81,7 @@ def _fresh(item: Any, args: tuple[Any, ...]) -> bool:
     if type(item) is not torch.Tensor or item.device.type != "meta" or item.storage_offset():
         return False
     storage = item.untyped_storage()
-    inputs = (arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor))
+    inputs = (tensor.untyped_storage()._cdata for tensor in tensors_in(args))
     dense = 1 + sum((size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True))
     return storage.nbytes() == dense * item.element_size() and storage._cdata not in inputs
 
@@ -56,9 +95,13 @@ def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashabl
                 return None
             parts.append((item.dtype, item.shape, item.stride()))
         elif isinstance(item, list | tuple):
-            if any(isinstance(part, torch.Tensor) for part in item):
+            tensors = [part for part in item if isinstance(part, torch.Tensor)]
+            if not tensors:
+                parts.append(tuple((type(part), tuple(part) if isinstance(part, list) else part) for part in item))
+            elif len(tensors) < len(item) or any(part.device.type != "meta" or part.ndim == 0 for part in tensors):
                 return None
-            parts.append(tuple((type(part), tuple(part) if isinstance(part, list) else part) for part in item))
+            else:
+                parts.append(tuple((part.dtype, part.shape, part.stride()) for part in tensors))
         else:
             parts.append((type(item), item))
     return tuple(parts)

@@ -1,0 +1,25 @@
+"""What is remembered of operations on the meta device changes no trace."""
+
+import pytest
+from tiny_models import TINY, cpu, workload_of
+
+from autotune.cost.predict import CostModel
+from autotune.cost.trace import recorder, shapes
+from autotune.families.registry import FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("name", "storage"), [("flux1-dev", "torchao-int8"), ("kandinsky5-image-lite", "none"), ("qwen-image", "bnb-nf4")]
+)
+def test_a_trace_from_memory_equals_one_that_torch_worked_out(name, storage, monkeypatch):
+    known = (cpu(), workload_of(name, text_padding="masked"), FAMILIES[name], TINY[name])
+    asked = ("fp32", storage, "cpu", 2, 2)
+    CostModel.build(*known).model.traced(*asked)
+    remembered = CostModel.build(*known).model.traced(*asked)
+
+    def work_out(func, args, kwargs):
+        return func(*args, **kwargs)
+
+    for module in (recorder, shapes):
+        monkeypatch.setattr(module, "called", work_out)
+    assert CostModel.build(*known).model.traced(*asked) == remembered
