@@ -94,6 +94,16 @@ class _PlanDumper(yaml.SafeDumper):
         flat = all(isinstance(item, int | float) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style=flat)
 
+    def represent_row(self, row: "_Row") -> Any:
+        return self.represent_mapping("tag:yaml.org,2002:map", row, flow_style=True)
+
+
+class _Row(dict[str, Any]):
+    """One row of a long table, written in flow style."""
+
+
+_PlanDumper.add_representer(_Row, _PlanDumper.represent_row)
+
 
 for _kind, _pattern in NUMBERS.items():
     for _yaml in (BoundedLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
@@ -109,6 +119,8 @@ def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
 def plan_text(plan: TrainingPlan) -> str:
     """The plan as YAML: the digest, the job, then the frozen part."""
     data = plan.model_dump(mode="json")
+    if forecast := data["frozen"]["forecast"]:
+        forecast["alternatives"] = [_Row(row) for row in forecast["alternatives"]]
     ordered = {"digest": data["digest"], "job": data["job"], "frozen": data["frozen"]}
     return HEADER + yaml.dump(ordered, Dumper=_PlanDumper, sort_keys=False, width=110, allow_unicode=True)
 
