@@ -13,8 +13,10 @@ if TYPE_CHECKING:
         overrides_from,
         require_even_shares,
     )
+    from autotune.training.files import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
     from autotune.training.fit import KEY_NAMES, hardware_misfits, key_misfits, model_misfits, require_fit
     from autotune.training.folder import require_separate_output
+    from autotune.training.metrics import METRICS_FILE, read_metrics
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model
     from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
     from autotune.training.monitor import PhaseWatch
