@@ -251,7 +251,7 @@ class Reading:
     @property
     def over_kernels(self) -> float | None:
         """The published step, by the sum of its kernels and launches by the datasheet."""
-        launching = self.prediction.step_time.overhead_seconds
+        launching = self.prediction.step_time.overhead_seconds + self.prediction.step_time.transfer_seconds
         kernels = (self.prediction.step_seconds - launching) / STEP_OVER_KERNELS
         value = self.row["s_per_it"]
         return float(value) / (kernels + launching) if value else None

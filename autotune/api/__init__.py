@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         shipped_profiles,
         verify_records,
     )
+    from autotune.api.reports import report
     from autotune.api.runs import sample, train
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

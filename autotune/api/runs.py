@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 from autotune.api.options import require_known
 from autotune.api.plan_files import load_plan
+from autotune.api.reports import RunPage
 from autotune.families import is_on_hub
 from autotune.hardware import lock_for_run
 from autotune.hardware import probe as read_machine
@@ -83,8 +84,12 @@ def train(
         chosen = measured_here(chosen, hardware, file, on_event)
     number = chosen.frozen.hardware.num_processes
     on_event(RunStarted(plan=chosen))
+    page = RunPage(Path(chosen.job.output), on_event)
     with lock_for_run(hardware.device, number, lambda text: on_event(Notice(text=text))):
-        return _train(chosen, hardware, on_event, resume=resume, trace=trace)
+        report = _train(chosen, hardware, page, resume=resume, trace=trace)
+    if page.has_trained:  # of several processes only the first tells of steps
+        page.write()
+    return report
 
 
 def _plan_here(file: Path) -> tuple[TrainingPlan, Path]:

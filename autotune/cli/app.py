@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -24,7 +25,7 @@ from autotune.cli.estimate import estimate
 from autotune.cli.options import one_of
 from autotune.cli.output import Progress
 from autotune.cli.plan import plan
-from autotune.cli.plans import check, diff, explain
+from autotune.cli.plans import check, diff, explain, report
 from autotune.cli.probe import probe
 from autotune.cli.train import sample, train
 
@@ -48,16 +49,23 @@ app = typer.Typer(
 def top(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     progress: Annotated[str, typer.Option(help="On stderr: bar, json (a line for each event) or none.")] = "bar",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress; may stand after a command, too.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Every step, reason and traceback; after a command, too.")
+    ] = False,
 ) -> None:
     """Options that stand before a command."""
     one_of("--progress", progress, ("bar", "json", "none"))
-    Progress.form = progress
+    if quiet and verbose:
+        raise typer.BadParameter("it cannot be --quiet as well", param_hint="--verbose")
+    Progress.form = "none" if quiet else progress
+    Progress.is_verbose = verbose
     if version:
         typer.echo(f"autotune {autotune.__version__}")
         raise typer.Exit
 
 
-PLANS = (probe, doctor, models, estimate, compare, plan, check, explain, diff)
+PLANS = (probe, doctor, models, estimate, compare, plan, check, explain, diff, report)
 for command in (*PLANS, train, sample, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
@@ -74,7 +82,7 @@ def main() -> None:
     autotune.prepare_process()
     explain, _ = autotune.explain_error, reporting.printable  # when memory has run out, nothing can be imported
     try:
-        status = app(standalone_mode=False, prog_name="autotune")
+        status = app(_with_loudness_first(sys.argv[1:]), standalone_mode=False, prog_name="autotune")
     except UsageError as error:
         error.message = _hide_logins(error.message)
         error.show()
@@ -83,13 +91,20 @@ def main() -> None:
         _forget_stdout()
         sys.exit(1)
     except Exception as error:
-        if os.environ.get("AUTOTUNE_TRACEBACK"):
+        if os.environ.get("AUTOTUNE_TRACEBACK") or Progress.is_verbose:
             raise
         explained = explain(error)
         _fail(explained.message, explained.hint, explained.exit_status)
     if status == INTERRUPTED:
         _fail("interrupted", "run the same command again: what was finished is kept", INTERRUPTED)
     sys.exit(status)
+
+
+def _with_loudness_first(words: Sequence[str]) -> list[str]:
+    """The arguments with `--quiet` and `--verbose` where options of all commands stand, wherever they were typed."""
+    end = words.index("--") if "--" in words else len(words)
+    moved = [word for word in words[:end] if word in ("--quiet", "--verbose")]
+    return [*moved, *(word for word in words[:end] if word not in moved), *words[end:]]
 
 
 def _open_streams() -> None:

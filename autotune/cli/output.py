@@ -19,9 +19,10 @@ Listener = Callable[["Event"], None]
 
 
 class Progress:
-    """How commands show the stream of events; `autotune --progress` sets it."""
+    """How commands show the stream of events, and how much they tell; options of `autotune` set it."""
 
     form: ClassVar[str] = "bar"
+    is_verbose: ClassVar[bool] = False
 
 
 def show_events() -> AbstractContextManager[Listener]:
@@ -32,7 +33,7 @@ def show_events() -> AbstractContextManager[Listener]:
         return nullcontext(lambda event: None)
     from autotune.cli import terminal
 
-    return terminal.show_events()
+    return terminal.show_events(every_step=Progress.is_verbose)
 
 
 def print_out(view: Any, **style: Any) -> None:

@@ -1,6 +1,7 @@
 """`autotune plan`: options to arguments, events to the terminal, the plan to a file."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from autotune.cli.options import (
     one_of,
     takes,
 )
-from autotune.cli.output import print_out, print_result, show_events
+from autotune.cli.output import Progress, print_out, print_result, show_events
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,12 +144,24 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
     print_result(
         made,
         options.as_json,
-        lambda _: [
-            *reporting.plan_lines(made),
-            *reporting.origin_lines(made),
-            reporting.train_hint(made, options.path),
-        ],
+        lambda _: _ending(made, options.path),
     )
+
+
+def _ending(made: autotune.TrainingPlan, file: Path) -> list[str]:
+    """What a person needs; with `--verbose` everything."""
+    if Progress.is_verbose:
+        everything = [*reporting.full_settings_lines(made), "", *reporting.explain_lines(made), ""]
+        return [
+            *everything,
+            *reporting.origin_lines(made),
+            "",
+            *reporting.plan_lines(made),
+            reporting.train_hint(made, file),
+        ]
+    where = shlex.quote(str(file))
+    more = f"{'more':<15}autotune explain {where}; autotune report {where}"
+    return [*reporting.plan_lines(made), *reporting.user_values_line(made), more, reporting.train_hint(made, file)]
 
 
 def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] | None:

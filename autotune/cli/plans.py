@@ -46,6 +46,21 @@ def explain(plan_file: PlanFile, as_json: Json = False) -> None:
     print_result(plan.frozen.reasons, as_json, lambda _: [*lines[0](plan), "", *lines[1](plan)])
 
 
+def report(
+    subjects: Annotated[
+        list[str],
+        typer.Argument(help="Plan files, folders of runs, or records; several side by side.", metavar="WHAT..."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The page; in the folder of a run, else report.html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a page to read and to pass on about plans, runs or shared records."""
+    written = autotune.report(*subjects, path=output)
+    print_result({"path": str(written)}, as_json, lambda _: f"written to {written}; open it in a browser")
+
+
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan.", metavar="A")],
     second: Annotated[Path, typer.Argument(help="Another plan.", metavar="B")],

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,11 +23,13 @@ from autotune import (
     SearchSpaceBuilt,
     StatusChanged,
     StepFinished,
+    TrainingPlan,
     TrialFinished,
     TrialResult,
     TrialStarted,
 )
 from autotune.reporting import (
+    PAGE_FILE,
     TRIAL_HEADER,
     job_line,
     note_text,
@@ -34,6 +37,7 @@ from autotune.reporting import (
     printable_lines,
     records_lines,
     seconds_text,
+    smooth,
     step_text,
     trial_row,
     workload_lines,
@@ -100,11 +104,13 @@ def _bar() -> Progress:
 class EventDisplay:
     """Shows the stream of events: a bar and lines on stderr; off a terminal, lines alone."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    def __init__(self, progress: Progress, *, every_step: bool = False) -> None:
+        self.progress, self.every_step = progress, every_step
         self.task: TaskID | None = None
         self.num_trials = 0
         self.last_line_at = time.monotonic()
+        self.promised_bytes: int | None = None
+        self.num_steps, self.smoothed_loss = 0, 0.0
 
     def __call__(self, event: Event) -> None:
         """Show one event; what is not known here is not shown."""
@@ -127,13 +133,18 @@ class EventDisplay:
             case CandidatesPredicted():
                 self._print("\n".join(prediction_lines(event.predictions, event.budget_bytes)))
             case RunStarted():
-                self._print(job_line(event.plan))
+                self._start_run(event.plan)
             case TrialStarted():
                 self._update("trials", self.num_trials, None, event.candidate.label())
             case TrialFinished():
                 self._trial(event.result)
             case StepFinished():
                 self._step(event)
+
+    def _start_run(self, plan: TrainingPlan) -> None:
+        self.promised_bytes = plan.frozen.expected.required_memory_bytes
+        self._print(job_line(plan))
+        self._print(f"the report     {Path(plan.job.output) / PAGE_FILE}, from the first preview on")
 
     def _trial(self, result: TrialResult) -> None:
         if not self.num_trials:
@@ -145,14 +156,17 @@ class EventDisplay:
         self._update("trials", self.num_trials, None, "")
 
     def _step(self, event: StepFinished) -> None:
-        note = step_text(event)
+        self.num_steps += 1
+        self.smoothed_loss = smooth(self.smoothed_loss, event.loss, self.num_steps)
+        note = step_text(event, self.smoothed_loss, self.promised_bytes)
         self._update("training", event.step, event.num_steps, note)
         every = max(1, event.num_steps // 10)
         is_silent = time.monotonic() > self.last_line_at + QUIET_SECONDS
-        if self.progress.disable and (event.step % every == 0 or event.step == event.num_steps or is_silent):
+        is_due = event.step % every == 0 or event.step == event.num_steps or is_silent or self.every_step
+        if self.progress.disable and is_due:
             self.last_line_at = time.monotonic()
             left = seconds_text(event.remaining_seconds) + " left" if event.remaining_seconds else ""
-            self._print(f"step {event.step}/{event.num_steps}  {note}  {left}".rstrip())
+            self._print(f"{event.step}/{event.num_steps}  {note}  {left}".rstrip())
 
     def _print(self, text: str, **style: Any) -> None:
         self.progress.console.print(text, **style)
@@ -169,7 +183,7 @@ class EventDisplay:
 
 
 @contextmanager
-def show_events() -> Iterator[EventDisplay]:
-    """A listener for `on_event` that shows what long work tells."""
+def show_events(*, every_step: bool = False) -> Iterator[EventDisplay]:
+    """A listener for `on_event` that shows what long work tells; off a terminal, a line for every step if asked."""
     with _bar() as progress:
-        yield EventDisplay(progress)
+        yield EventDisplay(progress, every_step=every_step)

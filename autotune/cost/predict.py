@@ -284,16 +284,16 @@ class CostModel:
         # A GPU works while the host launches the next operation; a CPU does one after the other.
         overhead = host if self.model.rules == "cpu" else np.maximum(0.0, host - computing - optimizer)
         exchange = self.parallel.exchange_seconds(self.hardware, storage, accumulation)
-        overhead = overhead + np.maximum(0.0, exchange - computing)
+        transfer = np.maximum(0.0, exchange - computing)
         # Blocks visit for the forward and for the backward pass, and inputs come back once, while others compute.
         visits = np.concatenate([[0.0], np.cumsum(storage.block_weight_bytes)])[swapped]
         inputs = accumulation * composed.offloaded_bytes[:, None]
         beside = inputs * np.minimum(swapped, offloaded) / np.maximum(1, offloaded)
         one = computing / len(storage.block_weight_bytes)
         arriving = (2 * accumulation * visits + beside) / rates.host_to_device
-        overhead = overhead + np.where(swapped, np.maximum(0.0, arriving - one * swapped), 0.0)
+        transfer = transfer + np.where(swapped, np.maximum(0.0, arriving - one * swapped), 0.0)
         alone = (inputs - beside) / rates.host_to_device
-        overhead = overhead + np.maximum(0.0, alone - one * np.maximum(0, offloaded - swapped))
+        transfer = transfer + np.maximum(0.0, alone - one * np.maximum(0, offloaded - swapped))
         overhead = overhead + 2 * inputs / rates.bandwidth  # the device's memory is read and written for them
         if storage.modulation:
             overhead = overhead + self.tables.modulation_seconds(candidate)
@@ -301,6 +301,7 @@ class CostModel:
             **{f"{name}_seconds": device[:, [at]] for at, name in enumerate(CLASSES)},
             "optimizer_seconds": np.array(optimizer),
             "overhead_seconds": overhead,
+            "transfer_seconds": transfer,
             "recompute_seconds": accumulation * (shares * composed.recompute[:, :-1]).sum(axis=1)[:, None],
         }
 

@@ -23,6 +23,7 @@ from autotune.planning.confirming import (
     note_missing_phases,
 )
 from autotune.planning.expectation import build_expectation, planned_hardware
+from autotune.planning.forecasting import build_forecast
 from autotune.planning.problem import PlanningProblem
 from autotune.planning.request import PlanRequest, ResolvedRequest
 from autotune.planning.resuming import kept_study
@@ -276,6 +277,8 @@ def _plan(
         return suggest_relaxation(request, problem.space, taught)
 
     best = require_winner(score_finalists(trials) if trials else scores, objective, relaxation)
+    tried = {trial.candidate: problem.cost.predict(trial.candidate) for trial in trials}
+    candidates = dict.fromkeys((*problem.space.candidates, *tried))
     scores += score_trials(warm_start.evidence(trials))  # only what ran here may win
     frozen = FrozenPart(
         schema_version=SCHEMA_VERSION,
@@ -292,6 +295,13 @@ def _plan(
         trials=trials,
         pins=request.pins,
         exclusions=request.exclusions,
+        forecast=build_forecast(
+            predictions or [cost.predict(candidate) for candidate in candidates],
+            best.candidate,
+            problem.budget_bytes,
+            problem.cost.predict_uncalibrated(best.candidate).step_time,
+            tried,
+        ),
         advice=(
             *note_missing_phases(trials, best.candidate),
             *advise_larger_batch(problem.space, cost, best.candidate, best.step_seconds),

@@ -183,6 +183,7 @@ def _measured(
             "fallbacks": frozen.fallbacks[after:],
             "search_seconds": search_cost_seconds(trials),
             "trials": trials,
+            "forecast": frozen.forecast and frozen.forecast.rebased(frozen.settings, best.candidate),
             "predicted_digest": plan.identity,
             "original_digest": None,
         }

@@ -14,11 +14,21 @@ if TYPE_CHECKING:
     from autotune.reporting.estimate import estimate_text
     from autotune.reporting.hardware import catalog_view, findings_view, profile_view
     from autotune.reporting.models import lever_markdown, model_lines
-    from autotune.reporting.origins import origin_lines
+    from autotune.reporting.origins import origin_lines, user_values_line
+    from autotune.reporting.page import (
+        Comparison,
+        Picture,
+        PlanSubject,
+        PreviewPicture,
+        RunSubject,
+        Subject,
+        build_page,
+    )
     from autotune.reporting.plan import (
         TRIAL_HEADER,
         check_lines,
         explain_lines,
+        full_settings_lines,
         job_line,
         knob_lines,
         note_text,
@@ -31,8 +41,17 @@ if TYPE_CHECKING:
         workload_lines,
     )
     from autotune.reporting.records import record_difference_lines, record_lines, record_list_lines
-    from autotune.reporting.run import after_training_lines, report_lines, step_text
-    from autotune.reporting.text import count_text, cut, memory_text, printable, printable_lines, seconds_text, wrapped
+    from autotune.reporting.run import PAGE_FILE, after_training_lines, report_lines, step_text
+    from autotune.reporting.text import (
+        count_text,
+        cut,
+        memory_text,
+        printable,
+        printable_lines,
+        seconds_text,
+        smooth,
+        wrapped,
+    )
     from autotune.reporting.weights import weights_lines
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -25,6 +25,7 @@ KINDS = {
     "convolution_seconds": "convolutions",
     "optimizer_seconds": "optimizer",
     "overhead_seconds": "launch overhead",
+    "transfer_seconds": "transfers",
 }
 
 

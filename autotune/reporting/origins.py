@@ -1,11 +1,26 @@
 """Which values of a plan's job and workload are the user's, and which the family's defaults, with their source."""
 
 from autotune.families import VIEWS_PER_IMAGE, get_family
+from autotune.reporting.text import wrapped
 from autotune.schema import TrainingPlan
 
 
 def origin_lines(plan: TrainingPlan) -> list[str]:
     """`you set` and `we set`, a value per line; a value equal to the default counts as ours, whoever wrote it."""
+    lines = []
+    for title, ours in (("you set", False), ("we set", True)):
+        lines += [f"{'' if number else title:<9} {text}" for number, text in enumerate(_values(plan, ours=ours))]
+    return lines
+
+
+def user_values_line(plan: TrainingPlan) -> list[str]:
+    """What the user set, in one line; nothing if that is nothing."""
+    values = ", ".join(_values(plan, ours=False))
+    return wrapped(f"{'you set':<15}{values}", 15) if values else []
+
+
+def _values(plan: TrainingPlan, *, ours: bool) -> list[str]:
+    """The values that are ours, with their source, or those that are the user's."""
     job, work = plan.job, plan.frozen.workload
     defaults = get_family(work.model.family).defaults
     images = sum(bucket.num_items for bucket in work.buckets)
@@ -28,11 +43,9 @@ def origin_lines(plan: TrainingPlan) -> list[str]:
         "shift": (job.timestep_shift, defaults.timestep_shift, defaults.sources.get("timestep_shift")),
         "guidance": (job.guidance_scale, defaults.training_guidance, defaults.sources.get("training_guidance")),
     }
-    lines = []
-    for title, ours in (("you set", False), ("we set", True)):
-        chosen = {name: (v, why) for name, (v, usual, why) in values.items() if v is not None and (v == usual) is ours}
-        for number, (name, (value, why)) in enumerate(chosen.items()):
-            shown = f"{value:g}" if isinstance(value, float) else str(value)
-            source = f"  ({why})" if ours and why else ""
-            lines.append(f"{'' if number else title:<9} {name} {shown}{source}")
-    return lines
+    chosen = {name: (v, why) for name, (v, usual, why) in values.items() if v is not None and (v == usual) is ours}
+    shown = []
+    for name, (value, why) in chosen.items():
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        shown.append(f"{name} {text}" + (f"  ({why})" if ours and why else ""))
+    return shown

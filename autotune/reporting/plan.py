@@ -8,6 +8,7 @@ from autotune.knobs import KNOBS, describe_caching
 from autotune.reporting.text import capped, count_text, memory_text, seconds_text, uncertainty_text, wrapped
 from autotune.schema import (
     Bucket,
+    CachingSettings,
     Candidate,
     CheckResult,
     Choice,
@@ -17,6 +18,7 @@ from autotune.schema import (
     TrainingPlan,
     TrialResult,
     Workload,
+    differences_of,
     mean_text_tokens,
 )
 from autotune.search import SearchSpace
@@ -91,6 +93,10 @@ def _neediest(prediction: Prediction) -> str:
     return f"no: {phase.name}"
 
 
+MAX_SETTINGS = 10
+"""Settings that differ from the defaults and are shown one by one: the whole answer has at most 25 lines."""
+WORTH_TELLING = 1.05
+"""Gain from more memory that is named."""
 MAX_SIZES = 8
 """Sizes of images that are named one by one."""
 MAX_REASONS = 5
@@ -137,36 +143,78 @@ def _values_text(values: Sequence[Choice]) -> str:
     return ", ".join(map(str, values))
 
 
-def settings_lines(settings: Candidate, workload: Workload) -> list[str]:
-    """The chosen settings, one per line."""
-    return [f"{knob.title:<14} {knob.describe(getattr(settings, knob.name), workload)}" for knob in KNOBS]
+def settings_items(settings: Candidate, workload: Workload) -> list[tuple[str, str]]:
+    """Every knob's title and its value in words."""
+    return [(knob.title, knob.describe(getattr(settings, knob.name), workload)) for knob in KNOBS]
+
+
+def describe_changes(candidate: Candidate, settings: Candidate) -> str:
+    """What differs from other settings, in a few words; empty if nothing does."""
+    changes = differences_of(candidate, settings)
+    return ", ".join(f"{knob.title} {changes[knob.name]}" for knob in KNOBS if knob.name in changes)
 
 
 def plan_lines(plan: TrainingPlan) -> list[str]:
-    """The answer in a few lines: settings, speed, memory, total time."""
+    """The answer in a few lines: what is not as usual, speed, memory, total time, and what would be faster."""
     expected, hardware = plan.frozen.expected, plan.frozen.hardware
-    several = [f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"]
-    return [
-        *settings_lines(plan.frozen.settings, plan.frozen.workload.share(hardware.num_processes)),
-        f"text encoder   {describe_caching(plan.frozen.caching)}",
-        *(several if hardware.num_processes > 1 else ()),
+    left = hardware.budget_bytes - expected.required_memory_bytes
+    several = f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"
+    lines = [
+        *(f"{'' if number else 'settings':<14} {text}" for number, text in enumerate(_unusual_settings(plan))),
+        *([several] if hardware.num_processes > 1 else ()),
         f"speed          {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per step,"
-        f" {expected.images_per_second:.2f} images/s"
-        f" ({expected.evidence})",
-        f"step memory    {memory_text(expected.peak_memory_bytes)} at the peak of a training step",
-        f"run memory     {memory_text(expected.required_memory_bytes)} in the phase that needs most;"
-        f" a run may take {memory_text(hardware.budget_bytes)}",
+        f" {expected.images_per_second:.2f} images/s ({expected.evidence})",
+        f"memory         {memory_text(expected.required_memory_bytes)} in the phase that needs most, "
+        f"{memory_text(expected.peak_memory_bytes)} in a step; {memory_text(left)} of "
+        f"{memory_text(hardware.budget_bytes)} are left",
         *_host_line(expected),
         job_line(plan),
         _search_line(plan),
+        *_faster_line(plan),
         *_notes(plan),
     ]
+    return [part for line in lines for part in wrapped(line, 15)]
+
+
+def _unusual_settings(plan: TrainingPlan) -> list[str]:
+    """The micro-batch, and whatever differs from a knob's default."""
+    settings, work = plan.frozen.settings, plan.frozen.workload.share(plan.frozen.hardware.num_processes)
+    plain = Candidate(micro_batch_size=settings.micro_batch_size, checkpointed_blocks=0)
+    names = {"micro_batch_size", *differences_of(settings, plain)}
+    shown = [
+        f"{knob.title} {knob.describe(getattr(settings, knob.name), work)}" for knob in KNOBS if knob.name in names
+    ]
+    if plan.frozen.caching != CachingSettings():
+        shown.append(f"text encoder {describe_caching(plan.frozen.caching)}")
+    return capped(shown, MAX_SETTINGS, ": `autotune explain` shows all")
+
+
+def full_settings_lines(plan: TrainingPlan) -> list[str]:
+    """Every setting, one per line."""
+    items = settings_items(plan.frozen.settings, plan.frozen.workload.share(plan.frozen.hardware.num_processes))
+    listed = [f"{title:<14} {value}" for title, value in items]
+    return [*listed, f"text encoder   {describe_caching(plan.frozen.caching)}"]
 
 
 def _host_line(expected: Expected) -> list[str]:
     if expected.host_memory_bytes is None:
         return []
     return [f"host memory    {memory_text(expected.host_memory_bytes)} of the computer's own, in the neediest phase"]
+
+
+def _faster_line(plan: TrainingPlan) -> list[str]:
+    """How much more memory would make it how much faster, by the smallest amount that does."""
+    frozen = plan.frozen
+    if frozen.forecast is None:
+        return []
+    goal, budget = frozen.expected.step_seconds / WORTH_TELLING, frozen.hardware.budget_bytes
+    beyond = [a for a in frozen.forecast.alternatives if a.run_memory_bytes > budget and a.step_seconds < goal]
+    if not beyond:
+        return []
+    least = min(beyond, key=lambda alternative: alternative.run_memory_bytes)
+    gain = frozen.expected.step_seconds / least.step_seconds
+    more = memory_text(least.run_memory_bytes - budget)
+    return [f"faster         with {more} more memory other settings are predicted to be {gain:.2f}x as fast"]
 
 
 def train_hint(plan: TrainingPlan, file: Path) -> str:
@@ -211,7 +259,7 @@ def job_line(plan: TrainingPlan) -> str:
 def _notes(plan: TrainingPlan) -> list[str]:
     caps = [t.memory_cap_bytes for t in plan.frozen.trials if t.memory_cap_bytes is not None]
     capped = [f"tried within {memory_text(max(caps))}, as you asked: never shared as evidence"] if caps else []
-    return [line for text in (*plan.frozen.advice, *capped) for line in wrapped(f"{'note':<15}{text}", 15)]
+    return [f"{'note':<15}{text}" for text in (*plan.frozen.advice, *capped)]
 
 
 def _search_line(plan: TrainingPlan) -> str:

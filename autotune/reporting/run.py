@@ -7,13 +7,24 @@ from statistics import median
 from autotune.reporting.text import memory_text, seconds_text, wrapped
 from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport, StepFinished
 
+PAGE_FILE = "report.html"
+"""The page about a run in its output folder."""
 
-def step_text(event: StepFinished) -> str:
-    """Loss, speed and memory of one step."""
-    text = (
-        f"loss {event.loss:.4f}  {event.seconds:.3f} s/step  {event.images_per_second:.1f} images/s  "
-        f"{memory_text(event.memory_bytes)} held"
-    )
+
+def step_text(event: StepFinished, smoothed_loss: float | None = None, promised_bytes: int | None = None) -> str:
+    """Epoch, loss, speed and memory of one step.
+
+    Args:
+        event: the step.
+        smoothed_loss: mean loss of the last steps, shown instead of the step's own.
+        promised_bytes: what the plan promised that a run takes at most.
+    """
+    epoch = "" if event.epoch is None else f"epoch {event.epoch}  "
+    loss = event.loss if smoothed_loss is None else smoothed_loss
+    held, promise = memory_text(event.memory_bytes), memory_text(promised_bytes)
+    unit = promise[-4:] if held[-4:] == promise[-4:] else ""  # 9.10/18.88 GiB
+    memory = held if promised_bytes is None else f"{held.removesuffix(unit)}/{promise}"
+    text = f"{epoch}loss {loss:.4f}  {event.seconds:.3f} s/step  {memory}"
     return text if event.gpu_utilization is None else f"{text}  GPU {event.gpu_utilization:.0%}"
 
 
@@ -44,6 +55,7 @@ def after_training_lines(report: RunReport, output: Path, report_to: str) -> lis
     curves = [("curves", f"tensorboard --logdir {folder}")] if report_to == "tensorboard" else []
     steps = [
         ("adapter", str(output / report.adapter)),
+        ("report", str(output / PAGE_FILE)),
         ("more pictures", f"autotune sample {folder} --prompt TEXT"),
         ("for ComfyUI", f"autotune weights convert {adapter} {converted} --format comfyui"),
         *curves,

@@ -1,7 +1,7 @@
 """Numbers in short form with units, and lines that fit a terminal."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 WIDTH = 80
 
@@ -36,6 +36,24 @@ def seconds_text(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+SMOOTHING = 0.05
+"""Share of each new value in a smoothed series, once there are enough of them."""
+
+
+def smoothed(values: Iterable[float]) -> list[float]:
+    """An exponential moving average; the first values are means of what there is, so that none starts from zero."""
+    series: list[float] = []
+    for number, value in enumerate(values, 1):
+        series.append(smooth(series[-1] if series else 0.0, value, number))
+    return series
+
+
+def smooth(before: float, value: float, number: int) -> float:
+    """The moving average after the `number`-th value, counted from 1."""
+    share = max(SMOOTHING, 1 / number)
+    return (1 - share) * before + share * value
 
 
 def uncertainty_text(share: float | None) -> str:

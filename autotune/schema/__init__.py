@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Notice,
         OnEvent,
         PhaseStarted,
+        PreviewsWritten,
         Progressed,
         RecordsMatched,
         RunStarted,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         ignore_event,
         parse_event,
     )
+    from autotune.schema.forecast import Alternative, Forecast, PhaseForecast, differences_of
     from autotune.schema.hardware import (
         Capability,
         Conditions,

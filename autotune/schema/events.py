@@ -112,10 +112,19 @@ class StepFinished(Event):
     images_per_second: float
     memory_bytes: int
     """Memory that the process holds between steps."""
+    epoch: int | None = None
+    """Number of the epoch that the step begins in, counted from 1; None in files of an older autotune."""
     gpu_utilization: float | None = None
     """Share of time that the GPU computed, in [0, 1]; None without NVML."""
     remaining_seconds: float | None = None
     """Time until the last step, with previews and checkpoints on the way; None after the first step of a start."""
+
+
+class PreviewsWritten(Event):
+    """Previews of a training run lie in its output folder."""
+
+    step: int
+    """Number of steps that had been taken."""
 
 
 OnEvent = Callable[[Event], None]

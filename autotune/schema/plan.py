@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 from autotune.schema.candidate import CachingSettings, Candidate, Choice
+from autotune.schema.forecast import Forecast
 from autotune.schema.hardware import DeviceKind, Versions
 from autotune.schema.job import Job
 from autotune.schema.trial import PhasePeak, TrialResult
@@ -111,12 +112,20 @@ class FrozenPart(Frozen):
     """(knob, value) pairs that the user fixed."""
     exclusions: tuple[tuple[str, str], ...] = ()
     """(knob, value) pairs that the user ruled out."""
+    forecast: Forecast | None = None
+    """What was predicted of the settings and of what else there was; None in older plans."""
     advice: tuple[str, ...] = ()
     """What other choices of the user would gain, one sentence each."""
     predicted_digest: str | None = None
     """Identity of the predicted plan that this one was measured from, if it was."""
     original_digest: str | None = None
     """Digest in the file that an older autotune wrote, if this plan has gained or renamed fields since."""
+
+    @model_validator(mode="after")
+    def _alternatives_are_candidates(self) -> Self:
+        for each in self.forecast.alternatives if self.forecast else ():
+            each.candidate(self.settings)
+        return self
 
 
 class TrainingPlan(Frozen):

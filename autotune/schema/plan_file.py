@@ -101,6 +101,16 @@ class _PlanDumper(yaml.SafeDumper):
         flat = all(isinstance(item, int | float) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style=flat)
 
+    def represent_row(self, row: "_Row") -> Any:
+        return self.represent_mapping("tag:yaml.org,2002:map", row, flow_style=True)
+
+
+class _Row(dict[str, Any]):
+    """One row of a long table, written in flow style."""
+
+
+_PlanDumper.add_representer(_Row, _PlanDumper.represent_row)
+
 
 for _kind, _pattern in NUMBERS.items():
     for _each in (BoundedLoader, _PlanDumper):  # what would be read as a number is quoted where it is text
@@ -116,7 +126,14 @@ def seal(job: Job, frozen: FrozenPart) -> TrainingPlan:
 def plan_text(plan: TrainingPlan) -> str:
     """The plan as YAML: the digest, the job, then the frozen part."""
     data = plan.model_dump(mode="json")
-    return HEADER + _yaml({"digest": data["digest"], "job": data["job"], "frozen": data["frozen"]})
+    return HEADER + _yaml({"digest": data["digest"], "job": data["job"], "frozen": _frozen_data(data["frozen"])})
+
+
+def _frozen_data(data: dict[str, Any]) -> dict[str, Any]:
+    """The frozen part as it is written: each candidate of the forecast is one row."""
+    if forecast := data["forecast"]:
+        forecast["alternatives"] = [_Row(row) for row in forecast["alternatives"]]
+    return data
 
 
 def _yaml(data: object) -> str:
@@ -125,10 +142,9 @@ def _yaml(data: object) -> str:
 
 def write_variants(path: Path, plans: Sequence[TrainingPlan]) -> None:
     """Write plans of one job for several machines to one file, whole or not at all."""
-    variants = [{"digest": plan.digest, "frozen": plan.frozen.model_dump(mode="json")} for plan in plans]
-    write_text_atomic(
-        path, VARIANTS_HEADER + _yaml({"job": plans[0].job.model_dump(mode="json"), "variants": variants})
-    )
+    variants = [{"digest": plan.digest, "frozen": _frozen_data(plan.frozen.model_dump(mode="json"))} for plan in plans]
+    job = plans[0].job.model_dump(mode="json")
+    write_text_atomic(path, VARIANTS_HEADER + _yaml({"job": job, "variants": variants}))
 
 
 def write_plan(path: Path, plan: TrainingPlan) -> None:

@@ -41,7 +41,7 @@ class PhaseMemory(Frozen):
 
 
 class StepTime(Frozen):
-    """Seconds of one optimizer step by kind of work. All but the last add up to the step."""
+    """Seconds of one optimizer step by kind of work. All but `recompute_seconds` add up to the step."""
 
     matmul_seconds: float = Field(ge=0)
     """Matrix products of frozen layers."""
@@ -53,6 +53,8 @@ class StepTime(Frozen):
     optimizer_seconds: float = Field(ge=0)
     overhead_seconds: float = Field(ge=0)
     """Launching of operations, as far as the device waits for it."""
+    transfer_seconds: float = Field(default=0.0, ge=0)
+    """Bytes on their way between host, device and other devices, as far as the device waits for them."""
     recompute_seconds: float = Field(ge=0)
     """The part of all the above that recomputes checkpointed blocks."""
 

@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from autotune.sharing.machines import hardware_from_record
     from autotune.sharing.plausibility import find_impossibilities
     from autotune.sharing.query import MatchedRecord, StoreMatches, find_matches
-    from autotune.sharing.record import Record, unshareable_reason, workload_class
+    from autotune.sharing.record import (
+        MAX_RECORD_BYTES,
+        Record,
+        name_of,
+        parse_record,
+        unshareable_reason,
+        workload_class,
+    )
     from autotune.sharing.store import MergeResult, Store, open_store, save_record, user_store
     from autotune.sharing.summary import RecordSummary, summarize_records
     from autotune.sharing.warm_start import NO_WARM_START, WarmStart, build_warm_start

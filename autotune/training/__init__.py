@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         overrides_from,
         require_even_shares,
     )
+    from autotune.training.files import PREVIEW_NAME, PREVIEWS, REPORT_FILE, comparison_file
     from autotune.training.fit import (
         KEY_NAMES,
         choose_variant,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         require_fit,
     )
     from autotune.training.folder import require_separate_output
+    from autotune.training.metrics import METRICS_FILE, read_metrics
     from autotune.training.model import TrainingModel, apply_knobs, apply_settings, load_model
     from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
     from autotune.training.monitor import PhaseWatch

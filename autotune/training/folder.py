@@ -16,8 +16,8 @@ from autotune.runtime import PART_FILES, require_free_disk
 from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_of, read_plan, write_plan
 from autotune.training.adapter_file import ADAPTER_FILE
 from autotune.training.checkpoint import CHECKPOINTS, list_checkpoints
+from autotune.training.files import REPORT_FILE
 
-REPORT_FILE = "report.json"
 LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(

@@ -262,6 +262,7 @@ class TrainingLoop:
         return StepFinished(
             step=step + 1,
             num_steps=self.num_steps,
+            epoch=step * self.order.effective_batch_size // self.order.epoch_size + 1,
             loss=outcome.loss,
             learning_rate=rate,
             gradient_norm=outcome.gradient_norm,

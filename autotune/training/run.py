@@ -20,6 +20,7 @@ from autotune.schema import (
     Notice,
     OnEvent,
     PhaseStarted,
+    PreviewsWritten,
     Progressed,
     RunReport,
     TrainingPlan,
@@ -27,7 +28,8 @@ from autotune.schema import (
 )
 from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter, save_trained
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
-from autotune.training.folder import REPORT_FILE, compute_run_key, finished_report
+from autotune.training.files import REPORT_FILE, comparison_file, preview_file
+from autotune.training.folder import compute_run_key, finished_report
 from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
@@ -191,8 +193,10 @@ class _Run:
                 with self.watch.phase("previews"), eager_eval(self.sampler.transformer):
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
-                    path = self.output / "previews" / f"step-{step:06}-{number}.png"
+                    path = self.output / preview_file(step, number)
                     save_image(frames[0], path, preview.facts(self.plan, adapter=f"after step {step}"))
+        if self.previews:
+            self.on_event(PreviewsWritten(step=step))
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:
@@ -245,9 +249,10 @@ class _Run:
             pairs = self.sampler.compare_adapter(adapter, self.previews)
         if not self.processes.is_first or not pairs:
             return
-        for name, image in zip(("without", "with"), pairs[0], strict=True):
-            facts = self.previews[0].facts(self.plan, adapter=name)
-            save_image(image, self.output / f"sample_{name}_adapter.png", facts)
+        for number, (pair, preview) in enumerate(zip(pairs, self.previews, strict=True)):
+            for name, image in zip(("without", "with"), pair, strict=True):
+                file = self.output / comparison_file(name, number)
+                save_image(image, file, preview.facts(self.plan, adapter=name))
         rows = [
             ComparedPictures(*pair, each.prompt, each.seed) for pair, each in zip(pairs, self.previews, strict=True)
         ]

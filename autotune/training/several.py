@@ -17,7 +17,7 @@ from autotune.runtime import (
 )
 from autotune.schema import OnEvent, RunReport, TrainingPlan, parse_event, write_plan
 from autotune.training.checkpoint import checkpoints_of
-from autotune.training.folder import REPORT_FILE
+from autotune.training.files import REPORT_FILE
 
 
 class ProcessFailed(AutotuneError):

@@ -19,8 +19,8 @@ FUNCTIONS = """
     audit check check_data compare convert_weights doctor estimate event_line explain_error export_config export_records
     find_record import_config import_records inspect_weights judge_lesson list_choices list_gpus list_models
     list_records load_plan load_variants make_demo plan plan_from_config plan_text plan_variants prepare_process probe
-    prune_records pull_records push_records read_record require_gpu sample save_plan shipped_profiles train
-    verify_records
+    prune_records pull_records push_records read_record report require_gpu sample save_plan shipped_profiles
+    train verify_records
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine
@@ -30,7 +30,7 @@ OBJECTS = """
     TrainingPlan Transfer TrialResult Workload WorkloadOptions
 """
 EVENTS = """
-    CandidatesPredicted Event Notice PhaseStarted Progressed RecordsMatched RunStarted SearchSpaceBuilt
+    CandidatesPredicted Event Notice PhaseStarted PreviewsWritten Progressed RecordsMatched RunStarted SearchSpaceBuilt
     StatusChanged StepFinished TrialFinished TrialStarted
 """
 ERRORS = """
@@ -38,7 +38,7 @@ ERRORS = """
 """
 MAIN = """
     probe estimate plan train sample load_plan load_variants check doctor list_gpus list_models save_plan list_choices
-    import_config plan_from_config export_config audit compare plan_variants
+    import_config plan_from_config export_config audit compare plan_variants report
 """
 
 

@@ -21,7 +21,17 @@ from autotune.schema.trial import TrialResult
 from autotune.schema.typical import padded_text_tokens
 from autotune.schema.workload import Bucket
 
-STEP_PARTS = ("matmul", "adapter", "attention", "elementwise", "dequantization", "convolution", "optimizer", "overhead")
+STEP_PARTS = (
+    "matmul",
+    "adapter",
+    "attention",
+    "elementwise",
+    "dequantization",
+    "convolution",
+    "optimizer",
+    "overhead",
+    "transfer",
+)
 
 
 @pytest.fixture(scope="module")

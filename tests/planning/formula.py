@@ -22,7 +22,7 @@ from autotune.planning import request as request_module
 from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.hardware import MemoryBudget
 from autotune.schema.plan import Reason
-from autotune.schema.prediction import PhaseMemory, Prediction
+from autotune.schema.prediction import PhaseMemory, Prediction, StepTime
 from autotune.schema.trial import Residual, TrialResult
 from autotune.schema.workload import ModelSpec
 
@@ -137,6 +137,7 @@ class FormulaCostModel:
             phases=(phase,),
             step_seconds=seconds,
             **uncertainty,
+            step_time=StepTime.model_validate({**dict.fromkeys(StepTime.model_fields, 0.0), "matmul_seconds": seconds}),
         )
 
 

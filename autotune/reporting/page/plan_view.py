@@ -1,0 +1,245 @@
+"""The part of a page that is about a plan or a record."""
+
+from xml.etree.ElementTree import Element
+
+from autotune.knobs import KNOBS
+from autotune.reporting.page.charts import Axis, Line, Mark, chart, shape
+from autotune.reporting.page.html import h, table
+from autotune.reporting.page.phases import phase_bars
+from autotune.reporting.page.subjects import OUTCOMES, PlanSubject, Point, nearest_beyond, points_of
+from autotune.reporting.page.worth import find_worths, worth_table
+from autotune.reporting.plan import describe_changes, settings_items
+from autotune.reporting.text import memory_text, seconds_text, uncertainty_text
+
+SHOWN_BUDGET = 2.0
+"""How many times what is shown the budget may be and still be on the chart's scale."""
+
+
+def plan_sections(subject: PlanSubject) -> list[Element]:
+    """Everything about it, the answer first."""
+    points = points_of(subject)
+    return [
+        _answer(subject, points),
+        h(
+            "div",
+            h("section", h("h3", "Memory against speed"), _scatter(subject, points), _points_table(subject, points)),
+            h(
+                "section",
+                h("h3", "Memory by phase"),
+                phase_bars(subject.expected, subject.forecast, subject.budget_bytes),
+            ),
+            class_="wide",
+        ),
+        h("section", h("h3", "What each knob is worth here"), worth_table(subject, points)),
+        *_trials(subject),
+        _settings(subject),
+        *_reasons(subject),
+        *([h("section", h("h3", "Notes"), (h("p", text) for text in subject.advice))] if subject.advice else []),
+    ]
+
+
+def _answer(subject: PlanSubject, points: list[Point]) -> Element:
+    """What a newcomer asks first: which batch, why, how much is left, and what would be too much."""
+    settings, expected, work = subject.settings, subject.expected, subject.workload
+    steps = -(-work.effective_batch_size // settings.micro_batch_size)
+    batch = f"micro-batch {settings.micro_batch_size}"
+    accumulated = f", accumulated {steps} times to the effective batch of {work.effective_batch_size}"
+    left = subject.budget_bytes - expected.required_memory_bytes
+    found = [
+        ("Chosen batch", h("b", batch), accumulated if steps > 1 else ", the whole effective batch at once"),
+        ("Why it won", _why(subject, points)),
+        (
+            "Speed",
+            h("b", f"{expected.images_per_second:.3g} images/s"),
+            f", {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} for a step of "
+            f"{work.effective_batch_size} ({expected.evidence})",
+        ),
+        (
+            "Memory",
+            h("b", memory_text(expected.required_memory_bytes)),
+            f" of the {memory_text(subject.budget_bytes)} that a run may take; {memory_text(left)} stay free",
+        ),
+        ("Nearest out-of-memory", _nearest(subject, points)),
+    ]
+    return h("dl", ((h("dt", term), h("dd", *words)) for term, *words in found), class_="answer")
+
+
+def _why(subject: PlanSubject, points: list[Point]) -> str:
+    forecast, trials = subject.forecast, subject.trials
+    number = sum(not trial.confirms for trial in trials)
+    goal = "smallest" if subject.workload.objective == "memory" else "fastest"
+    if number:
+        looked = f" (of {forecast.num_candidates} candidates that were predicted)" if forecast else ""
+        basis = f"It is the {goal} of {number} candidate{'s' * (number > 1)} that were tried here{looked}"
+    elif forecast:
+        number, total = forecast.num_fitting, forecast.num_candidates
+        basis = f"It is the {goal} of {number} candidates that are predicted to fit, of {total}"
+    else:
+        basis = f"It is the {goal} of what is predicted to fit"
+    chosen = next(point for point in points if point.is_chosen)
+    running = [point for point in points if point.kind in ("measured", "predicted")]
+    if any(point.images_per_second > chosen.images_per_second for point in running if point.kind == chosen.kind):
+        basis += ", within 3%: such ties go to what is more exact, then to what needs less memory"
+    compared = [
+        f"with micro-batch {worth.point.candidate.micro_batch_size} the best is {abs(worth.speed):.0%} "
+        f"{'faster' if worth.speed > 0 else 'slower'}"
+        for worth in find_worths(subject, points)
+        if worth.knob == "micro_batch_size" and worth.runs
+    ]
+    return f"{'; '.join((basis, *compared))}."
+
+
+def _nearest(subject: PlanSubject, points: list[Point]) -> str:
+    nearest = nearest_beyond(subject, points)
+    if nearest is None:
+        largest = max(points, key=lambda point: point.run_memory_bytes)
+        return f"None: of what was looked at nothing needs more than {memory_text(largest.run_memory_bytes)}."
+    if nearest.kind == "failed":
+        needs = memory_text(nearest.run_memory_bytes)
+        return f"With {_named(subject, nearest)} a trial ran out of memory ({needs} were predicted)."
+    over = nearest.run_memory_bytes - subject.budget_bytes
+    needs = f"would need {memory_text(nearest.run_memory_bytes)}"
+    too_much = f", {memory_text(over)} too much" if over > 0 else ""
+    return f"With {_named(subject, nearest)} a run {needs}{too_much} ({nearest.outcome})."
+
+
+def _named(subject: PlanSubject, point: Point) -> str:
+    return describe_changes(point.candidate, subject.settings) or "the chosen settings"
+
+
+def _tip(subject: PlanSubject, point: Point) -> str:
+    front = ", on the Pareto front" if point.is_front else ""
+    changes = describe_changes(point.candidate, subject.settings)
+    named = f"like the chosen, but {changes}" if changes else "the chosen settings"
+    return (
+        f"{point.images_per_second:.3g} images/s with {memory_text(point.run_memory_bytes)}: "
+        f"{point.outcome}{front}. Settings: {named}."
+    )
+
+
+def _scatter(subject: PlanSubject, points: list[Point]) -> Element:
+    budget = subject.budget_bytes
+    largest = max(point.run_memory_bytes for point in points)
+    is_near = budget <= SHOWN_BUDGET * largest
+    memory = [float(point.run_memory_bytes) for point in points] + ([float(budget)] if is_near else [])
+    unit = 2.0**30 if max(memory) >= 2**30 else 2.0**20
+    x = Axis.over(memory, "run memory: what the neediest phase takes", _tick_memory, unit=unit)
+    y = Axis.over([point.images_per_second for point in points], "speed in images/s", "{:.3g}".format)
+    marks = [Mark(p.run_memory_bytes, p.images_per_second, p.kind, _tip(subject, p)) for p in points]
+    chosen = next(point for point in points if point.is_chosen)
+    marks.append(Mark(chosen.run_memory_bytes, chosen.images_per_second, "chosen", _tip(subject, chosen)))
+    front = sorted((p.run_memory_bytes, p.images_per_second) for p in points if p.is_front)
+    rules = [("x", float(budget), f"budget {memory_text(budget)}")] if is_near else []
+    beyond = "" if is_near else f" The budget, {memory_text(budget)}, is far beyond the right end."
+    return chart(
+        x,
+        y,
+        title=f"Each mark is one set of settings: up is faster, left needs less memory.{beyond}",
+        marks=marks,
+        lines=[Line(front, "front", is_stepped=True)],
+        rules=rules,
+        legend=_legend({point.kind for point in points}),
+    )
+
+
+def _tick_memory(value: float) -> str:
+    return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.4g} MiB"
+
+
+LEGEND = {
+    "measured": "measured here",
+    "predicted": "predicted to fit, not tried",
+    "beyond": "predicted not to fit",
+    "failed": "tried, did not run",
+}
+
+
+def _legend(kinds: set[str]) -> Element:
+    dotted = h("svg", h("line", x1=0, x2=26, y1=5, y2=5, class_="line front"), class_="stroke", viewBox="0 0 26 10")
+    items = [h("li", shape(kind), words) for kind, words in LEGEND.items() if kind in kinds]
+    front = h("li", dotted, "Pareto front: nothing is both faster and smaller")
+    return h("ul", h("li", shape("chosen"), "chosen"), *items, front, class_="legend")
+
+
+def _points_table(subject: PlanSubject, points: list[Point]) -> Element:
+    rows = [
+        (
+            describe_changes(point.candidate, subject.settings) or "chosen",
+            f"{point.images_per_second:.3g}",
+            memory_text(point.run_memory_bytes),
+            point.outcome,
+            "yes" if point.is_front else "",
+        )
+        for point in sorted(points, key=lambda point: -point.images_per_second)
+    ]
+    forecast = subject.forecast
+    of_all = f" of {forecast.num_candidates}: those that tell most" if forecast else ""
+    head = ("settings, as they differ from the chosen", "images/s", "run memory", "known how", "Pareto front")
+    body = table(head, rows, caption=f"{len(points)} candidates{of_all}")
+    return h("details", h("summary", "The same as a table"), body)
+
+
+def _trials(subject: PlanSubject) -> list[Element]:
+    """Trials in their order, with how far the prediction before them was off."""
+    if not subject.trials:
+        return []
+    alternatives = subject.forecast.alternatives if subject.forecast else ()
+    predicted = {each.candidate(subject.settings): each for each in alternatives}
+    rows = []
+    for number, trial in enumerate(subject.trials, 1):
+        before, seconds = predicted.get(trial.candidate), trial.median_step_seconds
+        memory = trial.peak_memory_bytes
+        time_error = memory_error = "-"
+        if before and seconds and memory and trial.outcome == "ok":
+            time_error = f"{before.step_seconds / seconds - 1:+.0%}"
+            memory_error = f"{before.step_memory_bytes / memory - 1:+.1%}"
+        rows.append(
+            (
+                str(number),
+                describe_changes(trial.candidate, subject.settings) or "the chosen settings",
+                OUTCOMES[trial.outcome] + (" (longer trial)" if trial.confirms else ""),
+                seconds_text(seconds),
+                time_error,
+                memory_text(memory),
+                memory_error,
+            )
+        )
+    head = (
+        "trial",
+        "settings, as they differ from the chosen",
+        "outcome",
+        "step",
+        "its prediction",
+        "step memory",
+        "its prediction",
+    )
+    caption = (
+        "Trials in their order; “its prediction” is how far the one before any trial was off."
+        if alternatives
+        else "Trials in their order"
+    )
+    took = f" They took {seconds_text(subject.search_seconds)}." if subject.search_seconds else ""
+    return [h("section", h("h3", "Trials"), table(head, rows, caption=caption + took))]
+
+
+def _settings(subject: PlanSubject) -> Element:
+    rows = settings_items(subject.settings, subject.workload)
+    listing = table(("knob", "value"), rows, caption="All settings of the plan")
+    return h("section", h("h3", "Settings"), h("details", h("summary", "All settings"), listing))
+
+
+def _reasons(subject: PlanSubject) -> list[Element]:
+    if not subject.reasons:
+        return []
+    titles = {knob.name: knob.title for knob in KNOBS}
+    rows = [
+        (
+            titles.get(reason.knob, reason.knob),
+            str(reason.chosen),
+            reason.why,
+            [h("p", h("b", f"{other.choice}: "), other.reason) for other in reason.rejected],
+        )
+        for reason in subject.reasons
+    ]
+    listing = table(("knob", "chosen", "why", "what was not taken"), rows, caption="Why each knob has its value")
+    return [h("section", h("h3", "Reasons"), h("details", h("summary", "Reasons as a table"), listing))]

@@ -1,0 +1,232 @@
+"""The part of a page that is about a run: curves, memory, previews, promise against measurement."""
+
+import statistics
+from collections.abc import Sequence
+from itertools import groupby
+from xml.etree.ElementTree import Element
+
+from autotune.reporting.limits import limit_text
+from autotune.reporting.page.charts import Axis, Line, chart, thinned
+from autotune.reporting.page.html import Child, h, image_source, table
+from autotune.reporting.page.phases import compared_phases
+from autotune.reporting.page.subjects import Comparison, Picture, PreviewPicture, RunSubject
+from autotune.reporting.run import verdict_lines
+from autotune.reporting.text import memory_text, seconds_text, smoothed
+from autotune.schema import RunReport, StepFinished
+
+HICCUP = 3.0
+"""How many times the median a step must take to be called a hiccup."""
+SHOWN_BUDGET = 2.0
+
+
+def run_sections(subject: RunSubject) -> list[Element]:
+    """Everything about a run, how it stands first."""
+    return [
+        _answer(subject),
+        *(h("p", note, class_="warning") for note in _warnings(subject)),
+        *_pictures(subject),
+        h("div", *(h("section", part) for part in _charts(subject)), class_="wide small"),
+        *_compared(subject),
+    ]
+
+
+def _warnings(subject: RunSubject) -> list[str]:
+    return [*(subject.report.warnings if subject.report else ()), *subject.notes]
+
+
+def _answer(subject: RunSubject) -> Element:
+    steps, report, expected = subject.steps, subject.report, subject.plan.frozen.expected
+    found: list[tuple[str, Child, str]] = [("State", h("b", _state(subject)), "")]
+    if steps:
+        change = smoothed([step.loss for step in steps])
+        found.append(("Loss, smoothed", h("b", f"{change[-1]:.4f}"), f", from {steps[0].loss:.4f} at the first step"))
+        measured = report.measured_step_seconds if report else statistics.median(_seconds(steps))
+        words = f", planned {seconds_text(expected.step_seconds)} ({measured / expected.step_seconds - 1:+.0%})"
+        found.append(("Step time", h("b", seconds_text(measured)), words))
+        found.append(("Limited by", limit_text(subject.plan, measured, statistics.fmean(_waits(steps))), ""))
+    if report and report.verdict:
+        found.append(("Adapter", [h("p", line) for line in verdict_lines(report.verdict)], ""))
+    return h("dl", ((h("dt", term), h("dd", shown, words)) for term, shown, words in found), class_="answer")
+
+
+def _state(subject: RunSubject) -> str:
+    if subject.report:
+        return f"finished: {subject.report.num_steps} steps in {seconds_text(subject.report.total_seconds)}"
+    if not subject.steps:
+        return "no step has been taken yet"
+    last = subject.steps[-1]
+    left = f", {seconds_text(last.remaining_seconds)} left" if last.remaining_seconds else ""
+    return f"step {last.step} of {last.num_steps}{left}"
+
+
+def _seconds(steps: Sequence[StepFinished]) -> list[float]:
+    return [step.seconds for step in steps[2:] or steps]  # the first ones warm up
+
+
+def _waits(steps: Sequence[StepFinished]) -> list[float]:
+    return [step.data_seconds for step in steps[2:] or steps]
+
+
+def _charts(subject: RunSubject) -> list[Element]:
+    steps = subject.steps
+    if len(steps) < 2:
+        return []
+    x = Axis.over([step.step for step in steps], "step", "{:.0f}".format, can_log=False)
+    return [_loss(steps, x), _rate(steps, x), _times(subject, x), _memory(subject, x)]
+
+
+def _loss(steps: Sequence[StepFinished], x: Axis) -> Element:
+    raw = [(float(step.step), step.loss) for step in steps]
+    smooth = [(float(s.step), value) for s, value in zip(steps, smoothed([s.loss for s in steps]), strict=True)]
+    shown = thinned(smooth, _last)
+    title = "Loss of each step (thin) and smoothed (thick)."
+    return h(
+        "div",
+        h("h3", "Loss"),
+        chart(
+            x,
+            Axis.over([loss for _, loss in raw], "loss", "{:.3g}".format),
+            title=title,
+            lines=[Line(thinned(raw, _last), "raw"), Line(shown, "smooth")],
+            readings=[(a, b, f"step {a:.0f}: smoothed loss {b:.4f}") for a, b in shown],
+        ),
+    )
+
+
+def _rate(steps: Sequence[StepFinished], x: Axis) -> Element:
+    rates = thinned([(float(step.step), step.learning_rate) for step in steps], _last)
+    y = Axis.over([rate for _, rate in rates], "learning rate", "{:.2g}".format, can_log=False, from_zero=True)
+    readings = [(a, b, f"step {a:.0f}: learning rate {b:.3g}") for a, b in rates]
+    figure = chart(x, y, title="Learning rate of each step.", lines=[Line(rates, "smooth")], readings=readings)
+    return h("div", h("h3", "Learning rate"), figure)
+
+
+def _times(subject: RunSubject, x: Axis) -> Element:
+    steps, planned = subject.steps, subject.plan.frozen.expected.step_seconds
+    median = statistics.median(_seconds(steps))
+    hiccups = [step for step in steps if step.seconds > HICCUP * median]
+    times = thinned([(float(step.step), step.seconds) for step in steps], max)
+    y = Axis.over([*(value for _, value in times), planned], "seconds", _tick_seconds, from_zero=True)
+    number = f"{len(hiccups)} hiccup{'s' * (len(hiccups) != 1)}"
+    slow = f"{number} (over {HICCUP:.0f} times the median of {seconds_text(median)})"
+    lost = sum(step.seconds - median for step in hiccups)
+    cost = f", {seconds_text(lost)} lost to them" if hiccups else ""
+    figure = chart(
+        x,
+        y,
+        title=f"Seconds of each step, the slowest of neighbors. {slow}{cost}.",
+        lines=[Line(times, "smooth")],
+        rules=[("y", planned, f"planned {seconds_text(planned)}")],
+        readings=[(a, b, f"step {a:.0f}: {seconds_text(b)}, {b / planned:.2f} times the plan") for a, b in times],
+    )
+    return h("div", h("h3", "Step time"), figure)
+
+
+def _tick_seconds(value: float) -> str:
+    return seconds_text(value) if value >= 10 else f"{value:.3g} s"
+
+
+def _memory(subject: RunSubject, x: Axis) -> Element:
+    frozen = subject.plan.frozen
+    held = thinned([(float(step.step), float(step.memory_bytes)) for step in subject.steps], max)
+    promise, budget = frozen.expected.required_memory_bytes, frozen.hardware.budget_bytes
+    largest = max([promise, *(value for _, value in held)])
+    is_near = budget <= SHOWN_BUDGET * largest
+    shown = [promise, *(value for _, value in held), *([budget] if is_near else [])]
+    y = Axis.over(shown, "memory", memory_text, unit=2.0**30 if largest >= 2**30 else 2.0**20, can_log=False)
+    rules = [("y", float(promise), f"promised for the whole run {memory_text(promise)}")]
+    rules += [("y", float(budget), f"budget {memory_text(budget)}")] if is_near else []
+    far = "" if is_near else f" The budget, {memory_text(budget)}, is far above."
+    figure = chart(
+        x,
+        y,
+        title=f"Memory that is held between steps.{far}",
+        lines=[Line(held, "smooth")],
+        rules=rules,
+        readings=[(a, b, f"step {a:.0f}: {memory_text(b)} held") for a, b in held],
+    )
+    return h("div", h("h3", "Memory"), figure)
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _pictures(subject: RunSubject) -> list[Element]:
+    sections = []
+    if subject.comparisons:
+        sliders = [_slider(each) for each in subject.comparisons]
+        sections.append(h("section", h("h3", "Before and after"), h("div", *sliders, class_="side-by-side")))
+    prompts = subject.plan.job.preview_prompts
+    if subject.previews:
+        grids = [
+            _preview_row(prompts[number] if number < len(prompts) else f"prompt {number + 1}", list(pictures))
+            for number, pictures in groupby(
+                sorted(subject.previews, key=lambda p: (p.number, p.step)), lambda p: p.number
+            )
+        ]
+        sections.append(h("section", h("h3", "Previews"), *grids))
+    return [h("div", *sections, class_="wide")] if sections else []
+
+
+def _preview_row(prompt: str, pictures: list[PreviewPicture]) -> Element:
+    figures = [
+        h("figure", _image(each.picture, f"{prompt}, after step {each.step}"), h("figcaption", f"step {each.step}"))
+        for each in pictures
+    ]
+    row = h("div", *figures, class_="previews", tabindex=0, role="region", aria_label=f"Previews of: {prompt}")
+    return h("div", h("p", prompt, class_="soft"), row)
+
+
+def _slider(compared: Comparison) -> Element:
+    label = f"How much of the picture without the adapter: {compared.label}"
+    return h(
+        "figure",
+        h("figcaption", compared.label),
+        h(
+            "div",
+            _image(compared.without, f"{compared.label}, without the adapter"),
+            _image(compared.with_adapter, f"{compared.label}, with the adapter"),
+            class_="both",
+        ),
+        h("input", type="range", min=0, max=100, value=50, aria_label=label),
+        h("p", h("span", "left: without the adapter"), h("span", "right: with it"), class_="ends"),
+        class_="slider",
+    )
+
+
+def _image(picture: Picture, text: str) -> Element:
+    source = image_source(picture.content, picture.kind)
+    return h("img", src=source, alt=text, width=picture.width, height=picture.height, loading="lazy")
+
+
+def _compared(subject: RunSubject) -> list[Element]:
+    report, frozen = subject.report, subject.plan.frozen
+    if report is None:
+        return []
+    rows = [
+        ("step time", *_pair(report.expected_step_seconds, report.measured_step_seconds, seconds_text)),
+        ("step memory", *_pair(report.expected_peak_memory_bytes, report.measured_peak_memory_bytes, memory_text)),
+        ("images per second", *_pair(frozen.expected.images_per_second, report.images_per_second, "{:.3g}".format)),
+        ("whole run", *_pair(subject.plan.job_seconds, report.total_seconds, seconds_text)),
+    ]
+    figures = table(("", "promised", "measured", "difference"), rows, caption="Promised against measured")
+    return [
+        h(
+            "div",
+            h("section", h("h3", "Promised against measured"), figures),
+            h("section", h("h3", "Memory by phase"), _phases(subject, report)),
+            class_="wide",
+        )
+    ]
+
+
+def _phases(subject: RunSubject, report: RunReport) -> Element:
+    frozen = subject.plan.frozen
+    return compared_phases(report, frozen.expected.process_memory_bytes, frozen.hardware.budget_bytes)
+
+
+def _pair(promised: float, measured: float | None, text: object) -> tuple[str, str, str]:
+    assert callable(text)
+    difference = f"{measured / promised - 1:+.1%}" if measured and promised else "-"
+    return str(text(promised)), "-" if measured is None else str(text(measured)), difference

@@ -1,0 +1,188 @@
+"""`report`: what it takes, where it writes, and what it makes of folders that somebody else filled."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import autotune
+from autotune.api import reports
+from autotune.api.reports import RunPage, read_run
+from autotune.api.run_pictures import MAX_PREVIEWS
+from autotune.errors import InvalidInput, InvalidPlan
+from autotune.reporting import PAGE_FILE
+from autotune.schema.events import Event, Notice, PhaseStarted, PreviewsWritten
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import RUN_PLAN_FILE, with_job, write_plan
+from tests.planning.golden import FOLDER
+from tests.reporting.page.pages import HOSTILE, golden_plan, run_report, steps_of
+from tests.reporting.page.test_page import Outline
+
+PLAN = Path(FOLDER) / "wall.yaml"
+RECORD = next((Path(__file__).parents[1] / "fixtures/schema1/store").rglob("*.json"))
+
+
+def noise(path: Path, side_px: int = 64) -> None:
+    """A picture that compresses badly."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.frombytes("RGB", (side_px, side_px), random.Random(0).randbytes(3 * side_px**2)).save(path, format="PNG")
+
+
+def run_folder(folder: Path, plan: TrainingPlan | None = None, *, finished: bool = True) -> Path:
+    """A folder as a run leaves it."""
+    plan = plan or with_job(golden_plan(), preview_prompts=("a red heart",))
+    folder.mkdir()
+    write_plan(folder / RUN_PLAN_FILE, plan)
+    (folder / "metrics.jsonl").write_text("".join(step.model_dump_json() + "\n" for step in steps_of(100)))
+    for step in (25, 50):
+        noise(folder / f"previews/step-{step:06}-0.png")
+    if finished:
+        (folder / "report.json").write_text(run_report(plan).model_dump_json())
+        for adapter in ("with", "without"):
+            noise(folder / f"sample_{adapter}_adapter.png")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return run_folder(tmp_path / "run")
+
+
+def test_a_plan_a_run_and_a_record_are_told_apart(run: Path, tmp_path: Path) -> None:
+    page = autotune.report(PLAN, run, RECORD, path=tmp_path / "page.html")
+    text = page.read_text()
+    assert page == tmp_path / "page.html"
+    for expected in ("measured plan wall.yaml", "run run", "record", "3 compared"):
+        assert expected in text
+
+
+def test_the_page_of_a_run_lies_in_its_folder(run: Path) -> None:
+    assert autotune.report(run) == run / PAGE_FILE
+    assert (run / PAGE_FILE).read_text().count("data:image/") == 4
+
+
+def test_other_pages_lie_in_this_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert autotune.report(golden_plan()) == Path(PAGE_FILE)
+    assert autotune.report(run, PLAN) == Path(PAGE_FILE)
+
+
+def test_a_record_is_found_by_the_beginning_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    record = reports.parse_record(RECORD.read_bytes(), RECORD.stem)
+    monkeypatch.setattr(reports, "find_record", lambda name: asked.append(name) or (RECORD.stem, record))
+    autotune.report(RECORD.stem[:8], path=tmp_path / "page.html")
+    assert asked == [RECORD.stem[:8]]
+
+
+@pytest.mark.parametrize("wrong", [(), ("nothing-there",), (PLAN,) * 9])
+def test_what_is_neither_is_refused_with_a_hint(wrong: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        autotune.report(*wrong, path=tmp_path / "page.html")
+    assert caught.value.hint
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"it has no run-plan\.yaml"):
+        autotune.report(tmp_path)
+    (tmp_path / RUN_PLAN_FILE).write_text("digest: x\n")
+    with pytest.raises(InvalidPlan):
+        autotune.report(tmp_path)
+
+
+def test_a_page_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="cannot write"):
+        autotune.report(PLAN, path=tmp_path)
+
+
+def test_a_damaged_folder_still_has_a_page_that_names_what_is_wrong(run: Path) -> None:
+    (run / "report.json").write_text("{")
+    (run / "metrics.jsonl").write_text("nothing\n")
+    (run / "previews/step-000025-0.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (run / "previews/step-000030-0.png").mkdir()
+    text = autotune.report(run).read_text()
+    assert "report.json cannot be read" in text
+    assert "step-000025-0.png cannot be shown" in text
+    assert "step-000030-0.png cannot be shown" in text
+    assert "no step has been taken yet" in text
+
+
+def test_a_hostile_folder_gets_no_markup_into_the_page(tmp_path: Path) -> None:
+    plan = with_job(golden_plan(), preview_prompts=(HOSTILE.replace("\x00", ""),))
+    run = run_folder(tmp_path / "<script>alert(1)<", plan)
+    report = run_report(plan).changed(warnings=(HOSTILE,))
+    (run / "report.json").write_text(report.model_dump_json())
+    page = Outline(autotune.report(run).read_text())
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    assert {str(attrs["src"])[:11] for tag, attrs in page.tags if tag == "img"} == {"data:image/"}
+    assert not [attrs for _, attrs in page.tags if "onerror" in attrs]
+    assert "<script>alert(1)<" in page.text
+
+
+def test_a_picture_is_encoded_anew(run: Path) -> None:
+    picture = run / "previews/step-000025-0.png"
+    picture.write_bytes(picture.read_bytes() + b"<script>appended</script>")
+    kept = read_run(run).previews[0].picture
+    assert b"appended" not in kept.content
+    assert (kept.width, kept.height, kept.kind) == (64, 64, "png")
+
+
+def test_pictures_stay_within_bounds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 100):
+        noise(run / f"previews/step-{step:06}-0.png", 8)
+    (run / "previews/step-000001-9999999.png").write_bytes(b"")
+    Image.new("L", (5000, 5000)).save(run / "previews/step-000003-0.png", format="PNG")
+    subject = read_run(run)
+    assert len(subject.previews) in (MAX_PREVIEWS - 1, MAX_PREVIEWS)
+    assert {subject.previews[0].step, subject.previews[-1].step} == {1, 99}
+    assert all(max(each.picture.width, each.picture.height) <= 320 for each in subject.previews)
+    few = read_run(run, picture_bytes=1000)
+    assert sum(len(each.picture.content) for each in few.previews) < 1000
+    assert any("left out" in note for note in few.notes)
+
+
+def test_a_large_run_stays_under_8_mb(run: Path) -> None:
+    for step in range(100, 3000, 20):
+        noise(run / f"previews/step-{step:06}-0.png", 400)
+    assert (autotune.report(run)).stat().st_size < 8e6
+
+
+@pytest.mark.parametrize("changes", [{"expected_peak_memory_bytes": 10**400}, {"measured_step_seconds": 0.0}])
+def test_numbers_that_nothing_measures_end_in_an_error_or_a_page(run: Path, changes: dict[str, float]) -> None:
+    data = json.loads((run / "report.json").read_text())
+    (run / "report.json").write_text(json.dumps({**data, **changes}))
+    with pytest.raises(InvalidInput, match="numbers that nothing measures"):
+        autotune.report(run)
+
+
+def test_a_training_run_keeps_its_page_up_to_date_and_survives_a_page_that_fails(run: Path) -> None:
+    seen: list[Event] = []
+    page = RunPage(run, seen.append)
+    page(PhaseStarted(name="training"))
+    assert not (run / PAGE_FILE).exists()
+    assert not page.has_trained
+    page(steps_of(1)[0])
+    page(PreviewsWritten(step=25))
+    assert page.has_trained
+    assert (run / PAGE_FILE).exists()
+    (run / RUN_PLAN_FILE).write_text("damaged")
+    page(PreviewsWritten(step=50))
+    assert len(seen) == 4 + 1
+    (notice,) = [event for event in seen if isinstance(event, Notice)]
+    assert (notice.level, notice.text.startswith("no report.html: ")) == ("warning", True)
+
+
+def test_the_command_loads_neither_torch_nor_optuna(run: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from autotune.cli.app import app; "
+        f"app(['report', {str(run)!r}, {str(PLAN)!r}, '-o', {str(tmp_path / 'p.html')!r}], standalone_mode=False); "
+        "print(sorted({'torch', 'optuna', 'diffusers', 'transformers', 'plotly'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert (tmp_path / "p.html").exists()

@@ -1,0 +1,154 @@
+"""The page in a real browser: it draws, asks for nothing, is used by keyboard, and has no serious barrier.
+
+Needs Chromium (Debian's package) and playwright; axe-core comes with axe-playwright-python. Skipped without them.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.reporting.page.build import build_page
+from autotune.reporting.page.subjects import Subject, points_of
+from tests.reporting.page.pages import plan_subject, run_subject
+from tests.reporting.page.test_page import chosen_of, hostile_plan
+
+CHROMIUM = shutil.which("chromium")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
+VIEWS = [(width, scheme) for width in (390, 1400) for scheme in ("light", "dark")]
+PAGES = {"plan": [plan_subject()], "run": [run_subject()], "both": [plan_subject("measured"), run_subject()]}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page that was opened from disk, with all that it complained about and asked for."""
+
+    def __init__(self, browser: Any, folder: Path, subjects: list[Subject], width: int, scheme: str) -> None:
+        file = folder / "report.html"
+        file.write_text(build_page(subjects, "0.1.0"), encoding="utf-8")
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=False
+        )
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri())
+
+    @property
+    def outside(self) -> list[str]:
+        return [url for url in self.requests[1:] if not url.startswith("data:")]
+
+
+@pytest.fixture
+def opened(chromium: Any, tmp_path: Path) -> Iterator[Any]:
+    contexts = []
+
+    def open_page(subjects: list[Subject], width: int = 1400, scheme: str = "light") -> Opened:
+        one = Opened(chromium, tmp_path, subjects, width, scheme)
+        contexts.append(one.context)
+        return one
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(("width", "scheme"), VIEWS)
+def test_it_draws_fits_and_asks_for_nothing(opened: Any, name: str, width: int, scheme: str) -> None:
+    shown = opened(PAGES[name], width, scheme)
+    assert shown.complaints == []
+    assert shown.outside == []
+    assert shown.page.evaluate("document.documentElement.scrollWidth") <= width, "nothing is scrolled sideways"
+    back = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert back == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)")
+    sizes = shown.page.locator("h1, p, td, .y-ticks span").evaluate_all(
+        "all => all.map(each => parseFloat(getComputedStyle(each).fontSize))"
+    )
+    assert min(sizes) >= 12
+
+
+def test_marks_stand_where_their_numbers_say(opened: Any) -> None:
+    subject = plan_subject()
+    points = points_of(subject)
+    shown = opened([subject])
+    boxes = shown.page.evaluate(
+        """() => [...document.querySelectorAll('.plot .mark:not(.chosen)')].map(mark => {
+            const box = mark.getBoundingClientRect();
+            return [box.x + box.width / 2, box.y + box.height / 2, mark.classList[1]];
+        })"""
+    )
+    assert [kind for _, _, kind in boxes] == [point.kind for point in points]
+    by_memory = sorted(range(len(points)), key=lambda at: points[at].run_memory_bytes)
+    lefts = [boxes[at][0] for at in by_memory]
+    assert lefts == pytest.approx(sorted(lefts), abs=0.6)
+    by_speed = sorted(range(len(points)), key=lambda at: -points[at].images_per_second)
+    tops = [boxes[at][1] for at in by_speed]
+    assert tops == pytest.approx(sorted(tops), abs=0.6)
+
+
+def test_a_chart_is_read_by_keyboard_and_by_pointer(opened: Any) -> None:
+    subject = plan_subject()
+    page = opened([subject]).page
+    plot, readout = page.locator(".plot").first, page.locator(".readout").first
+    plot.focus()
+    page.keyboard.press("Home")
+    first = readout.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert readout.inner_text() != first
+    page.keyboard.press("End")
+    largest = max(points_of(subject), key=lambda point: point.run_memory_bytes)
+    assert f"{largest.run_memory_bytes / 2**30:.2f} GiB" in readout.inner_text()
+    box = page.locator(".plot .mark.chosen").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert "the chosen settings" in readout.inner_text()
+    assert f"{chosen_of(points_of(subject)).images_per_second:.3g} images/s" in readout.inner_text()
+
+
+def test_the_slider_uncovers_by_keyboard(opened: Any) -> None:
+    page = opened([run_subject()]).page
+    slider, both = page.locator(".slider input"), page.locator(".both")
+    slider.focus()
+    page.keyboard.press("End")
+    assert both.evaluate("each => each.style.getPropertyValue('--share')") == "100%"
+    page.keyboard.press("ArrowLeft")
+    assert both.evaluate("each => each.style.getPropertyValue('--share')") == "99%"
+
+
+def test_hostile_text_runs_nothing(opened: Any) -> None:
+    shown = opened([hostile_plan(), run_subject(prompt="<img src=x onerror='window.hacked=1'>")])
+    for plot in shown.page.locator(".plot").all():
+        plot.focus()
+        shown.page.keyboard.press("Home")
+    assert shown.page.evaluate("window.hacked") is None
+    assert shown.complaints == []
+    assert shown.outside == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_barrier(chromium: Any, tmp_path: Path, name: str, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    file = tmp_path / "report.html"
+    file.write_text(build_page(PAGES[name], "0.1.0"), encoding="utf-8")
+    context = chromium.new_context(color_scheme=scheme, bypass_csp=True)  # axe is a script that the page does not know
+    page = context.new_page()
+    page.goto(file.as_uri())
+    page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    found = axe.Axe().run(page).response["violations"]
+    context.close()
+    serious = [each for each in found if each["impact"] in ("serious", "critical")]
+    assert [(each["id"], each["nodes"][0]["html"][:200]) for each in serious] == []
