@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
     from autotune.hardware import CatalogGpu, Finding
     from autotune.planning import CatalogPrediction, ModelSummary, NoGpu
-    from autotune.runtime import explain_error, prepare_process
+    from autotune.runtime import explain_error, is_first_process, prepare_process
     from autotune.schema import (
         Candidate,
         CandidatesPredicted,
