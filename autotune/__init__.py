@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         import_config,
         import_records,
         inspect_weights,
+        job_script,
         list_choices,
         list_gpus,
         list_models,

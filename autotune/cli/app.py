@@ -20,6 +20,7 @@ from autotune.cli.about import doctor, models
 from autotune.cli.configs import audit, export_config, import_config
 from autotune.cli.demo import demo
 from autotune.cli.estimate import estimate
+from autotune.cli.jobs import job_script
 from autotune.cli.options import one_of
 from autotune.cli.output import Progress
 from autotune.cli.plan import plan
@@ -57,7 +58,7 @@ def top(
 
 
 PLANS = (probe, doctor, models, estimate, plan, check, explain, diff)
-for command in (*PLANS, train, sample, demo, import_config, export_config, audit):
+for command in (*PLANS, train, job_script, sample, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)

@@ -17,9 +17,10 @@ from autotune.schema.events import Event, event_line, parse_event
 
 FUNCTIONS = """
     audit check check_data convert_weights doctor estimate event_line explain_error export_config export_records
-    find_record import_config import_records inspect_weights is_first_process judge_lesson list_choices list_gpus
-    list_models list_records load_plan make_demo plan plan_from_config plan_text prepare_process probe prune_records
-    pull_records push_records read_record require_gpu sample save_plan shipped_profiles train verify_records
+    find_record import_config import_records inspect_weights is_first_process job_script judge_lesson list_choices
+    list_gpus list_models list_records load_plan make_demo plan plan_from_config plan_text prepare_process probe
+    prune_records pull_records push_records read_record require_gpu sample save_plan shipped_profiles train
+    verify_records
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ConceptFidelity ConfigLine DataReport Demo
