@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         import_config,
         import_records,
         inspect_weights,
+        job_script,
         list_choices,
         list_gpus,
         list_models,
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
     from autotune.hardware import CatalogGpu, Finding
     from autotune.planning import CatalogPrediction, ComparedGpu, Comparison, ModelSummary, NoGpu
-    from autotune.runtime import explain_error, prepare_process
+    from autotune.runtime import explain_error, is_first_process, prepare_process
     from autotune.schema import (
         Candidate,
         CandidatesPredicted,

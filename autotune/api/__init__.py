@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autotune.api.configured_plans import PlanFromConfig, plan_from_config
     from autotune.api.estimating import estimate
     from autotune.api.files import check_data, convert_weights, inspect_weights
+    from autotune.api.jobs import job_script
     from autotune.api.machines import doctor, list_gpus, probe, require_gpu
     from autotune.api.models import list_models
     from autotune.api.options import PlanOptions, WorkloadOptions

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autotune.api.options import require_known
+from autotune.api.places import Place, find_place
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
 from autotune.families import is_on_hub
 from autotune.hardware import lock_for_run
 from autotune.hardware import probe as read_machine
-from autotune.runtime import cache_path, ignore_other_launchers, silence_progress_bars, started_by_launcher
+from autotune.runtime import cache_path, silence_progress_bars
 from autotune.schema import (
     HardwareProfile,
     JobOverrides,
@@ -39,12 +40,16 @@ def train(
     data: str | Path | None = None,
     resume: bool = False,
     trace: bool = False,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
 ) -> RunReport:
     """Train exactly what a plan says, in as many processes as it says.
 
-    A predicted plan is tried once on this machine first; the measured plan is written beside its file.
+    A predicted plan is tried once on this machine first; the measured plan is written beside its file. If torchrun,
+    `accelerate launch`, srun or a PyTorchJob started this process, it is one of the plan's; else it starts them.
 
     Args:
         plan: a plan, or its file.
@@ -52,15 +57,20 @@ def train(
         data: another data folder.
         resume: go on from the newest checkpoint, if there is one.
         trace: write a profile of a few steps to `trace.json` in the output folder.
+        nodes: number of machines that share the plan's processes; call this on each of them.
+        node_rank: number of this machine among them; by default 0 where `rdzv_endpoint` is, and 1 on the other of two.
+        rdzv_endpoint: `HOST:PORT` at which the machines meet; HOST is the first one, which writes the output.
         on_event: listener to progress.
         job: fields of the plan's job to replace, e.g. `output="other"`.
 
     Raises:
         InvalidPlan: the file is not a valid plan, or a value of the job is out of range.
         DoesNotFit: the plan was made for another machine, model or class of data.
-        InvalidInput: model or data cannot be used, or the output folder belongs to another run.
+        InvalidInput: model or data cannot be used, the output folder belongs to another run, or the processes that a
+            launcher started are not as many as the plan's.
         Preempted: a signal came; a checkpoint is written.
-        AutotuneError: memory or disk ran out, the loss is no longer finite, or a search uses the device.
+        AutotuneError: another process of the run ended or does not answer; memory or disk ran out, the loss is
+            no longer finite, or a search uses the device.
 
     Example:
         >>> report = autotune.train("plan.yaml", output="first-run")
@@ -70,23 +80,23 @@ def train(
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else _plan_here(Path(plan))
     chosen = with_job(given, **changes)
+    place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)
+    on_event = on_event if place.is_first else ignore_event
     on_event(StatusChanged(text="reading the machine"))
-    ignore_other_launchers()
     silence_progress_bars()
-    hardware = read_machine()
+    hardware = place.read_machine()
     is_predicted = chosen.frozen.expected.evidence == "predicted"
     if is_predicted or is_on_hub(chosen.job.model):  # else there is no long work yet
         check_inputs(chosen, resume=resume)
-    chosen = fetch_weights(chosen, hardware)
+    chosen = fetch_weights(chosen, hardware, place.nodes)
     if is_predicted:
         from autotune.planning import measured_here  # not for every run: the search's libraries take 14 MiB
 
         chosen = measured_here(chosen, hardware, file, on_event)
-    number = chosen.frozen.hardware.num_processes
     on_event(RunStarted(plan=chosen))
     page = RunPage(Path(chosen.job.output), on_event)
-    with lock_for_run(hardware.device, number, lambda text: on_event(Notice(text=text))):
-        report = _train(chosen, hardware, page, resume=resume, trace=trace)
+    with lock_for_run(hardware.device, place.num_devices, lambda text: on_event(Notice(text=text))):
+        report = _train(chosen, hardware, place, page, resume=resume, trace=trace)
     if page.has_trained:  # of several processes only the first tells of steps
         page.write()
     return report
@@ -101,12 +111,15 @@ def _plan_here(file: Path) -> tuple[TrainingPlan, Path]:
     return chosen, file.with_stem(f"{file.stem}-{device[:60]}")
 
 
-def _train(plan: TrainingPlan, hardware: HardwareProfile, on_event: OnEvent, *, resume: bool, trace: bool) -> RunReport:
+def _train(
+    plan: TrainingPlan, hardware: HardwareProfile, place: Place, on_event: OnEvent, *, resume: bool, trace: bool
+) -> RunReport:
     cache = cache_path(ENCODED)
-    if plan.frozen.hardware.num_processes == 1 or started_by_launcher():
+    if not place.starts_processes:
         return train_in_process(plan, hardware, cache, on_event, resume=resume, trace=trace)
-    prepare(plan, hardware, resume=resume).lock.release()  # so that what is wrong is said once, before any starts
-    return train_in_processes(plan, cache, on_event, resume=resume, trace=trace)
+    # So that what is wrong is said once, before any process starts:
+    prepare(plan, hardware, resume=resume, nodes=place.nodes).lock.release()
+    return train_in_processes(plan, cache, on_event, resume=resume, trace=trace, nodes=place.nodes)
 
 
 def sample(

@@ -22,6 +22,7 @@ from autotune.cli.compare import compare
 from autotune.cli.configs import audit, export_config, import_config
 from autotune.cli.demo import demo
 from autotune.cli.estimate import estimate
+from autotune.cli.jobs import job_script
 from autotune.cli.options import one_of
 from autotune.cli.output import Progress
 from autotune.cli.plan import plan
@@ -66,7 +67,7 @@ def top(
 
 
 PLANS = (probe, doctor, models, estimate, compare, plan, check, explain, diff, report)
-for command in (*PLANS, train, sample, demo, import_config, export_config, audit):
+for command in (*PLANS, train, job_script, sample, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):
     app.add_typer(group, name=name)

@@ -9,7 +9,7 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli.options import Data, JobOptions, Json, PlanFile, given, takes
-from autotune.cli.output import print_out, print_result, show_events
+from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,11 @@ class TrainOptions:
     output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False
     trace: Annotated[bool, typer.Option("--trace", help="Write a profile of a few steps to trace.json.")] = False
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines that share the plan's processes.")] = None
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="Where they meet: a port of the first.", metavar="HOST:PORT")
+    ] = None
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None
     as_json: Json = False
 
 
@@ -31,8 +36,13 @@ def train(options: TrainOptions, job: JobOptions) -> None:
     arguments = {**given(options, but=("plan_file", "as_json")), **job.values()}
     with show_events() as show:
         report = autotune.train(options.plan_file, on_event=show, **arguments)
+    if not autotune.is_first_process():
+        return
     planned = autotune.load_plan(options.plan_file).job
     output = Path(options.output or planned.output)
+    if (options.nodes or 1) > 1 and not (output / report.adapter).exists():
+        print_remark(f"the run has ended; its output is on the first node, {options.rdzv_endpoint}")
+        return
     lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to)
     print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
 

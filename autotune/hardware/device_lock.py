@@ -23,7 +23,7 @@ import psutil
 from autotune.errors import AutotuneError
 from autotune.hardware.nvidia import DriverSource
 from autotune.hardware.system import Unavailable
-from autotune.runtime import cache_path, started_by_launcher
+from autotune.runtime import cache_path
 from autotune.schema import Device
 
 SEARCH, RUN = "search", "training run"
@@ -135,14 +135,11 @@ class DeviceLock:
 
 @contextlib.contextmanager
 def lock_for_run(device: Device, num_processes: int, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Keep searches off all devices of a training run while it lasts.
+    """Keep searches off the first `num_processes` devices of this machine, or off one, while a training run lasts.
 
     Raises:
         AutotuneError: a search does not end, or a lock file cannot be opened.
     """
-    if started_by_launcher():  # which holds the locks for all its processes
-        yield
-        return
     several = device.kind == "cuda" and num_processes > 1
     devices = [device.changed(index=i) for i in range(num_processes)] if several else [device]
     with contextlib.ExitStack() as stack:

@@ -14,7 +14,21 @@ if TYPE_CHECKING:
         require_writable,
         write_text_atomic,
     )
-    from autotune.runtime.launching import ignore_other_launchers, is_first_process, launch, started_by_launcher
+    from autotune.runtime.launchers import (
+        THIS_NODE,
+        Launch,
+        NodeGroup,
+        read_nodes,
+        require_planned_number,
+    )
+    from autotune.runtime.launching import (
+        MAX_JOIN_SECONDS,
+        adopt_launch,
+        current_launch,
+        is_first_process,
+        launch,
+        started_by_launcher,
+    )
     from autotune.runtime.lazy import lazy_exports
     from autotune.runtime.memory import (
         allocated_bytes,

@@ -27,9 +27,12 @@ CAPTION_TOLERANCE = 0.01
 than that share, and a plan leaves 2% of a GPU's memory free (`autotune.hardware.memory`)."""
 
 
-def hardware_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why the plan cannot be trusted on this machine; empty when it can."""
-    return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory_misfits(plan, hardware))
+def hardware_misfits(
+    plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None
+) -> tuple[str, ...]:
+    """Why the plan cannot be trusted on this machine; empty when it can. `num_processes` as in `memory_misfits`."""
+    memory = memory_misfits(plan, hardware, num_processes)
+    return (*key_misfits(plan, hardware), *_settings_misfits(plan, hardware), *memory)
 
 
 def choose_variant(plans: Sequence[TrainingPlan], hardware: HardwareProfile) -> TrainingPlan:
@@ -86,12 +89,15 @@ def _settings_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[st
     return tuple(misfits)
 
 
-def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why this device has too little memory for one of the plan's processes; empty when it has enough."""
+def memory_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None) -> tuple[str, ...]:
+    """Why this device has too little memory for one of the plan's processes; empty when it has enough.
+
+    On a CPU it must have enough for the `num_processes` that run on this machine, by default all of the plan's.
+    """
     planned = plan.frozen.hardware
     needed = plan.frozen.expected.required_memory_bytes
     if planned.device_kind == "cpu":
-        needed *= planned.num_processes  # they share it
+        needed *= num_processes or planned.num_processes  # they share it
     budget = hardware.device.budget_bytes
     host, there = plan.frozen.expected.host_memory_bytes or 0, hardware.host.available_memory_bytes
     if host > there:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor, nn
 
 from autotune.backends import ATTENTION_BACKENDS
 from autotune.data import BatchLoader, BatchOrder, EncodedDataset
@@ -27,7 +28,7 @@ from autotune.runtime import (
 from autotune.schema import Candidate, Notice, OnEvent, StepFinished, TrainingPlan
 from autotune.training.checkpoint import Checkpoint, Checkpoints
 from autotune.training.metrics import Metrics
-from autotune.training.model import TrainingModel, apply_settings
+from autotune.training.model import TrainingModel, apply_settings, eager_eval
 from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
 from autotune.training.monitor import GpuUtilization, MemoryWatch
 from autotune.training.processes import Processes
@@ -135,8 +136,9 @@ class TrainingLoop:
                 reload, or a checkpoint cannot be written.
         """
         processes = self.context.processes
-        self.network = processes.replicate(self.model.transformer)
         is_single = processes.world_size == 1
+        if not is_single:
+            self._replicate()
         if 0 < self.first_step < self.num_steps:  # what stopped the run may have stopped this preview
             self._preview_if_due()
         with catch_stop_signals(second_ends=is_single) as signal_name, _profiler(self.context.trace) as trace:
@@ -238,8 +240,10 @@ class TrainingLoop:
 
     def _preview_if_due(self) -> None:
         every, context = self.job.preview_every, self.context
-        if every and self.done % every == 0 and context.processes.is_sampler:
-            context.preview(self.done)
+        if every and self.done % every == 0:
+            if context.processes.is_sampler:
+                context.preview(self.done)
+            context.processes.wait()
 
     def _timed_step(self, step: int, batches: Iterator[Batch], loader: BatchLoader) -> StepFinished:
         """One step; the second with the settings in use also measures memory."""
@@ -321,6 +325,33 @@ class TrainingLoop:
             first_position=processes.rank * share,
             average=processes.average,
         )
+
+    def _replicate(self) -> None:
+        """Have the processes average gradients, in an order that is the same after resuming.
+
+        DDP searches for layers without a gradient in every step, if there are any; else it sorts its buckets anew after
+        its first backward pass, and with them the order of sums. So that pass is not a step's, but one image's.
+        """
+        processes, transformer = self.context.processes, self.model.transformer
+        with eager_eval(transformer):
+            has_unused = None in torch.autograd.grad(
+                self._loss_of_one(transformer), self.model.adapter, allow_unused=True
+            )
+            self.network = processes.replicate(transformer, has_unused=has_unused)
+            if not has_unused:
+                self._loss_of_one(self.network).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.discard_step()
+
+    def _loss_of_one(self, network: nn.Module) -> Tensor:
+        """The loss of the first image that this process has next."""
+        processes, encoded, step = self.context.processes, self.encoded, min(self.done, self.num_steps - 1)
+        if self.windows:
+            self.windows.prepare(step)
+        first = self.order.micro_batches(step, 1, rank=processes.rank, world_size=processes.world_size)[0]
+        sample = encoded.sample(first.indices[0], dropped=first.dropped[0])
+        batch = self._to_device(self.model.family.collate([sample]))
+        position = processes.rank * (self.order.effective_batch_size // processes.world_size)
+        return self.noising.loss(self.model.family, network, batch, step, position)
 
     def _take_images(self, number: int, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The next micro-batches, of so many images together."""

@@ -19,7 +19,7 @@ from autotune.families import (
     resolve_model,
 )
 from autotune.knobs import TuningContext
-from autotune.runtime import is_first_process, started_by_launcher
+from autotune.runtime import THIS_NODE, NodeGroup, current_launch
 from autotune.schema import HardwareProfile, TrainingPlan, Workload, with_job
 from autotune.training.checkpoint import require_same_weights
 from autotune.training.describe import check_job, describe_workload, overrides_from, require_even_shares
@@ -44,13 +44,17 @@ class PreparedRun:
     """Digest of the transformer's weights."""
 
 
-def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> PreparedRun:
+def prepare(
+    plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool, nodes: NodeGroup = THIS_NODE
+) -> PreparedRun:
     """Check plan, machine, model, data, output folder and disk: everything that can fail before any long work.
+
+    `nodes` are the machines on which processes are to be started, if this process is none of them.
 
     Raises:
         DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
-    _require_machine(plan, hardware, hardware_misfits)
+    _require_machine(plan, hardware, hardware_misfits, nodes)
     dataset = _read_data(plan)
     job, planned = plan.job, plan.frozen.workload
     model = resolve_model(job.pinned_model)
@@ -63,7 +67,9 @@ def prepare(plan: TrainingPlan, hardware: HardwareProfile, *, resume: bool) -> P
     if resume:
         require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, dataset)
-    lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first_process())  # for all processes
+    launch = current_launch()
+    is_first = nodes.is_first if launch is None else launch.rank == 0  # which locks it for all processes
+    lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
     return PreparedRun(model, dataset, workload, Path(job.output), lock, weights)
 
 
@@ -89,15 +95,26 @@ def _read_data(plan: TrainingPlan) -> Dataset:
     return read_dataset(Path(job.data), DatasetOptions(job.caption, job.trigger, control, num_frames=job.num_frames))
 
 
-def _require_machine(plan: TrainingPlan, hardware: HardwareProfile, misfits: Callable[..., tuple[str, ...]]) -> None:
-    """Raise DoesNotFit unless all processes have their device. Launched processes skip this: their launcher checked
-    before any of them took memory, and by now the first may be loading."""
-    if started_by_launcher():
-        return
-    require_fit((*misfits(plan, hardware), *card_misfits(plan, hardware)))
+def _require_machine(
+    plan: TrainingPlan,
+    hardware: HardwareProfile,
+    misfits: Callable[[TrainingPlan, HardwareProfile, int], tuple[str, ...]],
+    nodes: NodeGroup = THIS_NODE,
+) -> None:
+    """Raise DoesNotFit unless all processes of this machine have their device.
+
+    A process that another launcher started looks at its own device, before it meets the others and any takes memory.
+    One of autotune's own skips this: what started it has looked, and by now the first may be loading.
+    """
+    launch = current_launch()
+    if launch is None:
+        local = plan.frozen.hardware.num_processes // nodes.num_nodes
+        require_fit((*misfits(plan, hardware, local), *card_misfits(plan, hardware, local)))
+    elif launch.launcher != "autotune":
+        require_fit(misfits(plan, hardware, launch.local_world_size))
 
 
-def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan:
+def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGroup = THIS_NODE) -> TrainingPlan:
     """Download a hub's model, with progress bars; the plan returned names the commit.
 
     Nothing is downloaded for a local folder.
@@ -110,9 +127,12 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile) -> TrainingPlan
     if not is_on_hub(job.model):
         return plan
     measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may still switch to settings that fit
-    misfits = hardware_misfits if measured else key_misfits
-    _require_machine(plan, hardware, misfits)
+    _require_machine(plan, hardware, hardware_misfits if measured else _kind_misfits, nodes)
     return with_job(plan, revision=fetch_model(job.pinned_model).revision)
+
+
+def _kind_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int) -> tuple[str, ...]:
+    return key_misfits(plan, hardware)
 
 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) -> int:

@@ -1,6 +1,7 @@
 """One of several processes that train together; `several.py` starts it.
 
-The first one writes its events as JSON lines, and its error if it ends with one, to the pipe of the starting process.
+The first one of the machine writes its events as JSON lines, then its report, or the error it ends with, to the pipe of
+the starting process. Of several machines only the first one's have events.
 """
 
 import os
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 from autotune.errors import Preempted
-from autotune.runtime import error_line, explain_error, is_first_process, prepare_process, silence_progress_bars
+from autotune.runtime import current_launch, error_line, explain_error, prepare_process, silence_progress_bars
 from autotune.schema import Event, event_line, read_plan
 
 
@@ -17,16 +18,18 @@ def main(plan_file: str, pipe: str, cache_folder: str, *flags: str) -> None:
     prepare_process()  # before the imports below load torch
     from autotune.hardware import probe
     from autotune.training.run import train
+    from autotune.training.several import report_line
 
     silence_progress_bars()
-    is_first = is_first_process()
+    launch = current_launch()
+    is_first = launch is None or launch.local_rank == 0
 
     def write_event(event: Event) -> None:
         lines.write(event_line(event) + "\n")
 
     with Path(pipe if is_first else os.devnull).open("w", encoding="utf-8", buffering=1) as lines:
         try:
-            train(
+            report = train(
                 read_plan(Path(plan_file)),
                 probe(),
                 Path(cache_folder),
@@ -34,6 +37,7 @@ def main(plan_file: str, pipe: str, cache_folder: str, *flags: str) -> None:
                 resume="--resume" in flags,
                 trace="--trace" in flags,
             )
+            lines.write(report_line(report) + "\n")
         except Exception as error:
             if os.environ.get("AUTOTUNE_TRACEBACK"):
                 raise

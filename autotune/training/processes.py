@@ -2,26 +2,46 @@
 
 accelerate sets up backend and device. DDP, which averages the adapter's gradients, is torch's own, since accelerate
 wraps no model with sharded weights on GPUs. It handles the adapter alone: frozen weights, quantized or sharded ones
-too, are on its ignore list, so it neither sends nor checks them. Layers that get no gradient (the last block's text
-stream) are searched for in every step, since a static graph does not work together with accumulation without
-synchronization (torch 2.13 fails in the second step).
+too, are on its ignore list, so it neither sends nor checks them. If a model has layers that get no gradient (the last
+block's text stream), they are searched for in every step, since a static graph does not work together with
+accumulation without synchronization (torch 2.13 fails in the second step).
+
+Nodes may have folders of their own: what is decided from files is read by the first process and told to all others.
 """
 
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
+import psutil
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.hardware import probe
+from autotune.runtime import MAX_JOIN_SECONDS, current_launch
 from autotune.schema import HardwareProfile, PlannedHardware, Strategy, TrainingPlan
 from autotune.training.fit import memory_misfits
 from autotune.training.sharding import is_sharded
 
+MAX_STEP_WAIT = timedelta(minutes=10)
+"""How long a process waits in a step for the others' gradients: the timeout of torch's process group."""
+
 MAX_WAIT = timedelta(hours=12)
-"""The others wait while the first encodes a dataset or samples previews; if it dies, the launcher ends them."""
+"""How long it waits between phases, while another one encodes a dataset, loads a model or samples previews."""
+
+T = TypeVar("T")
+
+
+class PeerLost(AutotuneError):
+    """Another process of this run has ended or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +52,20 @@ class Processes:
     world_size: int
     device: torch.device
     strategy: Strategy = "single"
+    local_rank: int = 0
+    """Number of this process among those of its node."""
+    waiting_group: "torch.distributed.ProcessGroup | None" = None
+    """All processes, on the host's network, with a timeout of `MAX_WAIT`; None for one process."""
 
     @property
     def is_first(self) -> bool:
         """Whether this process writes files and reports progress."""
         return self.rank == 0
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this process encodes for those of its node, with whom it shares a cache."""
+        return self.local_rank == 0
 
     @property
     def is_sampler(self) -> bool:
@@ -58,11 +87,48 @@ class Processes:
         return bool(shared.item() > 0)
 
     def wait(self) -> None:
-        """Wait for all processes to get here."""
-        self.is_any(False)
+        """Wait for all processes to get here, for as long as a phase may take."""
+        if self.world_size > 1:
+            torch.distributed.barrier(group=self.waiting_group)
 
-    def replicate(self, transformer: nn.Module) -> nn.Module:
+    def share(self, compute: Callable[[], T]) -> T:
+        """What the first process computes, on all of them; if it raises an AutotuneError, all do."""
+        if self.world_size == 1:
+            return compute()
+        outcome: list[T | AutotuneError | None] = [None]
+        if self.is_first:
+            try:
+                outcome = [compute()]
+            except AutotuneError as error:
+                outcome = [error]
+        torch.distributed.broadcast_object_list(outcome, src=0, group=self.waiting_group)
+        if isinstance(outcome[0], AutotuneError):
+            raise outcome[0]
+        return cast("T", outcome[0])
+
+    def require_same(self, what: str, digest: str) -> None:
+        """Check that `what` has the same digest on all processes.
+
+        Raises:
+            InvalidInput: it has not.
+        """
+        if self.world_size == 1:
+            return
+        digests: list[str | None] = [None] * self.world_size
+        torch.distributed.all_gather_object(digests, digest, group=self.waiting_group)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            raise InvalidInput(
+                f"{what} of process {others[0]} is not that of process 0",
+                hint="copy the plan, the data and the model to every node, and start the same command on each",
+            )
+
+    def replicate(self, transformer: nn.Module, *, has_unused: bool) -> nn.Module:
         """The transformer as the steps call it: with several processes, wrapped to average gradients.
+
+        Args:
+            transformer: with an adapter.
+            has_unused: whether the loss leaves some of the adapter's layers without a gradient.
 
         Raises:
             AutotuneError: its weights do not follow the strategy of the plan.
@@ -80,7 +146,7 @@ class Processes:
             )
         # Gradients are views of buckets, so memory holds them once. Buffers are frozen, so they are not sent.
         return DistributedDataParallel(
-            transformer, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=True
+            transformer, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=has_unused
         )
 
 
@@ -92,23 +158,88 @@ def make_current(device: torch.device) -> None:
 
 
 def join_processes(planned: PlannedHardware, device: torch.device) -> Processes:
-    """Join the process group of the plan's processes.
+    """Join the process group of the plan's processes; `device` is this process's if it is the only one.
 
     Raises:
-        AutotuneError: the number of processes is not the plan's.
+        AutotuneError: the number of processes is not the plan's, or the others did not come.
     """
     from accelerate import PartialState
 
     has_several = planned.num_processes > 1
-    state = PartialState(cpu=device.type == "cpu", **({"timeout": MAX_WAIT} if has_several else {}))
+    launch = current_launch()
+    if has_several and launch and launch.world_size > 1:
+        _start_process_group("nccl" if device.type == "cuda" else "gloo", f"{launch.address}:{launch.port}")
+    state = PartialState(cpu=device.type == "cpu")
     if state.num_processes != planned.num_processes:
         raise AutotuneError(
             f"the plan is for {planned.num_processes} processes, but {state.num_processes} run",
-            hint="start it with `autotune train`, which starts them itself, not with accelerate or torchrun",
+            hint="start it with `autotune train`, which starts those of one machine, or as many with torchrun or srun",
         )
     own = state.device if has_several and device.type != "cpu" else device
     make_current(own)
-    return Processes(state.process_index, planned.num_processes, own, planned.strategy)
+    group = torch.distributed.new_group(backend="gloo", timeout=MAX_WAIT) if has_several else None
+    local_rank = launch.local_rank if launch else 0
+    return Processes(state.process_index, planned.num_processes, own, planned.strategy, local_rank, group)
+
+
+def _start_process_group(backend: str, endpoint: str) -> None:
+    """As torch's `env://`, except that processes may come later than they may answer later on."""
+    from torch.distributed.rendezvous import rendezvous
+
+    if interface := _interface_to(endpoint.rpartition(":")[0]):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    try:
+        found = rendezvous("env://", timeout=timedelta(seconds=MAX_JOIN_SECONDS))
+        store, rank, world_size = next(found)
+        torch.distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=MAX_STEP_WAIT
+        )
+    except (RuntimeError, OSError) as error:
+        raise AutotuneError(
+            f"the processes did not meet at {endpoint}: {first_line(error)}",
+            hint="see that all of them run, and that they reach that port on the first process's host",
+        ) from error
+
+
+def _interface_to(host: str) -> str | None:
+    """The network interface by which this machine reaches a host, or is it; None if it is the loopback's or unknown.
+
+    Gloo by itself takes the one that the machine's name stands for, which many systems say is the loopback's.
+    """
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probing:  # connecting it sends nothing
+            probing.connect(address)
+            own = probing.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in (each.address for each in addresses):
+                return None if ipaddress.ip_address(own).is_loopback else name
+    return None
+
+
+@contextlib.contextmanager
+def explain_lost_peer() -> Iterator[None]:
+    """Turn the network's error when another process has ended, or hangs, into one that says so.
+
+    Raises:
+        PeerLost: another process ended, or did not answer in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in text:
+            raise
+        late = "timed out" in text.lower()
+        raise PeerLost(
+            f"another process of this run {'does not answer' if late else 'has ended'}: {_cause(text)}",
+            hint="look at what the other processes and nodes printed; go on from the last checkpoint with --resume",
+        ) from error
+
+
+def _cause(text: str) -> str:
+    """What happened, without the place in gloo's source before it and the advice after it."""
+    return re.sub(r"^\[[^\]]*\] *|[.] This is typically.*", "", text.strip().partition("\n")[0])
 
 
 def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, ...]:
@@ -126,9 +257,10 @@ def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, 
     return (f"processes: they need equal GPUs, the first {num_processes} are {names}",) if len(kinds) > 1 else ()
 
 
-def card_misfits(plan: TrainingPlan, hardware: HardwareProfile) -> tuple[str, ...]:
-    """Why the plan's processes cannot have a GPU with enough memory each; `memory_misfits` checks the first one's."""
-    num_processes = plan.frozen.hardware.num_processes
+def card_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None) -> tuple[str, ...]:
+    """Why so many of the plan's processes, by default all, cannot have a GPU with enough memory each here;
+    `memory_misfits` checks the first one's."""
+    num_processes = num_processes or plan.frozen.hardware.num_processes
     if misfits := device_misfits(num_processes, hardware):
         return misfits
     others = range(1, num_processes if hardware.device.kind == "cuda" else 1)

@@ -24,12 +24,13 @@ from autotune.schema import (
     Progressed,
     RunReport,
     TrainingPlan,
+    digest_of,
     ignore_event,
 )
 from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter, save_trained
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
 from autotune.training.files import REPORT_FILE, comparison_file, preview_file
-from autotune.training.folder import compute_run_key, finished_report
+from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
 from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
@@ -37,7 +38,7 @@ from autotune.training.monitor import PhaseWatch
 from autotune.training.pictures import ComparedPictures, make_sheet, save_image
 from autotune.training.preparation import PreparedRun, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
-from autotune.training.processes import join_processes
+from autotune.training.processes import Processes, explain_lost_peer, join_processes
 
 TRACE_FILE = "trace.json"
 
@@ -64,30 +65,44 @@ def train(
     """
     started = time.monotonic()
     prepared = prepare(plan, hardware, resume=resume)
-    if resume and (report := finished_report(plan, prepared.dataset)):
-        on_event(Notice(text=f"this run has taken all of its {report.num_steps} steps: nothing is left to do"))
-        prepared.lock.release()
-        return report
     configure_allocator(plan.frozen.settings.allocator)  # before anything is allocated
     hint = "free some space, then go on from the last checkpoint: --resume"
     try:
         with reraise_disk_full(prepared.output, hint=hint), reraise_oom():
-            run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event)
-            return run.train(started, resume=resume, trace=trace)
+            processes = join_processes(plan.frozen.hardware, torch.device(hardware.device.torch_name))
+            with explain_lost_peer():
+                on_event = on_event if processes.is_first else ignore_event
+                processes.require_same("the plan, its job or the model", _common_digest(plan, prepared, resume=resume))
+                if resume and (report := processes.share(lambda: finished_report(plan, prepared.dataset))):
+                    text = f"this run has taken all of its {report.num_steps} steps: nothing is left to do"
+                    on_event(Notice(text=text))
+                    return report
+                run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event, processes)
+                return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.lock.release()
 
 
+def _common_digest(plan: TrainingPlan, prepared: PreparedRun, *, resume: bool) -> str:
+    """Digest of what every process must have been started with; paths may differ from node to node."""
+    return digest_of({**list_fixed_fields(plan), "weights": prepared.weights, "resume": resume})
+
+
 class _Run:
-    """The phases of one run around its loop."""
+    """The phases of one run around its loop; `on_event` tells of the first of its processes alone."""
 
     def __init__(
-        self, plan: TrainingPlan, prepared: PreparedRun, hardware: HardwareProfile, cache: Cache, on_event: OnEvent
+        self,
+        plan: TrainingPlan,
+        prepared: PreparedRun,
+        hardware: HardwareProfile,
+        cache: Cache,
+        on_event: OnEvent,
+        processes: Processes,
     ) -> None:
         self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
         self.budget_bytes = hardware.device.budget_bytes
-        self.processes = join_processes(plan.frozen.hardware, torch.device(hardware.device.torch_name))
-        self.on_event = on_event if self.processes.is_first else ignore_event
+        self.processes, self.on_event = processes, on_event
         self.watch = PhaseWatch(self.processes.device)
         self.warnings: list[str] = []
         frozen = plan.frozen
@@ -100,18 +115,22 @@ class _Run:
         plan, job, processes = self.plan, self.plan.job, self.processes
         with self.watch.phase("caching"):
             encoded = self._encode()
+        run_key = compute_run_key(plan, encoded)
+        processes.require_same("the data, images or captions,", run_key)
         with Checkpoints(
             self.output / CHECKPOINTS,
-            compute_run_key(plan, encoded),
+            run_key,
             keep_last=job.checkpoints_total_limit,
             keep_every=job.checkpoints_keep_every * job.checkpointing_steps,
             weights=self.prepared.weights,
         ) as checkpoints:
-            checkpoint = checkpoints.newest(self._notify) if resume else None  # refused before anything is loaded
+            # Refused before anything is loaded.
+            checkpoint = processes.share(lambda: checkpoints.newest(self._notify)) if resume else None
             first_step = checkpoint.step if checkpoint else 0
             self._require_steps(first_step, encoded)
             with self.watch.phase("loading"):
                 trained = self._load()
+                processes.wait()
             self._start_phase(f"training from step {first_step}" if checkpoint else "training")
             metrics = None
             if processes.is_first:
@@ -130,8 +149,7 @@ class _Run:
                 loop.run()
         with eager_eval(trained.transformer), preempt_on_signal(second_ends=processes.world_size == 1):
             report = self._finish(loop, started)
-            processes.wait()
-        return report
+        return processes.share(lambda: report)
 
     def _require_steps(self, num_taken: int, encoded: EncodedDataset) -> None:
         """Raise InvalidInput if more steps were taken already than the run is to take."""
@@ -163,8 +181,8 @@ class _Run:
         ]
 
     def _encode(self) -> EncodedDataset:
-        """Encode on the first process while the others wait; then they find every entry in the cache."""
-        if not self.processes.is_first:
+        """Encode on the first process of each node while the others wait; then they find all in the cache."""
+        if not self.processes.is_first_of_node:
             self.processes.wait()
         if self.previews:
             self._start_phase("encoding the prompts of previews")
@@ -182,7 +200,7 @@ class _Run:
         )
         for problem in encoded.problems:
             self._notify(f"left out: {problem.file}: {problem.message}")
-        if self.processes.is_first:
+        if self.processes.is_first_of_node:
             self.processes.wait()
         self.encoders.release()
         return encoded

@@ -1,6 +1,7 @@
-"""Trains a plan in several processes of this machine: starts them, passes on the first one's events, gives its report.
+"""Trains a plan in several processes of this machine, alone or as one node of several: starts them, passes on the
+first one's events, gives its report.
 
-What the first process tells comes through a pipe: see `process.py`.
+What the first process here tells comes through a pipe: see `process.py`.
 """
 
 import contextlib
@@ -11,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autotune.errors import AutotuneError
-from autotune.runtime import (
-    error_from,
-    launch,
-)
+from autotune.runtime import THIS_NODE, NodeGroup, error_from, launch
 from autotune.schema import OnEvent, RunReport, TrainingPlan, parse_event, write_plan
 from autotune.training.checkpoint import checkpoints_of
-from autotune.training.files import REPORT_FILE
+
+REPORT = '{"report": '
+"""How the last line in the pipe begins when the run has ended well."""
 
 
 class ProcessFailed(AutotuneError):
@@ -29,9 +29,15 @@ class ProcessFailed(AutotuneError):
 
 
 def train_in_processes(
-    plan: TrainingPlan, cache_folder: Path, on_event: OnEvent, *, resume: bool, trace: bool
+    plan: TrainingPlan,
+    cache_folder: Path,
+    on_event: OnEvent,
+    *,
+    resume: bool,
+    trace: bool,
+    nodes: NodeGroup = THIS_NODE,
 ) -> RunReport:
-    """Train in as many processes as the plan says.
+    """Train in as many processes as the plan says, this node's share of them here.
 
     Raises:
         AutotuneError: as `train`; or a process died, whose exit status the error then has.
@@ -42,31 +48,45 @@ def train_in_processes(
         write_plan(plan_file, plan)
         os.mkfifo(pipe)
         failures: list[AutotuneError] = []
-        reader = threading.Thread(target=_pass_on, args=(pipe, on_event, failures.append), daemon=True)
+        reports: list[RunReport] = []
+        reader = threading.Thread(target=_pass_on, args=(pipe, on_event, failures.append, reports.append), daemon=True)
         reader.start()
         flags = (*(["--resume"] if resume else []), *(["--trace"] if trace else []))
         arguments = ("-m", "autotune.training.process", str(plan_file), str(pipe), str(cache_folder), *flags)
         try:
-            status = launch(plan.frozen.hardware.num_processes, arguments, lambda: checkpoints_of(output))
+            number = plan.frozen.hardware.num_processes // nodes.num_nodes
+            status = launch(number, arguments, lambda: checkpoints_of(output), nodes)
         finally:
             with contextlib.suppress(OSError):  # so that a reader whom nobody wrote to comes to its end
                 os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
             reader.join()
     if failures:
         raise failures[0]
-    if status:
+    if status or not reports:
         raise ProcessFailed(
             f"a training process ended with status {status}",
             hint="what it printed is above; go on from the last checkpoint with --resume",
-            exit_status=status,
+            exit_status=status or 1,
         )
-    return RunReport.model_validate_json((output / REPORT_FILE).read_text(encoding="utf-8"))
+    return reports[0]
 
 
-def _pass_on(pipe: Path, on_event: OnEvent, on_failure: Callable[[AutotuneError], None]) -> None:
+def report_line(report: RunReport) -> str:
+    """The report as the last line in the pipe."""
+    return f"{REPORT}{report.model_dump_json()}}}"
+
+
+def _pass_on(
+    pipe: Path,
+    on_event: OnEvent,
+    on_failure: Callable[[AutotuneError], None],
+    on_report: Callable[[RunReport], None],
+) -> None:
     with pipe.open(encoding="utf-8") as lines:
         for line in lines:
-            if error := error_from(line):
+            if line.startswith(REPORT):
+                on_report(RunReport.model_validate_json(line.strip()[len(REPORT) : -1]))
+            elif error := error_from(line):
                 on_failure(error)
             else:
                 on_event(parse_event(line))

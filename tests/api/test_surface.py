@@ -16,11 +16,11 @@ from autotune.errors import InvalidInput
 from autotune.schema.events import Event, event_line, parse_event
 
 FUNCTIONS = """
-    audit check check_data compare convert_weights doctor estimate event_line explain_error export_config export_records
-    find_record import_config import_records inspect_weights judge_lesson list_choices list_gpus list_models
-    list_records load_plan load_variants make_demo plan plan_from_config plan_text plan_variants prepare_process probe
-    prune_records pull_records push_records read_record report require_gpu sample save_plan shipped_profiles
-    train verify_records
+    audit check check_data compare convert_weights doctor estimate event_line explain_error export_config
+    export_records find_record import_config import_records inspect_weights is_first_process job_script judge_lesson
+    list_choices list_gpus list_models list_records load_plan load_variants make_demo plan plan_from_config
+    plan_text plan_variants prepare_process probe prune_records pull_records push_records read_record report
+    require_gpu sample save_plan shipped_profiles train verify_records
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine

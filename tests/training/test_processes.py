@@ -29,6 +29,7 @@ from autotune.training.run import _Run
 from autotune.training.sharding import is_sharded
 from tests import builders
 from tests.conftest import autotune_here
+from tests.runtime.test_launchers import launched
 from tests.training.conftest import CPU, Bench
 from tests.training.test_fit import planned
 
@@ -105,7 +106,7 @@ def test_other_processes_wait_before_they_look_for_what_the_first_encodes(monkey
         previews=["preview"],
         cache=None,
         sampler=SimpleNamespace(encode_prompts=lambda *_: done.append("prompts")),
-        processes=SimpleNamespace(is_first=False, wait=lambda: done.append("wait")),
+        processes=SimpleNamespace(is_first_of_node=False, wait=lambda: done.append("wait")),
         on_event=ignore_event,
         _start_phase=lambda name: None,
         plan=SimpleNamespace(job=SimpleNamespace(caption_dropout=0.0)),
@@ -153,8 +154,12 @@ def test_each_device_must_have_room_and_the_launcher_looks_before_any_process_ta
         _require_machine(plan, free, hardware_misfits)
     with pytest.raises(DoesNotFit, match="here"):
         _require_machine(plan, full, hardware_misfits)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    for name, value in launched("autotune-1").items():
+        monkeypatch.setenv(name, value)
     _require_machine(plan, full, hardware_misfits)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun's own")
+    with pytest.raises(DoesNotFit, match="here"):
+        _require_machine(plan, full, hardware_misfits)
 
 
 def test_weights_that_are_not_what_the_plan_says_are_noticed(bench: Bench) -> None:

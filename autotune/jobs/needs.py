@@ -1,0 +1,116 @@
+"""What a job must ask a cluster for, so that a plan's run fits: machines, GPUs, host memory and time."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Self
+
+from autotune.errors import InvalidInput
+from autotune.schema import TrainingPlan
+
+GIB = 2**30
+TIME_MARGIN = 1.5
+"""Factor of the predicted time: another machine of the same kind, and data that comes over a network."""
+START_SECONDS = 900
+"""For starting containers, loading a model over a network and encoding on each node."""
+MEMORY_MARGIN = 1.25
+"""Factor of the predicted host memory."""
+MIN_NOTICE_SECONDS = 120
+PREEMPTED = 75
+"""Exit status of a run that wrote its checkpoint and wants to be started again."""
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """Where a job runs and what it calls."""
+
+    folder: PurePosixPath
+    """Absolute folder from which the plan's relative paths count; it must be there on every node."""
+    plan_file: PurePosixPath
+    """Absolute path of the plan."""
+    output: PurePosixPath
+    """Absolute path of the run's output, which must be on a disk that all nodes share, or on the first one's."""
+    image: str = ""
+    """Container image with autotune in it; empty outside containers."""
+    claim: str = ""
+    """Kubernetes' persistent volume claim that holds `folder`."""
+
+    @property
+    def command(self) -> list[str]:
+        """What each process, or each pod, calls: it goes on from a checkpoint if there is one."""
+        return ["autotune", "train", str(self.plan_file), "--output", str(self.output), "--resume"]
+
+
+@dataclass(frozen=True)
+class JobNeeds:
+    """What to ask a cluster for."""
+
+    name: str
+    """Of the job, with only the characters that a host name may have."""
+    num_nodes: int
+    processes_per_node: int
+    gpus_per_node: int
+    """0 for a plan that trains on CPUs."""
+    host_memory_gib: int | None
+    """For each node; None if the plan does not know, or if no limit holds what the device takes."""
+    seconds: int
+    """Time limit of one start, in whole minutes."""
+    notice_seconds: int
+    """How long before the limit, or a kill, the run is told, so that it can finish its step and write a checkpoint."""
+
+    @classmethod
+    def of_plan(cls, plan: TrainingPlan, *, num_nodes: int = 1, hours: float | None = None) -> Self:
+        """What the plan predicts, with margins.
+
+        Args:
+            plan: measured or predicted.
+            num_nodes: machines that share its processes.
+            hours: time limit of one start, if it is shorter or longer than the prediction's.
+
+        Raises:
+            InvalidInput: the processes cannot be shared evenly by the nodes, or the limit is too short for any step.
+        """
+        hardware, expected = plan.frozen.hardware, plan.frozen.expected
+        number = hardware.num_processes
+        if num_nodes < 1 or number % num_nodes:
+            raise InvalidInput(
+                f"the plan's {number} process(es) cannot be shared evenly by {num_nodes} nodes",
+                hint=f"use a number of nodes that divides {number}, or plan again with --gpus",
+            )
+        local = number // num_nodes
+        encoder = plan.frozen.caching.text_encoder_device
+        also = int(encoder[5:]) + 1 if encoder.startswith("cuda:") else 0
+        is_cpu = hardware.device_kind == "cpu"
+        needed = expected.required_memory_bytes * local if is_cpu else (expected.host_memory_bytes or 0) * local
+        is_limited = needed and hardware.match_keys.get("memory_kind") != "integrated"
+        notice = max(MIN_NOTICE_SECONDS, math.ceil(3 * expected.step_seconds) + 60)
+        seconds = plan.job_seconds * TIME_MARGIN + START_SECONDS if hours is None else hours * 3600
+        if not math.isfinite(seconds) or seconds <= 2 * notice:
+            raise InvalidInput(
+                f"a time limit of {seconds / 3600:.3g} hours leaves no time for steps: a run needs {notice} s to stop",
+                hint=f"give it at least {math.ceil(3 * notice / 36) / 100} with --hours",
+            )
+        return cls(
+            name=_host_name(PurePosixPath(plan.job.output).name),
+            num_nodes=num_nodes,
+            processes_per_node=local,
+            gpus_per_node=0 if is_cpu else max(local, also),
+            host_memory_gib=math.ceil(needed * MEMORY_MARGIN / GIB) if is_limited else None,
+            seconds=math.ceil(seconds / 60) * 60,
+            notice_seconds=notice,
+        )
+
+    @property
+    def summary(self) -> str:
+        """One line without anything that a user wrote, for a comment."""
+        memory = "as the cluster gives" if self.host_memory_gib is None else f"{self.host_memory_gib} GiB"
+        return (
+            f"{self.num_nodes} node(s), each with {self.processes_per_node} process(es), {self.gpus_per_node} GPU(s), "
+            f"host memory {memory}"
+        )
+
+
+def _host_name(text: str) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
+    return f"autotune-{slug}" if slug else "autotune"

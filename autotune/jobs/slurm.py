@@ -1,0 +1,57 @@
+"""A batch script for SLURM: one task for each process, which autotune recognizes by srun's variables.
+
+SLURM signals the tasks before the time limit; they write a checkpoint and exit with 75, and the script puts the job
+back into the queue. A preempted job gets SIGTERM as well. Options: sbatch(1) and srun(1).
+"""
+
+import shlex
+
+from autotune.jobs.needs import PREEMPTED, JobFile, JobNeeds
+
+SCRIPT = """\
+#!/bin/bash
+# Written by `autotune job-script`: {summary}.
+{directives}
+set -u
+trap : TERM  # the tasks get it too and write a checkpoint; this shell waits for them
+cd {folder} || exit 1
+# Encoded images are cached on each node's own disk, models where they are already.
+export HF_HOME="${{HF_HOME:-$HOME/.cache/huggingface}}"
+export XDG_CACHE_HOME="${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/autotune-cache-$(id -u)"
+
+status=0
+srun --kill-on-bad-exit=1 {command} || status=$?
+if [ "$status" -eq {preempted} ]; then  # a checkpoint is written: go on from it
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+fi
+exit "$status"
+"""
+
+
+def slurm_script(needs: JobNeeds, job: JobFile) -> str:
+    """The script, to be given to sbatch."""
+    options = {
+        "job-name": needs.name,
+        "nodes": needs.num_nodes,
+        "ntasks-per-node": needs.processes_per_node,
+        "gpus-per-node": needs.gpus_per_node or None,
+        "mem": f"{needs.host_memory_gib}G" if needs.host_memory_gib else None,
+        "time": duration(needs.seconds),
+        "signal": f"TERM@{needs.notice_seconds}",
+        "open-mode": "append",
+        "output": "autotune-%j.log",
+    }
+    directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    return SCRIPT.format(
+        summary=needs.summary,
+        directives="\n".join([*directives, "#SBATCH --requeue"]),
+        folder=shlex.quote(str(job.folder)),
+        command=shlex.join(job.command),
+        preempted=PREEMPTED,
+    )
+
+
+def duration(seconds: int) -> str:
+    """Days, hours, minutes and seconds as SLURM writes them: `1-02:30:00`."""
+    days, rest = divmod(seconds, 86400)
+    return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"

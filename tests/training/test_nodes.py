@@ -1,0 +1,150 @@
+"""Two nodes, each with a home and an output folder of its own, started as SLURM's srun starts them."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autotune.schema.plan import TrainingPlan
+from autotune.schema.plan_file import write_plan
+from autotune.training.adapter_file import ADAPTER_FILE, save_trained
+from autotune.training.metrics import read_metrics
+from tests.runtime.test_launchers import in_slurm
+from tests.training.conftest import Bench
+
+NUM_STEPS = 12
+
+
+def run_command(arguments: list[str], environment: dict[str, str], log: str, step_wait_seconds: float | None) -> None:
+    """`autotune ARGUMENTS` in a process that a fork server started, whose imports are paid for already."""
+    with open(log, "a", buffering=1) as lines:
+        os.dup2(lines.fileno(), 1)
+        os.dup2(lines.fileno(), 2)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    if step_wait_seconds:
+        from autotune.training import processes
+
+        importlib.import_module(processes.__name__).MAX_STEP_WAIT = timedelta(seconds=step_wait_seconds)
+    sys.argv = ["autotune", *arguments]
+    from autotune.cli import main
+
+    main()
+
+
+@dataclass(frozen=True)
+class TwoNodes:
+    folder: Path
+    plan: TrainingPlan
+
+    def start(
+        self, *flags: str, number: int = 2, job: int = 0, step_wait_seconds: float | None = None
+    ) -> list[ForkServerProcess]:
+        write_plan(self.folder / "plan.yaml", self.plan)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["autotune.training.run", "autotune.api.runs", "autotune.cli", "accelerate"])
+        port, started = free_port(), []
+        for rank in range(number):
+            home = self.folder / f"home-{rank}"
+            environment = in_slurm(
+                SLURM_PROCID=rank, SLURM_LOCALID=0, SLURM_NODEID=rank, SLURM_STEP_NUM_TASKS=number,
+                SLURM_STEP_TASKS_PER_NODE=f"1(x{number})", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                XDG_CACHE_HOME=home / "cache", XDG_DATA_HOME=home / "data",
+            )  # fmt: skip
+            arguments = ["--progress", "none", "train", str(self.folder / "plan.yaml"), *flags]
+            arguments += ["--output", str(self.output(rank))]
+            started.append(
+                context.Process(
+                    target=run_command, args=(arguments, environment, str(self.log(rank)), step_wait_seconds)
+                )
+            )
+            started[-1].start()
+        return started
+
+    def output(self, rank: int) -> Path:
+        return self.folder / f"output-{rank}"
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"log-{rank}"
+
+    def wait_for_step(self, step: int, started: list[ForkServerProcess]) -> None:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(self.output(0) / "metrics.jsonl")) < step:
+            assert all(process.is_alive() for process in started), self.log(0).read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def finish(self, started: list[ForkServerProcess], within_seconds: float = 120) -> list[int | None]:
+        """Exit statuses, once all have ended."""
+        deadline = time.monotonic() + within_seconds
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        try:
+            return [process.exitcode for process in started]
+        finally:
+            for process in started:
+                process.kill()
+
+
+@pytest.fixture
+def two(bench: Bench, tmp_path: Path) -> TwoNodes:
+    return TwoNodes(tmp_path, bench.plan(num_processes=2, num_steps=NUM_STEPS, checkpointing_steps=2))
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return int(server.getsockname()[1])
+
+
+def test_two_nodes_learn_what_one_process_learns_and_a_killed_one_is_missed(bench: Bench, two: TwoNodes) -> None:
+    started = two.start()
+    two.wait_for_step(5, started)
+    os.kill(started[1].pid or 0, signal.SIGKILL)
+    killed_at = time.monotonic()
+    assert two.finish(started)[0] == 1
+    assert time.monotonic() - killed_at < 60
+    assert "error: another process of this run has ended" in two.log(0).read_text()
+    assert "hint: look at what the other processes and nodes printed" in two.log(0).read_text()
+    assert two.finish(two.start("--resume")) == [0, 0], two.log(0).read_text()
+    assert not (two.output(1) / ADAPTER_FILE).exists()
+    text = two.log(0).read_text() + two.log(1).read_text()
+    assert text.count("loss on fresh noise") == 1  # the first process alone reports
+    assert "find_unused_parameters" not in text
+    losses: list[float] = []
+    one = bench.loop(two.plan, two.folder / "one", on_step=lambda event: losses.append(event.loss))
+    assert [row.loss for row in read_metrics(two.output(0) / "metrics.jsonl")] == pytest.approx(losses, abs=1e-5)
+    save_trained(
+        two.folder / ADAPTER_FILE, one.model, one.optimizer, two.plan.frozen.workload, two.plan.digest, NUM_STEPS
+    )
+    left, right = load_file(two.output(0) / ADAPTER_FILE), load_file(two.folder / ADAPTER_FILE)
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_process_that_hangs_is_noticed(two: TwoNodes) -> None:
+    started = two.start(step_wait_seconds=3)
+    two.wait_for_step(3, started)
+    os.kill(started[1].pid or 0, signal.SIGSTOP)
+    assert two.finish(started[:1], within_seconds=60) == [1]
+    assert "error: another process of this run does not answer" in two.log(0).read_text()
+    started[1].kill()
+
+
+@pytest.mark.parametrize("number", [3])
+def test_more_tasks_than_the_plan_has_processes_train_nothing(two: TwoNodes, number: int) -> None:
+    assert two.finish(two.start(number=number)) == [2] * number
+    assert "srun started 3 process(es), but the plan is for 2" in two.log(2).read_text()
+    assert not two.output(0).exists()
