@@ -16,11 +16,9 @@ from tests.builders import GIB, trial
 from tests.conftest import Journey
 from tests.planning.machines import CAPABILITIES, HARDWARE, make_plan, request, surroundings
 
-pytestmark = pytest.mark.usefixtures("_traced_once")
-
 
 @pytest.fixture(scope="module")
-def case(_traced_once: None) -> PlanningProblem:
+def case() -> PlanningProblem:
     return PlanningProblem.build(request(), HARDWARE, surroundings())
 
 
