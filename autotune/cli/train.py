@@ -9,7 +9,7 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli.options import Data, JobOptions, Json, PlanFile, given, takes
-from autotune.cli.output import print_out, print_result, show_events
+from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +22,34 @@ class TrainOptions:
     output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False
     trace: Annotated[bool, typer.Option("--trace", help="Write a profile of a few steps to trace.json.")] = False
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Exit with 1 if the adapter never moved or lowers no loss: for schedulers.")
+    ] = False
     as_json: Json = False
 
 
 @takes(TrainOptions, JobOptions)
 def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
-    arguments = {**given(options, but=("plan_file", "as_json")), **job.values()}
+    arguments = {**given(options, but=("plan_file", "as_json", "gate")), **job.values()}
     with show_events() as show:
         report = autotune.train(options.plan_file, on_event=show, **arguments)
     planned = autotune.load_plan(options.plan_file).job
     output = Path(options.output or planned.output)
     lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to)
     print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
+    if options.gate:
+        _require_success(report)
+
+
+def _require_success(report: autotune.RunReport) -> None:
+    """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the answer is printed."""
+    failures = report.verdict.failures if report.verdict else ("there is no verdict on the adapter",)
+    if failures:
+        for failure in failures:
+            print_remark(f"error: {failure}")
+        print_remark("hint: look at the run's report.html; a lower --learning-rate or more --steps often help")
+        raise typer.Exit(1)
 
 
 def sample(
