@@ -65,6 +65,14 @@ def test_plan_holds_at_least_six_real_trials_over_several_knobs(journey: Journey
     assert len(varied & {"micro_batch_size", "checkpointed_blocks", "quantization", "attention"}) >= 2
 
 
+def test_training_left_a_page_about_the_run_and_says_where(journey: Journey) -> None:
+    page = (journey.result / "report.html").read_text()
+    assert "finished: " in page
+    assert "Limited by" in page
+    assert page.count("data:image/") >= 3, "a preview, and pictures without and with the adapter"
+    assert f"report         {journey.result / 'report.html'}" in journey.process.stdout
+
+
 def test_plan_chose_the_fastest_trial_and_says_why(journey: Journey) -> None:
     frozen = journey.plan.frozen
     confirmed = [t for t in frozen.trials if t.outcome == "ok" and t.confirms]

@@ -1,7 +1,6 @@
 """`autotune plan`: options to arguments, events to the terminal, the plan to a file."""
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,8 +158,7 @@ def _ending(made: autotune.TrainingPlan, file: Path) -> list[str]:
             *reporting.plan_lines(made),
             reporting.train_hint(made, file),
         ]
-    where = shlex.quote(str(file))
-    more = f"{'more':<15}autotune explain {where}; autotune report {where}"
+    more = f"{'more':<15}reasons: autotune explain; a page with charts: autotune report"
     return [*reporting.plan_lines(made), *reporting.user_values_line(made), more, reporting.train_hint(made, file)]
 
 

@@ -27,13 +27,16 @@ class TrainOptions:
         str | None, typer.Option(help="Where they meet: a port of the first.", metavar="HOST:PORT")
     ] = None
     node_rank: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Exit with 1 if the adapter never moved or lowers no loss: for schedulers.")
+    ] = False
     as_json: Json = False
 
 
 @takes(TrainOptions, JobOptions)
 def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
-    arguments = {**given(options, but=("plan_file", "as_json")), **job.values()}
+    arguments = {**given(options, but=("plan_file", "as_json", "gate")), **job.values()}
     with show_events() as show:
         report = autotune.train(options.plan_file, on_event=show, **arguments)
     if not autotune.is_first_process():
@@ -45,6 +48,18 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         return
     lines = reporting.report_lines(report), reporting.after_training_lines(report, output, planned.report_to)
     print_result(report, options.as_json, lambda _: [*lines[0], *lines[1]])
+    if options.gate:
+        _require_success(report)
+
+
+def _require_success(report: autotune.RunReport) -> None:
+    """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the answer is printed."""
+    failures = report.verdict.failures if report.verdict else ("there is no verdict on the adapter",)
+    if failures:
+        for failure in failures:
+            print_remark(f"error: {failure}")
+        print_remark("hint: look at the run's report.html; a lower --learning-rate or more --steps often help")
+        raise typer.Exit(1)
 
 
 def sample(

@@ -22,6 +22,21 @@ class AdapterVerdict(Frozen):
     adapter_loss: float | None
     """Mean loss with the adapter, on the same images and noise."""
 
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why nobody should use the adapter, one sentence each; empty if nothing speaks against it."""
+        found = []
+        if self.num_not_finite:
+            found.append(f"{self.num_not_finite} of the adapter's {self.num_layers} layers are not finite")
+        if not any(self.layer_norms.values()):
+            found.append("the adapter never moved: no gradient reached any of its layers")
+        if self.base_loss is None or self.adapter_loss is None:
+            found.append("the loss with the adapter could not be compared with the model's own")
+        elif self.adapter_loss >= self.base_loss:
+            losses = f"{self.adapter_loss:.4f} with the adapter, {self.base_loss:.4f} without it"
+            found.append(f"the adapter does not lower the loss on noise that it was not trained on: {losses}")
+        return tuple(found)
+
 
 class RunReport(Frozen):
     """What a training run did, against what its plan promised."""

@@ -48,7 +48,7 @@ def test_a_plan_ends_with_what_a_person_needs(name: str) -> None:
     assert f"micro-batch {plan.frozen.settings.micro_batch_size} (x" in text
     assert f"{plan.frozen.expected.images_per_second:.2f} images/s (measured)" in text
     assert " are left" in text
-    assert "autotune explain plan.yaml; autotune report plan.yaml" in text
+    assert "reasons: autotune explain; a page with charts: autotune report" in text
     assert "train it with: autotune train plan.yaml" in text
     for knob in KNOBS:
         is_usual = getattr(plan.frozen.settings, knob.name) == Candidate.model_fields[knob.name].default

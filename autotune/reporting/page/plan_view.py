@@ -1,5 +1,6 @@
 """The part of a page that is about a plan or a record."""
 
+import math
 from xml.etree.ElementTree import Element
 
 from autotune.knobs import KNOBS
@@ -10,6 +11,7 @@ from autotune.reporting.page.subjects import OUTCOMES, PlanSubject, Point, neare
 from autotune.reporting.page.worth import find_worths, worth_table
 from autotune.reporting.plan import describe_changes, settings_items
 from autotune.reporting.text import memory_text, seconds_text, uncertainty_text
+from autotune.schema import Residual
 
 SHOWN_BUDGET = 2.0
 """How many times what is shown the budget may be and still be on the chart's scale."""
@@ -183,43 +185,45 @@ def _trials(subject: PlanSubject) -> list[Element]:
     """Trials in their order, with how far the prediction before them was off."""
     if not subject.trials:
         return []
+    errors = _prediction_errors(subject)
+    rows = [
+        (
+            str(number),
+            describe_changes(trial.candidate, subject.settings) or "the chosen settings",
+            OUTCOMES[trial.outcome] + (" (longer trial)" if trial.confirms else ""),
+            seconds_text(trial.median_step_seconds),
+            "-" if error is None else f"{error[0]:+.0%}",
+            memory_text(trial.peak_memory_bytes),
+            "-" if error is None else f"{error[1]:+.1%}",
+        )
+        for number, (trial, error) in enumerate(zip(subject.trials, errors, strict=True), 1)
+    ]
+    settings = "settings, as they differ from the chosen"
+    head = ("trial", settings, "outcome", "step", "its prediction", "step memory", "its prediction")
+    told = "; “its prediction” is how far the one before any trial was off" if any(errors) else ""
+    took = f" They took {seconds_text(subject.search_seconds)}." if subject.search_seconds else ""
+    return [h("section", h("h3", "Trials"), table(head, rows, caption=f"Trials in their order{told}.{took}"))]
+
+
+def _prediction_errors(subject: PlanSubject) -> list[tuple[float, float] | None]:
+    """For each trial how far time and memory were predicted off, relative to what was measured."""
+    if subject.residuals:
+        return [_relative_errors(residual) for residual in subject.residuals]
     alternatives = subject.forecast.alternatives if subject.forecast else ()
     predicted = {each.candidate(subject.settings): each for each in alternatives}
-    rows = []
-    for number, trial in enumerate(subject.trials, 1):
-        before, seconds = predicted.get(trial.candidate), trial.median_step_seconds
-        memory = trial.peak_memory_bytes
-        time_error = memory_error = "-"
+    errors: list[tuple[float, float] | None] = []
+    for trial in subject.trials:
+        before, seconds, memory = predicted.get(trial.candidate), trial.median_step_seconds, trial.peak_memory_bytes
         if before and seconds and memory and trial.outcome == "ok":
-            time_error = f"{before.step_seconds / seconds - 1:+.0%}"
-            memory_error = f"{before.step_memory_bytes / memory - 1:+.1%}"
-        rows.append(
-            (
-                str(number),
-                describe_changes(trial.candidate, subject.settings) or "the chosen settings",
-                OUTCOMES[trial.outcome] + (" (longer trial)" if trial.confirms else ""),
-                seconds_text(seconds),
-                time_error,
-                memory_text(memory),
-                memory_error,
-            )
-        )
-    head = (
-        "trial",
-        "settings, as they differ from the chosen",
-        "outcome",
-        "step",
-        "its prediction",
-        "step memory",
-        "its prediction",
-    )
-    caption = (
-        "Trials in their order; “its prediction” is how far the one before any trial was off."
-        if alternatives
-        else "Trials in their order"
-    )
-    took = f" They took {seconds_text(subject.search_seconds)}." if subject.search_seconds else ""
-    return [h("section", h("h3", "Trials"), table(head, rows, caption=caption + took))]
+            errors.append((before.step_seconds / seconds - 1, before.step_memory_bytes / memory - 1))
+        else:
+            errors.append(None)
+    return errors
+
+
+def _relative_errors(residual: Residual | None) -> tuple[float, float] | None:
+    """The same from logarithms of measured over predicted."""
+    return None if residual is None else (math.exp(-residual.time) - 1, math.exp(-residual.memory) - 1)
 
 
 def _settings(subject: PlanSubject) -> Element:

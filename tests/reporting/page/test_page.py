@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,6 +17,7 @@ from autotune.reporting.page.html import document, h
 from autotune.reporting.page.subjects import PlanSubject, Point, Subject, nearest_beyond, points_of
 from autotune.reporting.page.worth import find_worths
 from autotune.schema.plan import Reason, Rejected
+from autotune.schema.trial import Residual
 from tests.reporting.page.pages import HOSTILE, golden_plan, plan_subject, run_subject
 
 
@@ -175,6 +177,13 @@ def test_every_trial_shows_how_far_its_prediction_was_off() -> None:
     error = f"{row.step_seconds / trial.median_step_seconds - 1:+.0%}"
     assert error != "+0%"
     assert error in page_of(subject).text
+
+
+def test_a_record_shows_how_far_its_predictions_were_off() -> None:
+    subject = plan_subject("wall")
+    residuals = tuple(Residual(time=math.log(2.5), memory=math.log(1.25)) for _ in subject.trials)
+    text = page_of(replace(subject, kind="record", forecast=None, residuals=residuals)).text
+    assert text.count("-60%") == text.count("-20.0%") == len(subject.trials)
 
 
 def test_a_run_says_how_it_stands() -> None:
