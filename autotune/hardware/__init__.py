@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
+    from autotune.hardware.available import available_bytes, host_available_bytes
     from autotune.hardware.capabilities import NO_BF16
     from autotune.hardware.catalog import (
         CatalogGpu,

@@ -66,6 +66,8 @@ class RunContext:
     preview: Callable[[int], None]
     """Called on processes that sample, with the number of steps taken."""
     budget_bytes: int
+    stop_reason: Callable[[], str | None] = lambda: None
+    """Why no further step may be taken, besides a signal; None while any may."""
     trace: Path | None = None
     """File to write a torch.profiler trace to; None for no trace."""
 
@@ -163,11 +165,12 @@ class TrainingLoop:
                 self._report(event)
                 if trace:
                     trace.step()
-                stopping = self.context.processes.is_any(signal_name() is not None)
+                reason = signal_name() or self.context.stop_reason()
+                stopping = self.context.processes.is_any(reason is not None)
                 self._save_and_preview(stopping=stopping)
                 if stopping:
                     raise Preempted(
-                        f"stopped by {signal_name() or 'a signal'} after step {self.done} of {self.num_steps}; "
+                        f"stopped by {reason or 'a signal'} after step {self.done} of {self.num_steps}; "
                         "a checkpoint is written",
                         hint="go on from there: run the same command with --resume",
                     )

@@ -31,6 +31,7 @@ from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter, save_tra
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
 from autotune.training.files import REPORT_FILE, comparison_file, preview_file
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
+from autotune.training.guard import MemoryGuard
 from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
@@ -70,14 +71,14 @@ def train(
     try:
         with reraise_disk_full(prepared.output, hint=hint), reraise_oom():
             processes = join_processes(plan.frozen.hardware, torch.device(hardware.device.torch_name))
-            with explain_lost_peer():
+            with explain_lost_peer(), MemoryGuard(hardware.device.memory_kind) as guard:
                 on_event = on_event if processes.is_first else ignore_event
                 processes.require_same("the plan, its job or the model", _common_digest(plan, prepared, resume=resume))
                 if resume and (report := processes.share(lambda: finished_report(plan, prepared.dataset))):
                     text = f"this run has taken all of its {report.num_steps} steps: nothing is left to do"
                     on_event(Notice(text=text))
                     return report
-                run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event, processes)
+                run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event, processes, guard)
                 return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.lock.release()
@@ -99,10 +100,11 @@ class _Run:
         cache: Cache,
         on_event: OnEvent,
         processes: Processes,
+        guard: MemoryGuard,
     ) -> None:
         self.plan, self.prepared, self.output, self.cache = plan, prepared, prepared.output, cache
         self.budget_bytes = hardware.device.budget_bytes
-        self.processes, self.on_event = processes, on_event
+        self.processes, self.on_event, self.guard = processes, on_event, guard
         self.watch = PhaseWatch(self.processes.device)
         self.warnings: list[str] = []
         frozen = plan.frozen
@@ -142,11 +144,13 @@ class _Run:
                 on_event=self.on_event,
                 preview=self._sample_previews,
                 budget_bytes=self.budget_bytes,
+                stop_reason=lambda: self.guard.stop_reason,
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
             with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):
                 loop = TrainingLoop(plan, trained, encoded, checkpoint, context)
-                loop.run()
+                with self.guard.finishing_steps():
+                    loop.run()
         with eager_eval(trained.transformer), preempt_on_signal(second_ends=processes.world_size == 1):
             report = self._finish(loop, started)
         return processes.share(lambda: report)

@@ -7,11 +7,10 @@ also runs out on its own while weights are loaded. Nothing inside the child can 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import psutil
 
-from autotune.hardware import host_floor_bytes, memory_bytes, memory_limits
+from autotune.hardware import available_bytes, host_available_bytes, host_floor_bytes, memory_bytes
 from autotune.schema import MemoryKind
 
 POLL_SECONDS = 0.02
@@ -21,23 +20,6 @@ MAX_WAIT_SECONDS = 30.0
 MAX_STALL_SECONDS = 1.0
 NOISE_BYTES = 64 * 2**20
 """Smaller changes are the machine's own noise."""
-
-
-def available_bytes() -> int:
-    """What the host, and any container or job that this process runs in, can give without swapping."""
-    limits = memory_limits() if _is_limited() else ()
-    return min((host_available_bytes(), *(left for _, left in limits)))
-
-
-@cache
-def _is_limited() -> bool:
-    """Whether a container or a job limits memory: reading the limits takes 0.3 ms, too long for every look."""
-    return bool(memory_limits())
-
-
-def host_available_bytes() -> int:
-    """What the whole host can give without swapping (MemAvailable)."""
-    return int(psutil.virtual_memory().available)
 
 
 @dataclass

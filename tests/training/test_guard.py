@@ -1,0 +1,100 @@
+"""A run ends in good order before the host's memory is gone; the guard outside of it reads a file instead."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.schema.events import Event, StepFinished
+from autotune.training import guard
+from autotune.training.checkpoint import checkpoints_of
+from autotune.training.guard import HostMemoryShort, MemoryGuard
+from autotune.training.run import train
+from tests.training.conftest import Bench
+
+PLENTY, SHORT, NONE_LEFT = 100, 9, 1
+LIMITS = 10, 5
+
+READER = """
+import sys
+from pathlib import Path
+from autotune.training import guard_process
+guard_process.available_bytes = lambda: int(Path({path!r}).read_text() or 100)
+guard_process.main(int(sys.argv[1]), int(sys.argv[2]), False)
+"""
+
+
+@pytest.fixture
+def available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the guard takes for the memory that is available, in bytes."""
+    path = tmp_path / "available"
+    path.write_text(str(PLENTY))
+    monkeypatch.setattr(guard, "COMMAND", (sys.executable, "-c", READER.format(path=str(path))))
+    monkeypatch.setattr(MemoryGuard, "limits", lambda self: LIMITS)
+    return path
+
+
+def test_a_run_on_a_host_short_of_memory_writes_a_checkpoint_and_can_go_on(
+    bench: Bench, tmp_path: Path, available: Path
+) -> None:
+    plan = bench.plan(num_steps=400, checkpointing_steps=0, output=str(tmp_path / "out"))
+    taken = []
+
+    def take(event: Event) -> None:
+        if isinstance(event, StepFinished):
+            taken.append(event.step)
+            if event.step == 3:
+                available.write_text(str(SHORT))
+
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(HostMemoryShort, match=r"GiB left, .*stopped by a shortage of host memory") as end:
+        train(plan, bench.hardware, tmp_path / "cache", take)
+    assert (end.value.exit_status, "--resume" in end.value.hint) == (1, True)
+    (checkpoint,) = checkpoints_of(tmp_path / "out")
+    assert checkpoint.stem == f"checkpoint-{taken[-1]:06}"
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_a_run_that_is_still_loading_ends_at_once(bench: Bench, tmp_path: Path, available: Path) -> None:
+    available.write_text(str(SHORT))
+    plan = bench.plan(num_steps=10**6, output=str(tmp_path / "out"))
+    with pytest.raises(HostMemoryShort):
+        train(plan, bench.hardware, tmp_path / "cache")
+
+
+STUCK = """
+import json, sys, time
+from autotune.training import guard
+guard.COMMAND = json.loads(sys.argv[1])
+guard.MemoryGuard.limits = lambda self: (10, 5)
+with guard.MemoryGuard("host") as watched, watched.finishing_steps():
+    time.sleep(1)
+    open(sys.argv[2], "w").write("1")
+    while True:
+        time.sleep(0.1)
+"""
+
+
+def test_a_run_that_does_not_end_by_itself_is_killed_and_the_reason_told(available: Path) -> None:
+    stuck = subprocess.run(
+        [sys.executable, "-c", STUCK, json.dumps(guard.COMMAND), str(available)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert stuck.returncode == -signal.SIGKILL
+    assert stuck.stderr.startswith("error: the host had 0 MiB left, so training was ended at once\nhint: go on from")
+
+
+def test_a_device_with_memory_of_its_own_needs_no_guard() -> None:
+    with MemoryGuard("discrete") as watched:
+        assert watched._process is None
+        assert watched.stop_reason is None
+
+
+@pytest.mark.parametrize("kind", ["host", "integrated"])
+def test_a_run_is_told_long_before_it_is_killed(kind: str) -> None:
+    notice, floor = MemoryGuard(kind).limits()  # type: ignore[arg-type]
+    assert 0 < 2 * floor <= notice + 1
+    assert notice <= 8 * 2**30
