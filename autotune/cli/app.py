@@ -83,7 +83,7 @@ def main() -> None:
     autotune.prepare_process()
     explain, _ = autotune.explain_error, reporting.printable  # when memory has run out, nothing can be imported
     try:
-        status = app(_with_loudness_first(sys.argv[1:]), standalone_mode=False, prog_name="autotune")
+        status = app(args=_with_loudness_first(sys.argv[1:]), standalone_mode=False, prog_name="autotune")
     except UsageError as error:
         error.message = _hide_logins(error.message)
         error.show()
