@@ -137,7 +137,7 @@ def plan(options: PlanOptions, job: JobOptions) -> None:
     )
 
 
-def _ending(made: autotune.TrainingPlan, file: Path) -> list[str]:
+def _ending(made: "autotune.TrainingPlan", file: Path) -> list[str]:
     """What a person needs; with `--verbose` everything."""
     if Progress.is_verbose:
         everything = [*reporting.full_settings_lines(made), "", *reporting.explain_lines(made), ""]

@@ -42,7 +42,7 @@ def train(options: TrainOptions, job: JobOptions) -> None:
         _require_success(report)
 
 
-def _require_success(report: autotune.RunReport) -> None:
+def _require_success(report: "autotune.RunReport") -> None:
     """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the answer is printed."""
     failures = report.verdict.failures if report.verdict else ("there is no verdict on the adapter",)
     if failures:
