@@ -109,8 +109,10 @@ def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, 
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 7]
     assert sorted(path.name for path in (folder / "previews").iterdir()) == [
-        f"step-{step:06}-{number}.png" for step in (3, 6) for number in (0, 1)
-    ]
+        *(f"step-{step:06}-{number}.png" for step in (3, 6) for number in (0, 1)),
+        "with-1.png",
+        "without-1.png",
+    ], "of each prompt after the first, too"
     assert Image.open(folder / "samples.png").size == (64, 2 * (32 + 2 * MIN_LINE_PX)), "with lines for labels"
     facts = {name: Image.open(folder / f"sample_{name}_adapter.png").text for name in ("with", "without")}
     assert {name: (text["adapter"], text["prompt"], text["seed"]) for name, text in facts.items()} == {
