@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from autotune.api.amounts import MemoryAmount, memory_bytes
 from autotune.api.plans import plan, request_for
 from autotune.errors import InvalidInput, NothingFits
-from autotune.families import Parts, read_parts
+from autotune.families import Parts, ResolvedModel, read_parts
 from autotune.hardware import CatalogGpu, gpu_named, load_catalog, profile_of_gpu
 from autotune.planning import (
     ComparedGpu,
@@ -82,12 +82,8 @@ def compare(
     gpus = _gpus(hardware)
     listed = _prices(prices)
     price_of = {gpu_named(name).id: price for name, price in listed.per_hour.items()}
-    resolved = ResolvedRequest.build(request_for(model, data, asked), needs_weights=False)
-    is_here, parts = resolved.model.folder is not None, read_parts(resolved.model) or Parts()
-    num_bytes = 0 if is_here else download_bytes(resolved.model.spec.num_parameters, parts)
-    rate = memory_bytes(download_rate)
-    if rate <= 0:
-        raise InvalidInput("nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB")
+    resolved = ResolvedRequest.build(request_for(model, data, asked), needs_weights=False).model
+    download_seconds = _download_seconds(resolved, download_rate)
     found = []
     for done, gpu in enumerate(gpus):
         on_event(Progressed(name="comparing", done=done, total=len(gpus)))
@@ -96,13 +92,30 @@ def compare(
         except NothingFits as error:
             found.append(ComparedGpu(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, misfit=error.message))
             continue
-        about = gpu.id, gpu.memory_nominal_gb, made
-        found.append(compared_gpu(*about, download_seconds=num_bytes / rate, price_per_hour=price_of.get(gpu.id)))
+        price = price_of.get(gpu.id)
+        told = compared_gpu(
+            gpu.id, gpu.memory_nominal_gb, made, download_seconds=download_seconds, price_per_hour=price
+        )
+        found.append(told)
     on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
     selected = select_gpus(found, max_cost=max_cost, max_hours=max_hours, order=order)
-    name, left_out = resolved.model.spec.name, len(found) - len(selected)
-    told = {"currency": listed.currency, "priced": listed.date}
-    return Comparison(model=name, gpus=selected, num_left_out=left_out, **told)
+    return Comparison(
+        model=resolved.spec.name,
+        gpus=selected,
+        num_left_out=len(found) - len(selected),
+        currency=listed.currency,
+        priced=listed.date,
+    )
+
+
+def _download_seconds(model: ResolvedModel, rate: MemoryAmount) -> float:
+    """Until the model's files are here; none if they are."""
+    num_bytes_per_second = memory_bytes(rate)
+    if num_bytes_per_second <= 0:
+        raise InvalidInput("nothing is downloaded at that rate", hint="give bytes a second, e.g. 100MB")
+    if model.folder is not None:
+        return 0.0
+    return download_bytes(model.spec.num_parameters, read_parts(model) or Parts()) / num_bytes_per_second
 
 
 def _gpus(names: str | Sequence[str]) -> list[CatalogGpu]:

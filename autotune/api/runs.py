@@ -85,14 +85,7 @@ def train(
     on_event(StatusChanged(text="reading the machine"))
     silence_progress_bars()
     hardware = place.read_machine()
-    is_predicted = chosen.frozen.expected.evidence == "predicted"
-    if is_predicted or is_on_hub(chosen.job.model):  # else there is no long work yet
-        check_inputs(chosen, resume=resume)
-    chosen = fetch_weights(chosen, hardware, place.nodes)
-    if is_predicted:
-        from autotune.planning import measured_here  # not for every run: the search's libraries take 14 MiB
-
-        chosen = measured_here(chosen, hardware, file, on_event)
+    chosen = _ready(chosen, hardware, place, file, on_event, resume=resume)
     on_event(RunStarted(plan=chosen))
     page = RunPage(Path(chosen.job.output), on_event)
     with lock_for_run(hardware.device, place.num_devices, lambda text: on_event(Notice(text=text))):
@@ -109,6 +102,21 @@ def _plan_here(file: Path) -> tuple[TrainingPlan, Path]:
     chosen = load_plan(file)
     device = re.sub(r"[^a-z0-9]+", "-", chosen.frozen.hardware.device_name.lower()).strip("-")
     return chosen, file.with_stem(f"{file.stem}-{device[:60]}")
+
+
+def _ready(
+    plan: TrainingPlan, hardware: HardwareProfile, place: Place, file: Path | None, on_event: OnEvent, *, resume: bool
+) -> TrainingPlan:
+    """The plan with its weights on this machine, and measured here if it was predicted."""
+    is_predicted = plan.frozen.expected.evidence == "predicted"
+    if is_predicted or is_on_hub(plan.job.model):  # else there is no long work yet
+        check_inputs(plan, resume=resume)
+    fetched = fetch_weights(plan, hardware, place.nodes)
+    if not is_predicted:
+        return fetched
+    from autotune.planning import measured_here  # not for every run: the search's libraries take 14 MiB
+
+    return measured_here(fetched, hardware, file, on_event)
 
 
 def _train(
