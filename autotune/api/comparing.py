@@ -8,6 +8,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
+from autotune.api.options import PlanOptions, require_known
 from autotune.api.plans import plan, request_for
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import Parts, ResolvedModel, read_parts
@@ -22,11 +23,12 @@ from autotune.planning import (
     select_gpus,
 )
 from autotune.runtime import read_bounded
-from autotune.schema import BoundedLoader, Frozen, OnEvent, Progressed, ignore_event
+from autotune.schema import TEXT_TAG, BoundedLoader, Frozen, OnEvent, Progressed, ignore_event
 
 DOWNLOAD_RATE = "100MB"
 """Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A round figure."""
 MAX_PRICE_FILE_BYTES = 1 << 18
+PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
 LOCAL = ("hardware", "host_memory", "path", "record", "replay", "join", "study", "fresh", "price_per_hour", "num_gpus")
 """Arguments of `plan` that make no sense for several GPUs that are not here."""
 
@@ -78,10 +80,11 @@ def compare(
     """
     if local := next((name for name in LOCAL if name in options), None):
         raise InvalidInput(f"{local} is about one machine", hint="compare takes names of GPUs: --hardware A,B")
+    require_known(options, PlanOptions.__annotations__.keys() - {*LOCAL}, "argument of compare")
     asked: Any = options
     gpus = _gpus(hardware)
     listed = _prices(prices)
-    price_of = {gpu_named(name).id: price for name, price in listed.per_hour.items()}
+    price_of = _price_by_gpu(listed, prices)
     resolved = ResolvedRequest.build(request_for(model, data, asked), needs_weights=False).model
     download_seconds = _download_seconds(resolved, download_rate)
     found = []
@@ -119,8 +122,9 @@ def _download_seconds(model: ResolvedModel, rate: MemoryAmount) -> float:
 
 
 def _gpus(names: str | Sequence[str]) -> list[CatalogGpu]:
-    listed = [names] if isinstance(names, str) else list(names)
-    if listed == ["all"]:
+    given = [names] if isinstance(names, str) else names
+    listed = [name.strip() for one in given for name in one.split(",") if name.strip()]
+    if "all" in listed:
         return list(load_catalog())
     if not listed:
         raise InvalidInput("no GPU is named", hint="name some, e.g. 4090,5090, or all")
@@ -132,10 +136,39 @@ def _prices(prices: Mapping[str, float] | str | Path | None) -> PriceList:
         return _price_list({"per_hour": dict(prices or {})}, "the prices")
     path = Path(prices)
     try:
-        content = yaml.load(read_bounded(path, MAX_PRICE_FILE_BYTES), Loader=BoundedLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidInput(f"{path} cannot be read as YAML", hint="docs/prices.yaml is an example") from error
+        content = yaml.load(read_bounded(path, MAX_PRICE_FILE_BYTES), Loader=PriceLoader)
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror or error}", hint="name a YAML file of prices") from error
+    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInput(f"{path} is not YAML that a list of prices may use: {reason}", hint=PRICE_HINT) from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path} holds no list of prices", hint=PRICE_HINT)
     return _price_list(content, str(path))
+
+
+class PriceLoader(BoundedLoader):
+    """A plan's loader that reads keys such as 4090 as the text that they stand for."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        for key, _ in node.value:
+            key.tag = TEXT_TAG if isinstance(key, yaml.ScalarNode) else key.tag
+        return super().construct_mapping(node, deep)
+
+
+def _price_by_gpu(listed: PriceList, prices: object) -> dict[str, float]:
+    """Prices by names of the catalog."""
+    source = prices if isinstance(prices, str | Path) else "the prices"
+    found: dict[str, float] = {}
+    for name, price in listed.per_hour.items():
+        try:
+            gpu = gpu_named(name).id
+        except InvalidInput as error:
+            raise InvalidInput(f"{source}: {error.message}", hint=error.hint) from error
+        if gpu in found:
+            raise InvalidInput(f"{source}: {name!r} is a second price of {gpu}", hint="leave one of them out")
+        found[gpu] = price
+    return found
 
 
 def _price_list(content: object, of: str) -> PriceList:
@@ -144,4 +177,4 @@ def _price_list(content: object, of: str) -> PriceList:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise InvalidInput(f"{of}: {where}: {first['msg'].lower()}", hint="docs/prices.yaml is an example") from error
+        raise InvalidInput(f"{of}: {where}: {first['msg'].lower()}", hint=PRICE_HINT) from error

@@ -38,6 +38,7 @@ def export_config(
     *,
     strict: bool = False,
     overwrite: bool = False,
+    hardware: str | None = None,
 ) -> ExportedConfig:
     """Turn a plan into the files of another trainer: its configuration, its data sets, and the script that starts it.
 
@@ -50,6 +51,7 @@ def export_config(
         output: folder to write the files to; None to write none.
         strict: refuse if anything would differ that changes learning or memory.
         overwrite: replace files that are there.
+        hardware: of a file with variants for several machines, whose to take; None for this machine's.
 
     Raises:
         InvalidPlan: the file is not a valid plan.
@@ -60,7 +62,7 @@ def export_config(
         >>> exported = autotune.export_config("plan.yaml", "musubi", "for-musubi")
         >>> exported.files.keys(), exported.differences
     """
-    made = plan if isinstance(plan, TrainingPlan) else load_plan(plan)
+    made = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=hardware)
     folders = {name: folder for name in ("data", "control") if (folder := getattr(made.job, name)) is not None}
     places = {name: str(Path(one).absolute()) if Path(one).is_dir() else one for name, one in folders.items()}
     exported = export_plan(with_job(made, **places), get_trainer(to), strict=strict)

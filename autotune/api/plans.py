@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from autotune.api.amounts import image_size, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
-from autotune.api.plan_files import load_plan
+from autotune.api.plan_files import load_plan, load_variants
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, NothingFits
 from autotune.families import resolve_model
 from autotune.hardware import probe as read_machine
@@ -140,6 +140,7 @@ def plan_variants(
     profiles = {profile.device.name: profile for profile in map(hardware_for, hardware)}
     plans = []
     for name, profile in profiles.items():
+        on_event(Notice(text=f"planning for {name}"))
         try:
             plans.append(plan(model, data, on_event=on_event, **{**options, "hardware": profile}))
         except NothingFits as error:
@@ -196,8 +197,9 @@ def check(plan: TrainingPlan | str | Path, *, hardware: str | HardwareProfile | 
     return CheckResult(fits=not misfits, misfits=misfits)
 
 
-def _as_plan(plan: TrainingPlan | str | Path) -> TrainingPlan:
-    return plan if isinstance(plan, TrainingPlan) else load_plan(plan)
+def _any_variant(plan: TrainingPlan | str | Path) -> TrainingPlan:
+    """What was asked for is the same in all variants of a file."""
+    return plan if isinstance(plan, TrainingPlan) else load_variants(plan)[0]
 
 
 def _resolve_on_hardware(
@@ -256,7 +258,7 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
     live = ("hardware", "host_memory", "join", "study", *LIMITS)
     if "replay" in options and any(options.get(name) for name in live):
         raise InvalidInput("a recording brings its machine and its trials", hint=f"leave out {', '.join(live)}")
-    base = PlanRequest(model=str(model)) if earlier is None else request_from(_as_plan(earlier))
+    base = PlanRequest(model=str(model)) if earlier is None else request_from(_any_variant(earlier))
     asked: Mapping[str, Any] = {name: value for name, value in options.items() if value is not None}
     job = {
         name: value for name, value in asked.items() if name in JobOverrides.__annotations__ and name != "num_frames"

@@ -46,11 +46,10 @@ def compare(options: CompareOptions) -> None:
     """Predict one job on several GPUs: settings, speed, hours and cost of the finished adapter."""
     one_of("--sort", options.order, ("cost", "hours", "name"))
     one_of("--quality", options.quality, ("exact", "high", "compact"))
-    arguments = given(options, but=("as_json", "within", "hardware"))
-    hardware = [name.strip() for name in options.hardware.split(",") if name.strip()]
+    arguments = given(options, but=("as_json", "within"))
     max_hours = None if options.within is None else _hours(options.within)
     with show_events() as show:
-        found = autotune.compare(hardware=hardware, max_hours=max_hours, on_event=show, **arguments)
+        found = autotune.compare(max_hours=max_hours, on_event=show, **arguments)
     print_result(found, options.as_json, reporting.comparison_lines)
 
 

@@ -8,7 +8,7 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Json, PlanFile
+from autotune.cli.options import Json, PlanFile, Variant
 from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 ConfigFile = Annotated[Path, typer.Argument(help="A configuration of another trainer.", metavar="FILE")]
@@ -50,10 +50,11 @@ def export_config(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write the files to.")],
     strict: Annotated[bool, typer.Option("--strict", help="Refuse if learning or memory would differ.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+    hardware: Variant = None,
     as_json: Json = False,
 ) -> None:
     """Write a plan as another trainer's configuration, data sets and starting script."""
-    exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite)
+    exported = autotune.export_config(plan_file, to, output, strict=strict, overwrite=overwrite, hardware=hardware)
     print_result(exported, as_json, reporting.export_lines)
 
 

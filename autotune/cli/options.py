@@ -23,6 +23,9 @@ T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`.", metavar="PLAN")]
+Variant = Annotated[
+    str | None, typer.Option("--hardware", help="Of a file with variants for several machines, whose to take.")
+]
 Data = Annotated[str | None, typer.Option(help="Folder of images with same-stem .txt captions.")]
 Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]

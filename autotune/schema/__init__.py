@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.plan_file import (
         RUN_PLAN_FILE,
+        TEXT_TAG,
         BoundedLoader,
         job_from,
         parse_plan,

@@ -51,7 +51,7 @@ def choose_variant(plans: Sequence[TrainingPlan], hardware: HardwareProfile) -> 
     )
     raise DoesNotFit(
         f"none of the plan's variants is for {hardware.device.name} ({reasons})",
-        hint="make one for it: autotune plan --hardware NAME",
+        hint="look at another machine's with --hardware NAME, or make one for this: autotune plan --from PLAN",
     )
 
 

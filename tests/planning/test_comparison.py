@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autotune
+from autotune.api.comparing import _gpus, _prices
 from autotune.errors import InvalidInput
 from autotune.planning.comparison import ComparedGpu, download_bytes, select_gpus
 from autotune.reporting.comparison import comparison_lines
@@ -96,15 +97,17 @@ def test_the_command_compares_prices_and_limits(capfd: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("per_hour: {4090: -1}", "cannot be read as YAML"),
+        ("per_hour: {4090: -1}", "per_hour.4090: input should be greater than or equal to 0"),
+        ("per_hour: {4090: 1, rtx 4090: 2}", "a second price of nvidia-rtx-4090"),
+        ("per_hour: {[4090]: 1}", "plain text"),
         ("per_hour: {rtx 4090: -1}", "greater than or equal to 0"),
         ("per_hour: {rtx 4090: cheap}", "per_hour.rtx 4090"),
         ("per_hour: {rtx 4090: .nan}", "finite"),
         ("per_hour: {rtx 4990: 1}", "no hardware called 'rtx 4990'"),
-        ("[1]", "the file"),
-        ("a: &a [*a]", "cannot be read as YAML"),
-        ("{", "cannot be read as YAML"),
-        ("", "the file"),
+        ("[1]", "holds no list of prices"),
+        ("a: &a [*a]", "anchors and aliases"),
+        ("{", "is not YAML"),
+        ("", "holds no list of prices"),
     ],
 )
 def test_prices_that_make_no_sense_are_refused_before_anything_is_predicted(
@@ -115,7 +118,19 @@ def test_prices_that_make_no_sense_are_refused_before_anything_is_predicted(
     with pytest.raises(InvalidInput) as refused:
         autotune.compare("flux1-dev", hardware="4090", prices=file)
     assert words in refused.value.message
+    assert str(file) in refused.value.message
     assert refused.value.hint
+
+
+def test_a_price_may_be_named_by_a_number_and_a_missing_file_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "prices.yaml"
+    with pytest.raises(InvalidInput, match="No such file"):
+        autotune.compare("flux1-dev", hardware="4090", prices=file)
+    file.write_text("per_hour:\n  4090: 0.4\n  h100-sxm: 2\n")
+    assert _prices(file).per_hour == {"4090": 0.4, "h100-sxm": 2.0}
+    names = [gpu.id for gpu in _gpus("4090, h100-sxm")]
+    assert names == ["nvidia-rtx-4090", "nvidia-h100-sxm"]
+    assert len(_gpus(["4090", "all"])) > 40
 
 
 @pytest.mark.parametrize(
