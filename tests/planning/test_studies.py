@@ -116,6 +116,16 @@ def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(
     assert len(notes) == 1
 
 
+@pytest.fixture
+def _unignored_signals() -> Iterator[None]:
+    """What `nohup` and shells that start a command in the background ignore is heard."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_unignored_signals")
 def test_stopping_a_search_says_nothing_against_the_candidate_that_ran(asked: PlanRequest) -> None:
     tried: list[Candidate] = []
     refused = AutotuneError("a training run uses this device", hint="wait")
