@@ -1,11 +1,16 @@
 """`job_script`: a plan's run as a job file for a cluster."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
+from autotune.api.plan_files import load_plan, load_variants
 from autotune.errors import InvalidInput, suggest_nearest
+from autotune.families import is_on_hub
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
-from autotune.schema import read_plan
+from autotune.runtime import write_text_atomic
+from autotune.schema import HardwareProfile, TrainingPlan, with_job
 
 Cluster = Literal["slurm", "kubernetes", "docker"]
 
@@ -14,10 +19,16 @@ def job_script(
     plan: str | Path,
     cluster: Cluster,
     *,
+    hardware: str | HardwareProfile | None = None,
+    model: str | None = None,
+    data: str | Path | None = None,
+    control: str | Path | None = None,
+    output: str | Path | None = None,
     nodes: int = 1,
     hours: float | None = None,
     image: str = "",
     claim: str = "",
+    path: str | Path | None = None,
 ) -> str:
     """A plan's run as a job file: GPUs, host memory and time as the plan predicts, stopped and resumed by checkpoints.
 
@@ -26,28 +37,99 @@ def job_script(
     Args:
         plan: the plan's file.
         cluster: what the job is for.
+        hardware: of a file with variants, the machine that the job will run on: as for `load_plan`.
+        model: another folder or hub id of the same architecture.
+        data: another data folder; needed if the plan names none.
+        control: another folder of control images; needed by models that edit images if the plan names none.
+        output: another output folder.
         nodes: number of machines that share the plan's processes.
         hours: time limit of one start; by default half more than predicted.
         image: container image with autotune in it, for Kubernetes and Docker.
         claim: Kubernetes' persistent volume claim that holds the current folder.
+        path: file to write the text to as well, in a folder that is there.
 
     Raises:
         InvalidPlan: the file is not a valid plan.
-        InvalidInput: the cluster is unknown or needs more than was given, or the nodes or the hours are too few.
+        DoesNotFit: none of several variants is for the hardware.
+        InvalidInput: the cluster is unknown or needs more than was given, the job would lack data or folders, the nodes
+            or the hours are too few, or `path` is the plan or cannot be written.
 
     Example:
         >>> print(autotune.job_script("plan.yaml", "slurm", nodes=2))
     """
     if cluster not in get_args(Cluster):
         raise InvalidInput(f"no job files for {cluster!r}", hint=suggest_nearest(cluster, get_args(Cluster)))
-    made = read_plan(Path(plan))
-    folder = Path.cwd()
-    job = JobFile(
+    file = Path(plan)
+    given = {"model": model, "data": data, "control": control, "output": output}
+    said = {name: os.fspath(value) for name, value in given.items() if value is not None}
+    made = with_job(_variant(file, hardware), **said)
+    _require_folders(made)
+    write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
+    text = write(JobNeeds.of_plan(made, num_nodes=nodes, hours=hours), _job_file(made, file, said, image, claim))
+    if path is not None:
+        _write(Path(path), text, file)
+    return text
+
+
+def _variant(file: Path, hardware: str | HardwareProfile | None) -> TrainingPlan:
+    variants = load_variants(file)
+    if len(variants) > 1 and hardware is None:  # this machine, such as a login node, is not where the job will run
+        names = ", ".join(variant.frozen.hardware.device_name for variant in variants)
+        raise InvalidInput(
+            f"{file} has variants for several machines: {names}",
+            hint="say which one the job will run on: --hardware NAME",
+        )
+    return load_plan(file, hardware=hardware)
+
+
+def _require_folders(plan: TrainingPlan) -> None:
+    if plan.job.data is None:
+        raise InvalidInput("the plan names no data folder", hint="name the one that the job shall read: --data FOLDER")
+    if plan.frozen.workload.num_control_images and plan.job.control is None:
+        raise InvalidInput(
+            "the plan's model edits images, but the plan names no folder of control images",
+            hint="name the one that the job shall read: --control FOLDER",
+        )
+
+
+def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, claim: str) -> JobFile:
+    """The job with all places that it needs; `said` holds the fields of the plan's job that were replaced."""
+    job, folder = plan.job, Path.cwd()
+    model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
+    options = {name: said[name] for name in ("model", "data", "control") if name in said}
+    if model != job.model:
+        options["model"] = model
+    read = [name for name in (job.data, job.control) if name]
+    if not is_on_hub(model) or model.startswith(("/", "./", "../")):
+        read.append(model)
+    written = [job.output]
+    if plan.frozen.expected.evidence == "measured":
+        read.append(str(file))
+    else:  # the run writes the measured plan beside it
+        written.append(str(file.parent))
+    return JobFile(
         folder=PurePosixPath(folder),
-        plan_file=PurePosixPath(folder / plan),
-        output=PurePosixPath(folder / made.job.output),
+        plan_file=PurePosixPath(folder / file),
+        output=PurePosixPath(folder / job.output),
         image=image,
         claim=claim,
+        overrides=tuple(word for name, value in options.items() for word in (f"--{name}", value)),
+        reads=_places(read),
+        writes=_places(written),
     )
-    write = {"slurm": slurm_script, "kubernetes": kubernetes_manifest, "docker": docker_script}[cluster]
-    return write(JobNeeds.of_plan(made, num_nodes=nodes, hours=hours), job)
+
+
+def _places(names: Sequence[str]) -> tuple[PurePosixPath, ...]:
+    """Absolute paths: as they are named, and where links lead to."""
+    return tuple(PurePosixPath(find(name)) for name in names for find in (os.path.abspath, os.path.realpath))
+
+
+def _write(path: Path, text: str, plan: Path) -> None:
+    if path.exists() and path.samefile(plan):
+        raise InvalidInput(f"{path} is the plan itself", hint="name another file for the job: -o FILE")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"there is no folder {path.parent}", hint="make it first, or name another file: -o FILE")
+    try:
+        write_text_atomic(path, text)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error.strerror}", hint="name another file: -o FILE") from error

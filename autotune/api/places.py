@@ -76,8 +76,13 @@ def find_place(num_processes: int, nodes: int | None, node_rank: int | None, rdz
 
 
 def _group_from(nodes: int | None, node_rank: int | None, rdzv_endpoint: str | None) -> NodeGroup:
+    if nodes == 1 and node_rank:
+        raise InvalidInput(
+            f"with one node there is no node {node_rank}: they are counted from 0",
+            hint="leave --node-rank out, or give the number of all machines with --nodes",
+        )
     if nodes is None or nodes == 1:
-        if node_rank or (nodes is None and rdzv_endpoint):
+        if nodes is None and (node_rank or rdzv_endpoint):
             raise InvalidInput("--node-rank and --rdzv-endpoint need --nodes", hint="add --nodes NUMBER")
         return THIS_NODE
     host, _, port = (rdzv_endpoint or "").rpartition(":")

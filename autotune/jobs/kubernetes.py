@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from autotune.errors import InvalidInput
-from autotune.jobs.needs import PREEMPTED, JobFile, JobNeeds
+from autotune.jobs.job_file import JobFile
+from autotune.jobs.needs import PREEMPTED, JobNeeds
 
 CONTAINER = "pytorch"
 """Name of the container that the training operator looks for."""
@@ -23,11 +24,16 @@ def kubernetes_manifest(needs: JobNeeds, job: JobFile) -> str:
     """The manifest, as YAML.
 
     Raises:
-        InvalidInput: no image or no volume claim was named.
+        InvalidInput: no image or no volume claim was named, or the job needs folders that the claim does not hold.
     """
-    for value, option, what in ((job.image, "--image", "container image"), (job.claim, "--claim", "volume claim")):
-        if not value:
-            raise InvalidInput(f"a job of Kubernetes needs a {what}", hint=f"name one: {option} NAME")
+    job.require_image("Kubernetes")
+    if not job.claim:
+        raise InvalidInput("a job of Kubernetes needs a volume claim", hint="name one: --claim NAME")
+    if outside := [str(mount.path) for mount in job.mounts[1:]]:
+        raise InvalidInput(
+            f"the volume claim holds {job.folder} alone, but the job also needs {', '.join(outside)}",
+            hint="call job-script from a folder that holds plan, model, data and output, and name them by paths in it",
+        )
     manifest = _job(needs, job) if needs.num_nodes == 1 else _pytorch_job(needs, job)
     text = yaml.safe_dump(manifest, sort_keys=False, width=4096)
     return f"# Written by `autotune job-script`: {needs.summary}.\n{text}"
@@ -76,6 +82,7 @@ def _pod(needs: JobNeeds, job: JobFile) -> dict[str, Any]:
     limits: dict[str, Any] = {"nvidia.com/gpu": needs.gpus_per_node} if needs.gpus_per_node else {}
     if needs.host_memory_gib:
         limits["memory"] = f"{needs.host_memory_gib}Gi"
+    cores = needs.processes_per_node * (needs.cores_per_process or 0)
     volumes: list[dict[str, Any]] = [
         {"name": "work", "persistentVolumeClaim": {"claimName": job.claim}},
         {"name": "cache", "emptyDir": {}},
@@ -90,7 +97,7 @@ def _pod(needs: JobNeeds, job: JobFile) -> dict[str, Any]:
         "command": job.command,
         "workingDir": str(job.folder),
         "env": [{"name": "XDG_CACHE_HOME", "value": CACHE}],
-        "resources": {"limits": limits},
+        "resources": {"limits": limits, **({"requests": {"cpu": cores}} if cores else {})},
         "volumeMounts": mounts,
     }
     return {"terminationGracePeriodSeconds": needs.notice_seconds, "containers": [container], "volumes": volumes}

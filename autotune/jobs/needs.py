@@ -1,4 +1,4 @@
-"""What a job must ask a cluster for, so that a plan's run fits: machines, GPUs, host memory and time."""
+"""What a job must ask a cluster for, so that a plan's run fits: machines, GPUs, cores, host memory and time."""
 
 import math
 import re
@@ -17,29 +17,12 @@ START_SECONDS = 900
 MEMORY_MARGIN = 1.25
 """Factor of the predicted host memory."""
 MIN_NOTICE_SECONDS = 120
+CORES_BESIDE_WORKERS = 3
+"""Of each process on a GPU: for the step, for autograd's thread, and for the one that writes checkpoints."""
+MAX_HOURS = 1e5
+"""Eleven years, longer than clusters run."""
 PREEMPTED = 75
 """Exit status of a run that wrote its checkpoint and wants to be started again."""
-
-
-@dataclass(frozen=True)
-class JobFile:
-    """Where a job runs and what it calls."""
-
-    folder: PurePosixPath
-    """Absolute folder from which the plan's relative paths count; it must be there on every node."""
-    plan_file: PurePosixPath
-    """Absolute path of the plan."""
-    output: PurePosixPath
-    """Absolute path of the run's output, which must be on a disk that all nodes share, or on the first one's."""
-    image: str = ""
-    """Container image with autotune in it; empty outside containers."""
-    claim: str = ""
-    """Kubernetes' persistent volume claim that holds `folder`."""
-
-    @property
-    def command(self) -> list[str]:
-        """What each process, or each pod, calls: it goes on from a checkpoint if there is one."""
-        return ["autotune", "train", str(self.plan_file), "--output", str(self.output), "--resume"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +35,8 @@ class JobNeeds:
     processes_per_node: int
     gpus_per_node: int
     """0 for a plan that trains on CPUs."""
+    cores_per_process: int | None
+    """None for a plan that trains on CPUs: it does not say with how many cores its time was predicted."""
     host_memory_gib: int | None
     """For each node; None if the plan does not know, or if no limit holds what the device takes."""
     seconds: int
@@ -69,7 +54,8 @@ class JobNeeds:
             hours: time limit of one start, if it is shorter or longer than the prediction's.
 
         Raises:
-            InvalidInput: the processes cannot be shared evenly by the nodes, or the limit is too short for any step.
+            InvalidInput: the processes cannot be shared evenly by the nodes, or the limit is too short for any step, or
+                beyond `MAX_HOURS`.
         """
         hardware, expected = plan.frozen.hardware, plan.frozen.expected
         number = hardware.num_processes
@@ -86,6 +72,11 @@ class JobNeeds:
         is_limited = needed and hardware.match_keys.get("memory_kind") != "integrated"
         notice = max(MIN_NOTICE_SECONDS, math.ceil(3 * expected.step_seconds) + 60)
         seconds = plan.job_seconds * TIME_MARGIN + START_SECONDS if hours is None else hours * 3600
+        if hours is not None and not hours <= MAX_HOURS:
+            raise InvalidInput(
+                f"a time limit of {hours:g} hours is longer than any cluster gives",
+                hint=f"give one of at most {MAX_HOURS:.0f} with --hours",
+            )
         if not math.isfinite(seconds) or seconds <= 2 * notice:
             raise InvalidInput(
                 f"a time limit of {seconds / 3600:.3g} hours leaves no time for steps: a run needs {notice} s to stop",
@@ -96,6 +87,7 @@ class JobNeeds:
             num_nodes=num_nodes,
             processes_per_node=local,
             gpus_per_node=0 if is_cpu else max(local, also),
+            cores_per_process=None if is_cpu else plan.frozen.settings.data_workers + CORES_BESIDE_WORKERS,
             host_memory_gib=math.ceil(needed * MEMORY_MARGIN / GIB) if is_limited else None,
             seconds=math.ceil(seconds / 60) * 60,
             notice_seconds=notice,

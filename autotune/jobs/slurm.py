@@ -6,7 +6,8 @@ back into the queue. A preempted job gets SIGTERM as well. Options: sbatch(1) an
 
 import shlex
 
-from autotune.jobs.needs import PREEMPTED, JobFile, JobNeeds
+from autotune.jobs.job_file import JobFile
+from autotune.jobs.needs import PREEMPTED, JobNeeds
 
 SCRIPT = """\
 #!/bin/bash
@@ -18,13 +19,20 @@ cd {folder} || exit 1
 # Encoded images are cached on each node's own disk, models where they are already.
 export HF_HOME="${{HF_HOME:-$HOME/.cache/huggingface}}"
 export XDG_CACHE_HOME="${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/autotune-cache-$(id -u)"
-
+{cores}
 status=0
 srun --kill-on-bad-exit=1 {command} || status=$?
 if [ "$status" -eq {preempted} ]; then  # a checkpoint is written: go on from it
     scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
 exit "$status"
+"""
+
+CORES = """\
+export SRUN_CPUS_PER_TASK={number}  # since SLURM 22.05 srun does not take it from the job
+"""
+NO_CORES = """\
+# The plan trains on CPUs and does not say on how many: add --cpus-per-task above, and here export SRUN_CPUS_PER_TASK.
 """
 
 
@@ -34,6 +42,7 @@ def slurm_script(needs: JobNeeds, job: JobFile) -> str:
         "job-name": needs.name,
         "nodes": needs.num_nodes,
         "ntasks-per-node": needs.processes_per_node,
+        "cpus-per-task": needs.cores_per_process,
         "gpus-per-node": needs.gpus_per_node or None,
         "mem": f"{needs.host_memory_gib}G" if needs.host_memory_gib else None,
         "time": duration(needs.seconds),
@@ -46,6 +55,7 @@ def slurm_script(needs: JobNeeds, job: JobFile) -> str:
         summary=needs.summary,
         directives="\n".join([*directives, "#SBATCH --requeue"]),
         folder=shlex.quote(str(job.folder)),
+        cores=CORES.format(number=needs.cores_per_process) if needs.cores_per_process else NO_CORES,
         command=shlex.join(job.command),
         preempted=PREEMPTED,
     )

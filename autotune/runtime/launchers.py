@@ -5,8 +5,8 @@ srun(1) and the Kubeflow training operator's PyTorchJob, which sets the variable
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autotune.errors import InvalidInput
@@ -37,7 +37,23 @@ SLURM_PORTS = range(15_000, 30_000)
 
 MAX_PROCESSES = 2**20
 ALONE = "to train without a launcher, unset {names}"
+SOURCES: dict[LauncherName, str] = {
+    "autotune": "autotune's variables",
+    "torchrun": "torchrun's variables",
+    "accelerate": "accelerate's variables",
+    "slurm": "srun's variables",
+    "environment": "RANK and WORLD_SIZE",
+}
+"""What says where a process stands."""
+
 HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.:-]*[A-Za-z0-9_])?|\[?[0-9A-Fa-f:.]+\]?")
+
+
+class _Contradiction(InvalidInput):
+    """Numbers that do not agree. Whoever has read them from variables names these as well."""
+
+    def __init__(self, message: str, *, hint: str = "see --nodes, --node-rank and --rdzv-endpoint") -> None:
+        super().__init__(message, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -56,13 +72,14 @@ class Launch:
 
     def __post_init__(self) -> None:
         """Raise InvalidInput unless the numbers agree with each other."""
-        what = f"{self.launcher} says that this is process {self.rank} of {self.world_size}"
+        what = f"by {SOURCES[self.launcher]} this would be process {self.rank} of {self.world_size}"
         if not 0 <= self.rank < self.world_size <= MAX_PROCESSES:
-            raise _contradiction(what)
+            raise _Contradiction(f"{what}, counted from 0")
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
-            raise _contradiction(f"{what}, and number {self.local_rank} of {self.local_world_size} on its node")
+            where = f"number {self.local_rank} of {self.local_world_size} on its node"
+            raise _Contradiction(f"{what}, and {where}, counted from 0")
         if not 0 < self.port < 2**16 or not HOST.fullmatch(self.address):
-            raise _contradiction(f"processes cannot meet at host {self.address!r}, port {self.port}")
+            raise _Contradiction(f"processes cannot meet at host {self.address!r}, port {self.port}")
 
     @property
     def variables(self) -> dict[str, str]:
@@ -86,9 +103,9 @@ class NodeGroup:
     def __post_init__(self) -> None:
         """Raise InvalidInput unless the numbers agree with each other."""
         if not 0 <= self.node_rank < self.num_nodes <= MAX_PROCESSES:
-            raise _contradiction(f"this cannot be node {self.node_rank} of {self.num_nodes}")
+            raise _Contradiction(f"this cannot be node {self.node_rank} of {self.num_nodes}, counted from 0")
         if not (self.num_nodes == 1 or 0 < self.port < 2**16) or not HOST.fullmatch(self.address):
-            raise _contradiction(f"nodes cannot meet at host {self.address!r}, port {self.port}")
+            raise _Contradiction(f"nodes cannot meet at host {self.address!r}, port {self.port}")
 
     @property
     def is_first(self) -> bool:
@@ -106,6 +123,14 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         InvalidInput: the variables contradict each other or are incomplete, or mpirun started several processes.
     """
     variables = _Variables(environment)
+    try:
+        return _read_launch(variables)
+    except _Contradiction as error:
+        raise variables.named(error) from error
+
+
+def _read_launch(variables: "_Variables") -> Launch | None:
+    environment = variables.environment
     if "TORCHELASTIC_RUN_ID" in environment:
         return _read_torchrun(variables)
     if (launch := _read_env_ranks(variables)) or (launch := _read_slurm(variables)):
@@ -130,13 +155,18 @@ def read_nodes(environment: Mapping[str, str]) -> tuple[NodeGroup, int] | None:
     variables = _Variables(environment)
     if not _is_pod_of_several(environment):
         return None
-    nodes = NodeGroup(
-        variables.number("PET_NNODES"),
-        variables.number("PET_NODE_RANK"),
-        variables.text("PET_MASTER_ADDR", environment.get("MASTER_ADDR")),
-        variables.number("PET_MASTER_PORT", _optional(environment.get("MASTER_PORT"))),
-    )
-    return nodes, variables.number("PET_NPROC_PER_NODE")
+    try:
+        number = variables.number("PET_NPROC_PER_NODE")
+        nodes = NodeGroup(
+            variables.number("PET_NNODES"),
+            variables.number("PET_NODE_RANK"),
+            variables.text(_first_of(environment, "PET_MASTER_ADDR", "MASTER_ADDR")),
+            variables.number(_first_of(environment, "PET_MASTER_PORT", "MASTER_PORT")),
+        )
+    except _Contradiction as error:
+        variables.read.extend(name for name in TORCH_RANKS if name in environment)  # the operator sets them as well
+        raise variables.named(error) from error
+    return nodes, number
 
 
 def require_planned_number(launch: Launch | None, nodes: NodeGroup, planned: int, per_node: int | None = None) -> None:
@@ -195,18 +225,24 @@ def tasks_on(node: int, tasks_per_node: str) -> int:
         InvalidInput: it is no such list, or has no such node.
     """
     nodes_before = 0
+    for size, times in _tasks_of(tasks_per_node):
+        nodes_before += times
+        if node < nodes_before:
+            return size
+    raise _Contradiction(f"SLURM's list of tasks, {tasks_per_node[:80]!r}, has none for node {node}")
+
+
+def _tasks_of(tasks_per_node: str) -> Iterator[tuple[int, int]]:
+    """Number of tasks and number of successive nodes that have as many, up to what is no such list any more."""
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if match is None:
-            break
-        nodes_before += int(match[2] or 1)
-        if node < nodes_before:
-            return int(match[1])
-    raise _contradiction(f"SLURM's list of tasks, {tasks_per_node[:80]!r}, has none for node {node}")
+            return
+        yield int(match[1]), int(match[2] or 1)
 
 
 def _read_torchrun(variables: "_Variables") -> Launch:
-    own = variables.environment["TORCHELASTIC_RUN_ID"].startswith(OWN_RUN_ID)
+    own = variables.text("TORCHELASTIC_RUN_ID", "none").startswith(OWN_RUN_ID)
     by_accelerate = any(name.startswith("ACCELERATE_") for name in variables.environment)
     return Launch(
         "autotune" if own else "accelerate" if by_accelerate else "torchrun",
@@ -224,7 +260,7 @@ def _read_env_ranks(variables: "_Variables") -> Launch | None:
     environment = variables.environment
     if _is_pod_of_several(environment):
         return None  # RANK is the pod's
-    if variables.number("RANK", 0) == 0 and variables.number("WORLD_SIZE", 1) == 1:
+    if (variables.number("RANK", 0), variables.number("WORLD_SIZE", 1)) == (0, 1):
         return None
     local_rank, local_world_size = 0, 1  # one process in each pod
     if "LOCAL_RANK" in environment or "LOCAL_WORLD_SIZE" in environment:
@@ -244,7 +280,8 @@ def _read_slurm(variables: "_Variables") -> Launch | None:
     world_size = variables.number(_first_of(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
     if world_size == 1:
         return None
-    address, port = environment.get("MASTER_ADDR"), _optional(environment.get("MASTER_PORT"))
+    address = variables.text("MASTER_ADDR") if "MASTER_ADDR" in environment else None
+    port = variables.number("MASTER_PORT") if "MASTER_PORT" in environment else None
     if address is None:
         hosts = variables.text(_first_of(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
         address = first_host(hosts)
@@ -253,7 +290,12 @@ def _read_slurm(variables: "_Variables") -> Launch | None:
         job = variables.number(_first_of(environment, "SLURM_JOB_ID", "SLURM_JOBID"))
         port = SLURM_PORTS[(job + step) % len(SLURM_PORTS)]
     rank, local_rank = variables.number("SLURM_PROCID"), variables.number("SLURM_LOCALID")
-    return Launch("slurm", rank, local_rank, world_size, _slurm_local_size(variables), address, port)
+    launch = Launch("slurm", rank, local_rank, world_size, _slurm_local_size(variables), address, port)
+    if {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"} <= environment.keys():  # else they may be of job and step
+        listed = environment["SLURM_STEP_TASKS_PER_NODE"]
+        if (number := sum(size * times for size, times in _tasks_of(listed))) != world_size:
+            raise _Contradiction(f"SLURM's step has {world_size} tasks, but its list, {listed[:80]!r}, has {number}")
+    return launch
 
 
 def _is_slurm_step(variables: "_Variables") -> bool:
@@ -278,17 +320,8 @@ def _first_of(environment: Mapping[str, str], *names: str) -> str:
     return next((name for name in names if name in environment), names[-1])
 
 
-def _optional(text: str | None) -> int | None:
-    return None if text is None else _Variables({"MASTER_PORT": text}).number("MASTER_PORT")
-
-
 def _title(launcher: LauncherName) -> str:
     return {"slurm": "srun", "environment": "the cluster (RANK, WORLD_SIZE)"}.get(launcher, launcher)
-
-
-def _contradiction(what: str) -> InvalidInput:
-    names = "RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
-    return InvalidInput(what, hint=f"see how the job starts its processes; {ALONE.format(names=names)}")
 
 
 @dataclass(frozen=True)
@@ -296,18 +329,27 @@ class _Variables:
     """An environment whose values are checked as they are read."""
 
     environment: Mapping[str, str]
+    read: list[str] = field(default_factory=list)
+    """Those that are set and were looked at, in that order."""
+
+    def named(self, error: _Contradiction) -> InvalidInput:
+        """The error with a hint that names what was read."""
+        names = ", ".join(dict.fromkeys(self.read))
+        return InvalidInput(error.message, hint=f"see how the job starts its processes; {ALONE.format(names=names)}")
 
     def number(self, name: str, default: int | None = None) -> int:
         """A whole number of at most ten digits. Raises InvalidInput if it is none, or is missing without a default."""
         text = self.text(name, None if default is None else str(default)).strip()
         if not re.fullmatch(r"[0-9]{1,10}", text):
-            raise _contradiction(f"{name} is {text[:40]!r}, which is no number of a process, node or port")
+            raise _Contradiction(f"{name} is {text[:40]!r}, which is no number of a process, node or port")
         return int(text)
 
     def text(self, name: str, default: str | None = None) -> str:
         """The value. Raises InvalidInput if it is missing or empty and there is no default."""
+        if name in self.environment:
+            self.read.append(name)
         text = self.environment.get(name) or default
         if text is None:
             known = "the launcher's environment names processes, but "
-            raise _contradiction(f"{known}{name} is {'empty' if name in self.environment else 'not set'}")
+            raise _Contradiction(f"{known}{name} is {'empty' if name in self.environment else 'not set'}")
         return text

@@ -72,14 +72,27 @@ def test_an_address_of_ipv6_is_understood() -> None:
         (3, None, "192.0.2.7:29400", "which of 3 nodes this is"),
         (3, 0, "head:29400", "cannot be shared evenly by 3 nodes"),
         (None, None, "head:29400", "need --nodes"),
-        (1, 1, None, "need --nodes"),
+        (None, 1, None, "need --nodes"),
+        (1, 5, None, "with one node there is no node 5"),
     ],
 )
 def test_options_that_say_too_little_or_too_much_are_refused(
     nodes: int | None, node_rank: int | None, endpoint: str | None, message: str
 ) -> None:
-    with pytest.raises(InvalidInput, match=message):
+    with pytest.raises(InvalidInput, match=message) as refused:
         find_place(4, nodes, node_rank, endpoint)
+    assert "RANK" not in refused.value.hint  # no variable has said so
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_plan_of_one_process_is_not_run_by_each_of_several(rank: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    with pytest.raises(InvalidInput, match="LOCAL_WORLD_SIZE is not set") as refused:
+        find_place(1, None, None, None)
+    assert "unset RANK, WORLD_SIZE, LOCAL_RANK" in refused.value.hint
+    os.environ |= in_pod(RANK=rank, LOCAL_WORLD_SIZE=2)
+    with pytest.raises(InvalidInput, match=r"started 2 process\(es\), but the plan is for 1"):
+        find_place(1, None, None, None)
 
 
 def test_nodes_under_torchrun_are_refused() -> None:

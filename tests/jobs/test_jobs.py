@@ -40,9 +40,9 @@ def plan_for(number: int = 4, **changes: Any) -> TrainingPlan:
     return seal(job, plan.frozen.model_copy(update={"hardware": hardware, "expected": expected}))
 
 
-def a_job(folder: str = "/work", **changes: str) -> JobFile:
+def a_job(folder: str = "/work", **changes: Any) -> JobFile:
     root = PurePosixPath(folder)
-    return JobFile(root, root / "plan.yaml", root / "out", image="lora:1", claim="team", **changes)
+    return JobFile(root, root / "plan.yaml", root / "out", **{"image": "lora:1", "claim": "team", **changes})
 
 
 def test_a_job_asks_for_what_the_plan_predicts_with_a_margin() -> None:
@@ -62,11 +62,21 @@ def test_a_cpu_plan_asks_for_memory_and_no_gpu() -> None:
     needs = JobNeeds.of_plan(plan)
     assert needs.gpus_per_node == 0
     assert (needs.host_memory_gib or 0) * 2**30 > 2 * plan.frozen.expected.required_memory_bytes
-    assert "gpus" not in slurm_script(needs, a_job())
+    script = slurm_script(needs, a_job())
+    assert "gpus" not in script
+    assert "#SBATCH --cpus" not in script  # a plan does not say how many
+    assert "add --cpus-per-task" in script
+    assert "requests" not in kubernetes_manifest(needs, a_job())
     assert "nvidia" not in kubernetes_manifest(needs, a_job())
 
 
-@pytest.mark.parametrize(("nodes", "hours", "message"), [(3, None, "shared evenly"), (1, 0.01, "no time for steps")])
+NOT_POSSIBLE = [
+    (3, None, "shared evenly"), (1, 0.01, "no time for steps"), (1, 1e300, "longer than any"),
+    (1, float("inf"), "longer than any"), (1, float("nan"), "longer than any"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "hours", "message"), NOT_POSSIBLE)
 def test_what_cannot_work_is_refused(nodes: int, hours: float | None, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         JobNeeds.of_plan(plan_for(), num_nodes=nodes, hours=hours)
@@ -77,8 +87,9 @@ def test_slurm_directives() -> None:
     assert lines[0] == "#!/bin/bash"
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     assert directives == [
-        "--job-name=autotune-run-1", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--mem=25G",
-        "--time=0-03:15:00", "--signal=TERM@120", "--open-mode=append", "--output=autotune-%j.log", "--requeue",
+        "--job-name=autotune-run-1", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4",
+        "--gpus-per-node=2", "--mem=25G", "--time=0-03:15:00", "--signal=TERM@120", "--open-mode=append",
+        "--output=autotune-%j.log", "--requeue",
     ]  # fmt: skip
 
 
@@ -124,8 +135,8 @@ def test_a_job_of_kubernetes_goes_on_after_a_checkpoint_and_not_after_a_wrong_pl
     pod = manifest["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # what a failure policy needs
     assert pod["terminationGracePeriodSeconds"] == 120
-    limits = pod["containers"][0]["resources"]["limits"]
-    assert limits == {"nvidia.com/gpu": 4, "memory": "50Gi"}
+    resources = pod["containers"][0]["resources"]
+    assert resources == {"limits": {"nvidia.com/gpu": 4, "memory": "50Gi"}, "requests": {"cpu": 16}}
     mounted = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounted == {"/work", "/cache", "/dev/shm"}
 

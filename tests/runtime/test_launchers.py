@@ -110,6 +110,10 @@ def test_a_process_that_was_started_alone_has_no_launch(environment: Mapping[str
         (in_pod(LOCAL_RANK=1), "LOCAL_WORLD_SIZE is not set"),
         (in_slurm(SLURM_STEP_TASKS_PER_NODE="2"), "has none for node 1"),
         (in_slurm(SLURM_STEP_TASKS_PER_NODE="2(x999999999999)"), "has none for node 1"),
+        (
+            in_slurm(SLURM_STEP_NUM_TASKS=3, SLURM_PROCID=1, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE="1(x2)"),
+            "has 3 tasks, but its list, '1(x2)', has 2",
+        ),
         (in_slurm(SLURM_STEP_NODELIST="[01-02]["), "names no host"),
         (in_slurm(SLURM_STEP_NODELIST="$(reboot)"), "names no host"),
         (without(in_slurm(), "SLURM_STEP_NODELIST"), "SLURM_NODELIST is not set"),
@@ -121,6 +125,39 @@ def test_a_contradiction_is_refused(environment: Mapping[str, str], message: str
         read_launch(environment)
     assert message in str(refused.value)
     assert len(refused.value.hint) > 10
+    if "unset " in refused.value.hint:
+        named = refused.value.hint.partition("unset ")[2].split(", ")
+        assert set(named) <= set(environment)
+
+
+SLURM_TASK = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_NODELIST": "a"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message", "names"),
+    [
+        (
+            {**SLURM_TASK, "SLURM_PROCID": "0", "SLURM_LOCALID": "4", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"},
+            "by srun's variables this would be process 0 of 2, and number 4 of 2 on its node",
+            {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE"},
+        ),
+        ({"SLURM_PROCID": "3"}, "SLURM_NTASKS is not set", {"SLURM_PROCID"}),
+        (in_pod(RANK=5), "by RANK and WORLD_SIZE this would be process 5 of 2, counted from 0", {"RANK", "WORLD_SIZE"}),
+        (in_pod(**{**PODS, "PET_NNODES": "1:4"}), "PET_NNODES is '1:4'", {"PET_NPROC_PER_NODE", "PET_NNODES"}),
+        (launched(RANK=4), "by torchrun's variables this would be process 4 of 4", {"TORCHELASTIC_RUN_ID", "RANK"}),
+    ],
+)
+def test_a_refusal_names_the_variables_that_were_read(
+    environment: Mapping[str, str], message: str, names: set[str]
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        read_launch(environment) or read_nodes(environment)
+    assert message in str(refused.value)
+    named = set(refused.value.hint.partition("unset ")[2].split(", "))
+    assert names <= named <= set(environment)
+    alone = without(environment, *named, "PMI_SIZE")
+    assert read_launch(alone) is None  # the hint helps
+    assert read_nodes(alone) is None
 
 
 NAMES = sorted({*launched(), *in_slurm(), *in_pod(**PODS), "SLURM_NODELIST", "OMPI_COMM_WORLD_SIZE"})

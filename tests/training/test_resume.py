@@ -189,7 +189,7 @@ def test_sigkill_and_resume_as_processes(bench: Bench, tmp_path: Path) -> None:
         time.sleep(0.02)
     process.kill()
     process.wait()
-    ranks = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}  # of a cluster's job, not of this run
+    ranks = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # left over: accelerate would meet others
     resumed = subprocess.run(
         [*command, "--resume", "--json"], capture_output=True, text=True, check=False, timeout=600, env=ranks
     )
