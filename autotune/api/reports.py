@@ -1,13 +1,15 @@
 """`report`: one HTML page about plans, records and runs. Reading needs neither torch nor a machine."""
 
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from autotune.api.records import find_record
 from autotune.api.run_pictures import read_comparisons, read_previews
-from autotune.errors import InvalidInput, InvalidPlan, first_line
+from autotune.errors import AutotuneError, InvalidInput, InvalidPlan, first_line
 from autotune.reporting import PAGE_FILE, PlanSubject, RunSubject, Subject, build_page
 from autotune.runtime import __version__, read_bounded, write_text_atomic
 from autotune.schema import (
@@ -20,6 +22,7 @@ from autotune.schema import (
     StepFinished,
     TrainingPlan,
     read_plan,
+    read_variants,
 )
 from autotune.sharing import MAX_RECORD_BYTES, Record, name_of, parse_record
 from autotune.training import METRICS_FILE, REPORT_FILE, read_metrics
@@ -32,6 +35,8 @@ MAX_SUBJECTS = 8
 MAX_STEP = 10**9
 PICTURE_BYTES = 5 << 20
 """Encoded pictures of all runs on a page."""
+PAGE_SHARE = 0.01
+"""Of a run's time, what may go into pages of the run as it stands; the page at its end comes on top."""
 RECORD_NAME = re.compile(r"[0-9a-fA-F]{4,64}")
 
 
@@ -47,7 +52,8 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
         the file.
 
     Raises:
-        InvalidInput: nothing is named, something is neither of the three, or the page cannot be written.
+        InvalidInput: nothing is named, something is neither of the three, or the page cannot be written, or only in
+            place of what it shows or of another file of a run.
         InvalidPlan: a file is no valid plan.
 
     Example:
@@ -61,7 +67,13 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
         )
     only = Path(subjects[0]) if len(subjects) == 1 and not isinstance(subjects[0], TrainingPlan) else None
     target = Path(path) if path is not None else (only if only and only.is_dir() else Path()) / PAGE_FILE
-    found = [_read_subject(each, PICTURE_BYTES // len(subjects)) for each in subjects]
+    _require_free(target, subjects)
+    found = [one for each in subjects for one in _read_subject(each, PICTURE_BYTES // len(subjects))]
+    if len(found) > MAX_SUBJECTS:
+        raise InvalidInput(
+            f"a report shows at most {MAX_SUBJECTS} plans, and these files hold {len(found)}",
+            hint="name fewer, or make a plan with fewer --hardware",
+        )
     with _translate_impossible_numbers():
         page = build_page(found, __version__)
     if len(page.encode()) > MAX_PAGE_BYTES:
@@ -71,6 +83,21 @@ def report(*subjects: str | Path | TrainingPlan, path: str | Path | None = None)
     except OSError as error:
         raise InvalidInput(f"cannot write {target}: {error.strerror}", hint="write it elsewhere: -o FILE") from error
     return target
+
+
+def _require_free(target: Path, subjects: Sequence[str | Path | TrainingPlan]) -> None:
+    """Raise InvalidInput if the page would replace one of the subjects, or a file of a run that is no page."""
+    hint = "write it elsewhere: -o FILE.html"
+    for path in (Path(subject) for subject in subjects if not isinstance(subject, TrainingPlan)):
+        if path.is_file() and target.exists() and target.samefile(path):
+            raise InvalidInput(f"the page would replace {path}, which it shows", hint=hint)
+    if target.suffix.lower() not in (".html", ".htm") and (folder := _folder_of_run(target)):
+        raise InvalidInput(f"{target} is a name among the files of the run in {folder}", hint=hint)
+
+
+def _folder_of_run(file: Path) -> Path | None:
+    """The output folder in which this file lies, at whatever depth; None if it lies in none."""
+    return next((folder for folder in file.absolute().parents if (folder / RUN_PLAN_FILE).is_file()), None)
 
 
 @contextmanager
@@ -84,21 +111,43 @@ def _translate_impossible_numbers() -> Iterator[None]:
         ) from error
 
 
-def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> Subject:
+def _read_subject(subject: str | Path | TrainingPlan, picture_bytes: int) -> list[Subject]:
+    """What the page shows of it: of a plan file with variants each of them."""
     if isinstance(subject, TrainingPlan):
-        return PlanSubject.of_plan("plan", subject)
+        return [PlanSubject.of_plan("plan", subject)]
     path = Path(subject)
     if path.is_dir():
-        return read_run(path, picture_bytes)
+        return [read_run(path, picture_bytes)]
     if path.is_file():
-        return _read_record_file(path) if path.suffix == ".json" else PlanSubject.of_plan(path.name, read_plan(path))
+        return _read_file(path)
     if RECORD_NAME.fullmatch(str(subject)):
         name, record = find_record(str(subject))
-        return _record_subject(name[:12], record)
+        return [_record_subject(name[:12], record)]
     raise InvalidInput(
         f"there is neither a plan, a run's folder nor a record at {path}",
         hint="name a plan file, the output folder of `autotune train`, or a record of `autotune profiles list`",
     )
+
+
+def _read_file(path: Path) -> list[Subject]:
+    try:
+        if path.suffix == ".json":
+            return [_read_record_file(path)]
+        plans = read_variants(path)
+    except AutotuneError as error:
+        if path.suffix not in (".yaml", ".yml") and (folder := _folder_of_run(path)):
+            raise InvalidInput(
+                f"{path} is a file of a run and no subject of its own",
+                hint=f"name the run's folder: autotune report {shlex.quote(str(folder))}",
+            ) from error
+        if path.suffix == ".json":
+            raise InvalidInput(
+                error.message, hint="name a plan file, the output folder of a run, or a record"
+            ) from error
+        raise
+    if len(plans) == 1:
+        return [PlanSubject.of_plan(path.name, plans[0])]
+    return [PlanSubject.of_plan(f"{path.name}, {plan.frozen.hardware.device_name}", plan) for plan in plans]
 
 
 def _read_record_file(path: Path) -> PlanSubject:
@@ -159,7 +208,12 @@ def _read_steps(path: Path, notes: list[str]) -> Sequence[StepFinished]:
     if path.is_file() and path.stat().st_size > MAX_METRICS_BYTES:
         notes.append(f"{path.name} is over {MAX_METRICS_BYTES >> 20} MiB and was left out.")
         return []
-    return [step for step in read_metrics(path) if 0 < step.step <= MAX_STEP and step.seconds > 0]
+    steps = read_metrics(path, notes.append)
+    possible = [step for step in steps if 0 < step.step <= MAX_STEP and 0 < step.num_steps <= MAX_STEP]
+    possible = [step for step in possible if step.seconds > 0]
+    if number := len(steps) - len(possible):
+        notes.append(f"{path.name} holds {number} steps with impossible numbers, which were left out.")
+    return possible
 
 
 def _read_report(path: Path, notes: list[str]) -> RunReport | None:
@@ -173,18 +227,24 @@ def _read_report(path: Path, notes: list[str]) -> RunReport | None:
 
 
 class RunPage:
-    """Keeps the page of a run up to date while it trains: a listener to its events. A failure never costs the run."""
+    """Keeps the page of a run up to date while it trains: a listener to its events. A failure never costs the run.
 
-    def __init__(self, folder: Path, on_event: OnEvent) -> None:
-        self.folder, self.on_event = folder, on_event
+    A page of many steps takes seconds, in which the run waits, so pages together take `PAGE_SHARE` of its time.
+    """
+
+    def __init__(self, folder: Path, on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.on_event, self.clock = folder, on_event, clock
         self.has_trained = False
+        self.next_at = clock()
 
     def __call__(self, event: Event) -> None:
-        """Pass the event on; after previews write the page anew."""
+        """Pass the event on; after previews write the page anew, unless it was just written."""
         self.on_event(event)
         self.has_trained = self.has_trained or isinstance(event, StepFinished)
-        if isinstance(event, PreviewsWritten):
+        if isinstance(event, PreviewsWritten) and (started_at := self.clock()) >= self.next_at:
             self.write()
+            ended_at = self.clock()
+            self.next_at = ended_at + (ended_at - started_at) / PAGE_SHARE
 
     def write(self) -> None:
         """Write the page; tell once if that is not possible."""

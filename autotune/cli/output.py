@@ -43,11 +43,12 @@ def print_out(view: Any, **style: Any) -> None:
     terminal.out.print("\n".join(view) if isinstance(view, list) else view, **style)
 
 
-def print_remark(text: str) -> None:
-    """Print a remark to stderr, beside the data."""
+def print_remark(text: str, command: str = "") -> None:
+    """Print a remark to stderr, beside the data; a command to copy at its end stays whole."""
     from autotune.cli import terminal
 
-    terminal.err.print("\n".join(reporting.wrapped(text, 4)) if terminal.err.is_terminal else text)
+    lines = reporting.with_command(text, command) if command else reporting.wrapped(text, 4)
+    terminal.err.print("\n".join(lines) if terminal.err.is_terminal else f"{text} {command}".rstrip())
 
 
 def print_result(result: T, as_json: bool, view: Callable[[T], Any]) -> None:

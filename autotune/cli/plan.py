@@ -159,7 +159,12 @@ def _ending(made: "autotune.TrainingPlan", file: Path) -> list[str]:
             reporting.train_hint(made, file),
         ]
     more = f"{'more':<15}reasons: autotune explain; a page with charts: autotune report"
-    return [*reporting.plan_lines(made), *reporting.user_values_line(made), more, reporting.train_hint(made, file)]
+    return [
+        *reporting.plan_lines(made),
+        *reporting.user_values_line(made),
+        *reporting.wrapped(more, 15),
+        reporting.train_hint(made, file),
+    ]
 
 
 def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...] | None:

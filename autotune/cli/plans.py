@@ -35,7 +35,7 @@ def check(
     if not all(result.fits for result in results.values()):
         where = "for such a machine" if hardware else "for this machine"
         there = " --hardware NAME" if hardware else ""
-        print_remark(f"hint: make one {where}: autotune plan --from {shlex.quote(str(plan_file))}{there}")
+        print_remark(f"hint: make one {where}:", f"autotune plan --from {shlex.quote(str(plan_file))}{there}")
         raise typer.Exit(4)
 
 

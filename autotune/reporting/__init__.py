@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         printable_lines,
         seconds_text,
         smooth,
+        with_command,
         wrapped,
     )
     from autotune.reporting.weights import weights_lines

@@ -20,7 +20,7 @@ def limit_text(plan: TrainingPlan, step_seconds: float, data_seconds: float) -> 
         data_seconds: the part of it that was spent waiting for data.
     """
     if plan.frozen.forecast is None:
-        waits = f"{data_seconds / step_seconds:.0%} of a step waits for data" if step_seconds else "unknown"
+        waits = f"{min(1.0, data_seconds / step_seconds):.0%} of a step waits for data" if step_seconds else "unknown"
         return f"{waits}; the plan is of an older autotune and does not tell the rest"
     time = plan.frozen.forecast.step_time
     seconds = {kind: sum(getattr(time, name) for name in names) for kind, names in KINDS.items()}

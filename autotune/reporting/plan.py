@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.knobs import KNOBS, describe_caching
-from autotune.reporting.text import capped, count_text, memory_text, seconds_text, uncertainty_text, wrapped
+from autotune.reporting.text import (
+    capped,
+    count_text,
+    memory_text,
+    printable,
+    seconds_text,
+    uncertainty_text,
+    with_command,
+    wrapped,
+)
 from autotune.schema import (
     Bucket,
     CachingSettings,
@@ -38,8 +47,15 @@ def _row(number: int, candidate: Candidate, seconds: float | None, memory_bytes:
     return (
         f"{number:>2} {candidate.micro_batch_size:>5} {_recomputing(candidate):>5} "
         f"{candidate.swapped_blocks or '-':>4} {weights:<13} {candidate.attention:<17} {time:>7} "
-        f"{memory_text(memory_bytes):>9} {verdict}"
+        f"{_narrow_memory(memory_bytes):>9} {verdict}"
     )
+
+
+def _narrow_memory(memory_bytes: int | None) -> str:
+    """In at most nine columns."""
+    if memory_bytes is None or memory_bytes < 100 * 2**30:
+        return memory_text(memory_bytes)
+    return f"{memory_bytes / 2**30:.{1 if memory_bytes < 1000 * 2**30 else 0}f} GiB"
 
 
 def _recomputing(candidate: Candidate) -> str:
@@ -220,7 +236,15 @@ def _faster_line(plan: TrainingPlan) -> list[str]:
 def train_hint(plan: TrainingPlan, file: Path) -> str:
     """Where the plan was written, and the command that trains it, with what the plan does not name."""
     where = f"on {plan.frozen.hardware.device_name} " if plan.frozen.expected.evidence == "predicted" else ""
-    return f"written to {file}; {where}train it with: {shlex.join(_train_words(plan, file))}"
+    return "\n".join(_written_lines(file, f"{where}train it with:", _train_words(plan, file)))
+
+
+def _written_lines(file: Path, words: str, command: Sequence[str]) -> list[str]:
+    """In one line if it is short enough; else file and command stay whole, each on its own line."""
+    lines = with_command(f"written to {file}; {words}", shlex.join(command))
+    return (
+        lines if len(lines) == 1 else [f"written to {printable(str(file))}", *with_command(words, shlex.join(command))]
+    )
 
 
 def variant_lines(plans: Sequence[TrainingPlan], file: Path) -> list[str]:
@@ -233,9 +257,9 @@ def variant_lines(plans: Sequence[TrainingPlan], file: Path) -> list[str]:
             *wrapped(f"  {plan.frozen.settings.label()}", 4),
             f"  {seconds_text(expected.step_seconds)}{uncertainty_text(expected.time_uncertainty)} per step, "
             f"run memory {memory_text(expected.required_memory_bytes)}",
-            f"  {' '.join(job_line(plan).split())}",
+            *wrapped(f"  {' '.join(job_line(plan).split())}", 4),
         ]
-    return [*lines, f"written to {file}; train it on any of them with: {shlex.join(_train_words(plans[0], file))}"]
+    return [*lines, *_written_lines(file, "train it on any of them with:", _train_words(plans[0], file))]
 
 
 def _train_words(plan: TrainingPlan, file: Path) -> list[str]:

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from statistics import median
 
-from autotune.reporting.text import memory_text, seconds_text, wrapped
+from autotune.reporting.text import change_text, loss_text, memory_text, seconds_text, titled_command, wrapped
 from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport, StepFinished
 
 PAGE_FILE = "report.html"
@@ -24,7 +24,7 @@ def step_text(event: StepFinished, smoothed_loss: float | None = None, promised_
     held, promise = memory_text(event.memory_bytes), memory_text(promised_bytes)
     unit = promise[-4:] if held[-4:] == promise[-4:] else ""  # 9.10/18.88 GiB
     memory = held if promised_bytes is None else f"{held.removesuffix(unit)}/{promise}"
-    text = f"{epoch}loss {loss:.4f}  {event.seconds:.3f} s/step  {memory}"
+    text = f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}"
     return text if event.gpu_utilization is None else f"{text}  GPU {event.gpu_utilization:.0%}"
 
 
@@ -35,12 +35,13 @@ def report_lines(report: RunReport) -> list[str]:
     lines = [
         f"{'':<14}{'planned':>12}{'measured':>12}",
         f"{'step time':<14}{seconds_text(report.expected_step_seconds):>12}"
-        f"{seconds_text(report.measured_step_seconds):>12}  ({change:+.0%})",
+        f"{seconds_text(report.measured_step_seconds):>12}  ({change_text(change)})",
         f"{'step memory':<14}{memory_text(report.expected_peak_memory_bytes):>12}"
         f"{memory_text(report.measured_peak_memory_bytes):>12}",
         *_phase_lines(report),
         f"{report.num_steps - report.resumed_at} steps in {seconds_text(report.total_seconds)}, "
-        f"{report.images_per_second:.2f} images/s{busy}; loss {report.first_loss:.4f} -> {report.final_loss:.4f}",
+        f"{report.images_per_second:.2f} images/s{busy}; "
+        f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}",
         *(error_lines(report.quantization_error, report.settings.quantization) if report.quantization_error else []),
         *(verdict_lines(report.verdict) if report.verdict else []),
         *(f"warning: {warning}" for warning in report.warnings),
@@ -52,15 +53,14 @@ def after_training_lines(report: RunReport, output: Path, report_to: str) -> lis
     """Where the adapter is, and the commands that come next."""
     folder, adapter = (shlex.quote(str(path)) for path in (output, output / report.adapter))
     converted = f"ComfyUI/models/loras/{shlex.quote(output.name or 'adapter')}.safetensors"
-    curves = [("curves", f"tensorboard --logdir {folder}")] if report_to == "tensorboard" else []
-    steps = [
-        ("adapter", str(output / report.adapter)),
-        ("report", str(output / PAGE_FILE)),
-        ("more pictures", f"autotune sample {folder} --prompt TEXT"),
-        ("for ComfyUI", f"autotune weights convert {adapter} {converted} --format comfyui"),
-        *curves,
+    convert = ["autotune weights convert", adapter, converted, "--format comfyui"]
+    return [
+        f"{'adapter':<15}{output / report.adapter}",
+        f"{'report':<15}{output / PAGE_FILE}",
+        *titled_command("more pictures", ["autotune sample", folder, "--prompt TEXT"]),
+        *titled_command("for ComfyUI", convert),
+        *(titled_command("curves", ["tensorboard --logdir", folder]) if report_to == "tensorboard" else ()),
     ]
-    return [f"{title:<15}{command}" for title, command in steps]  # not wrapped: commands are copied
 
 
 def error_lines(error: QuantizationError, storage: str) -> list[str]:

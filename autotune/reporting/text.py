@@ -4,12 +4,16 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 WIDTH = 80
+BEYOND_MEASURE = 1e15
+"""No run takes so many seconds or bytes: a damaged file does, whose numbers get no hundred digits."""
 
 
 def memory_text(num_bytes: float | None) -> str:
     """`1.50 GiB`, `320 MiB`, `12 KiB`, `512 B`, or `-` when unknown."""
     if num_bytes is None:
         return "-"
+    if num_bytes >= BEYOND_MEASURE:
+        return f"{num_bytes / 2**30:.1e} GiB"
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
     if num_bytes >= 2**20:
@@ -28,14 +32,24 @@ def seconds_text(seconds: float | None) -> str:
         return "-"
     if 0 < seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 10:
-        return f"{seconds:.3f} s"
     if seconds < 60:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.{3 if seconds < 10 else 0}f} s"
+    if seconds >= BEYOND_MEASURE:
+        return f"{seconds / 3600:.1e} h"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def loss_text(loss: float) -> str:
+    """`0.1234`, or `1.2e+30` of a run that left all bounds."""
+    return f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.1e}"
+
+
+def change_text(share: float, digits: int = 0) -> str:
+    """`+12%`, or `+1.2e+30%` of numbers that nothing measures."""
+    return f"{share:+.{digits}%}" if abs(share) < 1e4 else f"{100 * share:+.1e}%"
 
 
 SMOOTHING = 0.05
@@ -66,6 +80,32 @@ def wrapped(text: str, hanging: int = 2) -> list[str]:
     plain = printable(text)
     indent = " " * (len(plain) - len(plain.lstrip()) + hanging)
     return textwrap.wrap(plain, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+
+
+def with_command(words: str, command: str) -> list[str]:
+    """Words and a command to copy in one line; if it would be too long, the command is whole on a line of its own."""
+    line = printable(f"{words} {command}")
+    return [line] if len(line) <= WIDTH else [*wrapped(words), f"    {printable(command)}"]
+
+
+def titled_command(title: str, words: Sequence[str]) -> list[str]:
+    """A command under a title of 15 columns, in lines that can be copied as they are: a shell goes on after `\\`.
+
+    Args:
+        title: what the command is for.
+        words: of the command, each quoted for a shell.
+    """
+    start = f"{title:<15}{words[0]}"
+    if len(whole := " ".join([start, *words[1:]])) <= WIDTH:
+        return [whole]
+    lines = [start]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + len("  \\") <= WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines[-1] += " \\"
+            lines.append(f"{'':<17}{word}")
+    return lines
 
 
 def capped(lines: Sequence[str], limit: int, rest: str) -> list[str]:

@@ -6,10 +6,13 @@ down, so TensorBoard's own writer is used.
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from autotune.errors import InvalidInput, first_line
 from autotune.runtime import open_regular, write_text_atomic
@@ -22,6 +25,7 @@ CURVES = ("loss", "learning_rate", "gradient_norm", "seconds", "data_seconds", "
 MAX_LINE_BYTES = 1 << 16
 MAX_NUMBER = 1e100
 """Far beyond any measurement; sums of smaller numbers are finite."""
+NUMBERS = attrgetter(*CURVES)
 
 Log = Callable[[dict[str, float], int], None]
 NO_TRACKER: tuple[Log, Callable[[], None]] = (lambda values, step: None, lambda: None)
@@ -67,16 +71,45 @@ class Metrics:
             self._log({name: getattr(event, name) for name in CURVES}, event.step)
 
 
-def read_metrics(path: Path) -> list[StepFinished]:
-    """The recorded steps, up to the first line that is damaged, or cut short by a kill."""
+def read_metrics(path: Path, on_damage: Callable[[str], None] = lambda text: None) -> list[StepFinished]:
+    """The recorded steps, up to the first line that is damaged, or cut short by a kill.
+
+    Args:
+        path: the file; without one there are no steps.
+        on_damage: is told why there are no more steps, if neither the file's end nor a kill is the reason.
+    """
     events: list[StepFinished] = []
-    with suppress(OSError, ValueError, RecursionError, InvalidInput), open_regular(path) as lines:
-        while line := lines.readline(MAX_LINE_BYTES):
-            event = StepFinished.model_validate(from_schema_1(json.loads(line)))
-            if max(abs(getattr(event, name)) for name in CURVES) > MAX_NUMBER:
-                break
-            events.append(event)
+    try:
+        with open_regular(path) as lines:
+            while line := lines.readline(MAX_LINE_BYTES):
+                if (event := _step_in(line)) is None:
+                    is_cut_short = line.startswith(b"{") and not line.endswith(b"\n") and not lines.read(1)
+                    if not is_cut_short:
+                        on_damage(f"{path.name} is damaged in line {len(events) + 1}: no step from there on is known.")
+                    break
+                events.append(event)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        on_damage(f"{path.name} cannot be read: {error.strerror}.")
     return events
+
+
+def _step_in(line: bytes) -> StepFinished | None:
+    """The step of a line; None if it is damaged."""
+    try:
+        event = _validated(json.loads(line))
+    except (ValueError, RecursionError, InvalidInput):
+        return None
+    return event if all(abs(number) <= MAX_NUMBER for number in NUMBERS(event)) else None
+
+
+def _validated(data: Any) -> StepFinished:
+    """Today's names first: looking for older ones takes longer than everything else that reads a line."""
+    try:
+        return StepFinished.model_validate(data)
+    except ValidationError:
+        return StepFinished.model_validate(from_schema_1(data))
 
 
 def _line(event: StepFinished) -> str:

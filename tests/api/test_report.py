@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from autotune.errors import InvalidInput, InvalidPlan
 from autotune.reporting import PAGE_FILE
 from autotune.schema.events import Event, Notice, PhaseStarted, PreviewsWritten
 from autotune.schema.plan import TrainingPlan
-from autotune.schema.plan_file import RUN_PLAN_FILE, with_job, write_plan
+from autotune.schema.plan_file import RUN_PLAN_FILE, seal, with_job, write_plan, write_variants
 from tests.planning.golden import FOLDER
 from tests.reporting.page.pages import HOSTILE, golden_plan, run_report, steps_of
 from tests.reporting.page.test_page import Outline
@@ -109,7 +110,86 @@ def test_a_damaged_folder_still_has_a_page_that_names_what_is_wrong(run: Path) -
     assert "report.json cannot be read" in text
     assert "step-000025-0.png cannot be shown" in text
     assert "step-000030-0.png cannot be shown" in text
-    assert "no step has been taken yet" in text
+    assert "metrics.jsonl is damaged in line 1" in text
+    assert "no step has been taken yet" not in text
+
+
+@pytest.mark.parametrize("damage", [b"\x00\xff\x80" * 99, b'{"loss": NaN}\n', b'{"step": 101\n{}'])
+def test_steps_that_cannot_be_read_are_named(run: Path, damage: bytes) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + damage)
+    assert read_run(run).notes == ("metrics.jsonl is damaged in line 101: no step from there on is known.",)
+
+
+def test_a_line_cut_short_by_a_kill_and_a_run_without_a_step_are_no_damage(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 101, "lo')
+    assert read_run(run).notes == ()
+    metrics.unlink()
+    (run / "report.json").unlink()
+    assert read_run(run).notes == ()
+    assert "no step has been taken yet" in autotune.report(run).read_text()
+
+
+def test_numbers_beyond_measure_stay_short(run: Path) -> None:
+    (run / "report.json").unlink()
+    wild = {"loss": 1e99, "seconds": 1e99, "data_seconds": 1e99, "memory_bytes": 10**99, "remaining_seconds": 1e308}
+    steps = [step.model_dump() | wild for step in steps_of(5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    text = Outline(autotune.report(run).read_text()).text
+    assert "1.0e+99" in text
+    assert not re.search(r"\d{30}", text)
+
+
+def test_steps_with_impossible_numbers_are_counted(run: Path) -> None:
+    steps = [step.changed(num_steps=10**400) if step.step == 3 else step for step in steps_of(5)]
+    (run / "metrics.jsonl").write_text("".join(step.model_dump_json() + "\n" for step in steps))
+    found = read_run(run)
+    assert [step.step for step in found.steps] == [1, 2, 4, 5]
+    assert "1 steps with impossible numbers" in found.notes[0]
+
+
+def test_a_page_replaces_nothing_that_it_shows(run: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_bytes(PLAN.read_bytes())
+    with pytest.raises(InvalidInput, match="would replace") as caught:
+        autotune.report(plan, path=plan)
+    assert caught.value.hint
+    assert plan.read_bytes() == PLAN.read_bytes()
+    assert autotune.report(run, path=run / "mine.html").exists()
+
+
+@pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "run-plan.yaml", "checkpoints/step-1/state.pt"])
+def test_a_page_replaces_no_file_of_a_run(run: Path, name: str) -> None:
+    before = (run / name).read_bytes() if (run / name).exists() else None
+    for subject in (run, PLAN):
+        with pytest.raises(InvalidInput, match="among the files of the run"):
+            autotune.report(subject, path=run / name)
+    assert ((run / name).read_bytes() if (run / name).exists() else None) == before
+
+
+@pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "sample_with_adapter.png"])
+def test_for_a_file_of_a_run_its_folder_is_named(run: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInput, match="is a file of a run") as caught:
+        autotune.report(run / name, path=tmp_path / "page.html")
+    assert caught.value.hint == f"name the run's folder: autotune report {run}"
+
+
+def test_nobody_is_told_to_delete_a_file_that_is_no_record(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(InvalidInput) as caught:
+        autotune.report(tmp_path / "other.json", path=tmp_path / "page.html")
+    assert "delete" not in str(caught.value.hint)
+
+
+def test_variants_for_several_machines_stand_side_by_side(tmp_path: Path) -> None:
+    plan = golden_plan()
+    others = plan.frozen.hardware.changed(device_name="Another GPU")
+    write_variants(tmp_path / "team.yaml", [plan, seal(plan.job, plan.frozen.changed(hardware=others))])
+    text = Outline(autotune.report(tmp_path / "team.yaml", path=tmp_path / "page.html").read_text()).text
+    for device in (plan.frozen.hardware.device_name, "Another GPU"):
+        assert f"plan team.yaml, {device}" in text
+    assert "2 compared" in text
 
 
 def test_a_hostile_folder_gets_no_markup_into_the_page(tmp_path: Path) -> None:
@@ -162,7 +242,7 @@ def test_numbers_that_nothing_measures_end_in_an_error_or_a_page(run: Path, chan
 
 def test_a_training_run_keeps_its_page_up_to_date_and_survives_a_page_that_fails(run: Path) -> None:
     seen: list[Event] = []
-    page = RunPage(run, seen.append)
+    page = RunPage(run, seen.append, clock=lambda: 0.0)
     page(PhaseStarted(name="training"))
     assert not (run / PAGE_FILE).exists()
     assert not page.has_trained
@@ -175,6 +255,22 @@ def test_a_training_run_keeps_its_page_up_to_date_and_survives_a_page_that_fails
     assert len(seen) == 4 + 1
     (notice,) = [event for event in seen if isinstance(event, Notice)]
     assert (notice.level, notice.text.startswith("no report.html: ")) == ("warning", True)
+
+
+def test_pages_take_a_small_share_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written_at = [0.0], []
+
+    def write(page: RunPage) -> None:
+        written_at.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr(RunPage, "write", write)
+    page = RunPage(run, lambda event: None, clock=lambda: now[0])
+    while now[0] < 10_000:
+        now[0] += 10.0
+        page(PreviewsWritten(step=25))
+    assert written_at[0] == 10.0
+    assert 40 <= len(written_at) <= 0.01 * now[0] / 2.0
 
 
 def test_the_command_loads_neither_torch_nor_optuna(run: Path, tmp_path: Path) -> None:

@@ -1,13 +1,27 @@
 """Numbers in the units that people use."""
 
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from autotune.cli.terminal import err, out
-from autotune.reporting.text import memory_text, seconds_text
+from autotune.reporting.plan import prediction_lines, train_hint, variant_lines
+from autotune.reporting.run import after_training_lines
+from autotune.reporting.text import (
+    WIDTH,
+    change_text,
+    loss_text,
+    memory_text,
+    seconds_text,
+    titled_command,
+    with_command,
+)
+from autotune.schema import PhaseMemory, Prediction
+from tests.reporting.page.pages import golden_plan, run_report
 
 
 @pytest.mark.parametrize(
@@ -40,3 +54,50 @@ def test_no_control_character_of_a_stranger_reaches_the_terminal(capfd: pytest.C
         console.print("one \x1b[2J\x9b2J\u202e\udcff :cat: [red]\ntwo")
     printed = capfd.readouterr()
     assert printed.out == printed.err == "one ?[2J?2J?? :cat: [red]\ntwo\n"
+
+
+def test_numbers_beyond_measure_get_no_hundred_digits() -> None:
+    shown = [loss_text(1e99), change_text(1e99), change_text(-1e99, 1), memory_text(1e99), seconds_text(1e308)]
+    assert max(map(len, shown)) < 16
+    assert (loss_text(0.12345), change_text(0.123), change_text(-0.123, 1)) == ("0.1235", "+12%", "-12.3%")
+
+
+def test_a_long_command_is_whole_on_its_own_line() -> None:
+    assert with_command("train it with:", "autotune train a.yaml") == ["train it with: autotune train a.yaml"]
+    command = "autotune train " + "long/" * 20
+    assert with_command("train it with:", command) == ["train it with:", f"    {command}"]
+
+
+def test_a_titled_command_can_be_copied_from_its_lines() -> None:
+    words = ["autotune weights convert", "a/" * 30, "b/" * 30, "--format comfyui"]
+    lines = titled_command("for ComfyUI", words)
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) > 1
+    assert shlex.split("\n".join(lines)[15:].replace("\\\n", "")) == shlex.split(" ".join(words))
+    assert titled_command("curves", ["tensorboard --logdir", "out"]) == ["curves         tensorboard --logdir out"]
+
+
+def test_what_comes_after_planning_and_training_fits_a_terminal() -> None:
+    plan, deep = golden_plan(), Path("a-folder/for-my-adapters/with-a-long-name")
+    lines = train_hint(plan, deep / "plan.yaml").split("\n") + variant_lines([plan, plan], deep / "plan.yaml")
+    lines += after_training_lines(run_report(plan), deep, "tensorboard")
+    assert not [line for line in lines if len(line) > WIDTH and str(deep) not in line]
+    assert any(line.startswith("written to ") and line.endswith("plan.yaml") for line in lines)
+
+
+def test_a_table_of_predictions_stays_aligned_beyond_100_gib() -> None:
+    settings = golden_plan().frozen.settings
+    predictions = [
+        Prediction.model_construct(
+            candidate=settings,
+            step_seconds=1.0,
+            required_memory_bytes=size,
+            time_uncertainty=0.2,
+            phases=(PhaseMemory.model_construct(name="train", peak_memory_bytes=size),),
+        )
+        for size in (9 << 30, int(101.2 * 2**30), 2000 << 30)
+    ]
+    rows = prediction_lines(predictions, 10 << 30)[2:]
+    assert len({row.index(" GiB") for row in rows}) == 1
+    assert any("101.2 GiB no: train" in row for row in rows)
+    assert max(map(len, rows)) <= WIDTH

@@ -8,7 +8,7 @@ from autotune.reporting.page.plan_view import plan_sections
 from autotune.reporting.page.run_view import run_sections
 from autotune.reporting.page.subjects import PlanSubject, RunSubject, Subject
 from autotune.reporting.plan import describe_changes, settings_items
-from autotune.reporting.text import memory_text, seconds_text
+from autotune.reporting.text import loss_text, memory_text, seconds_text
 
 
 def build_page(subjects: Sequence[Subject], autotune_version: str) -> str:
@@ -82,7 +82,7 @@ def _comparison(pairs: Sequence[tuple[Subject, PlanSubject]]) -> Element:
     reports = [subject.report if isinstance(subject, RunSubject) else None for subject, _ in pairs]
     if any(reports):
         rows.append(["measured step", *(seconds_text(r.measured_step_seconds) if r else "-" for r in reports)])
-        rows.append(["final loss", *(f"{r.final_loss:.4f}" if r else "-" for r in reports)])
+        rows.append(["final loss", *(loss_text(r.final_loss) if r else "-" for r in reports)])
     listed = [dict(settings_items(plan.settings, plan.workload)) for plan in plans]
     rows += [[name, *(one[name] for one in listed)] for name in listed[0] if len({one[name] for one in listed}) > 1]
     changed = describe_changes(plans[1].settings, plans[0].settings) if len(plans) == 2 else ""

@@ -11,7 +11,7 @@ from autotune.reporting.page.html import Child, h, image_source, table
 from autotune.reporting.page.phases import compared_phases
 from autotune.reporting.page.subjects import Comparison, Picture, PreviewPicture, RunSubject
 from autotune.reporting.run import verdict_lines
-from autotune.reporting.text import memory_text, seconds_text, smoothed
+from autotune.reporting.text import change_text, loss_text, memory_text, seconds_text, smoothed
 from autotune.schema import RunReport, StepFinished
 
 HICCUP = 3.0
@@ -39,9 +39,11 @@ def _answer(subject: RunSubject) -> Element:
     found: list[tuple[str, Child, str]] = [("State", h("b", _state(subject)), "")]
     if steps:
         change = smoothed([step.loss for step in steps])
-        found.append(("Loss, smoothed", h("b", f"{change[-1]:.4f}"), f", from {steps[0].loss:.4f} at the first step"))
+        found.append(
+            ("Loss, smoothed", h("b", loss_text(change[-1])), f", from {loss_text(steps[0].loss)} at the first step")
+        )
         measured = report.measured_step_seconds if report else statistics.median(_seconds(steps))
-        words = f", planned {seconds_text(expected.step_seconds)} ({measured / expected.step_seconds - 1:+.0%})"
+        words = f", planned {seconds_text(expected.step_seconds)} ({change_text(measured / expected.step_seconds - 1)})"
         found.append(("Step time", h("b", seconds_text(measured)), words))
         found.append(("Limited by", limit_text(subject.plan, measured, statistics.fmean(_waits(steps))), ""))
     if report and report.verdict:
@@ -53,7 +55,7 @@ def _state(subject: RunSubject) -> str:
     if subject.report:
         return f"finished: {subject.report.num_steps} steps in {seconds_text(subject.report.total_seconds)}"
     if not subject.steps:
-        return "no step has been taken yet"
+        return "no step is known" if subject.notes else "no step has been taken yet"
     last = subject.steps[-1]
     left = f", {seconds_text(last.remaining_seconds)} left" if last.remaining_seconds else ""
     return f"step {last.step} of {last.num_steps}{left}"
@@ -88,7 +90,7 @@ def _loss(steps: Sequence[StepFinished], x: Axis) -> Element:
             Axis.over([loss for _, loss in raw], "loss", "{:.3g}".format),
             title=title,
             lines=[Line(thinned(raw, _last), "raw"), Line(shown, "smooth")],
-            readings=[(a, b, f"step {a:.0f}: smoothed loss {b:.4f}") for a, b in shown],
+            readings=[(a, b, f"step {a:.0f}: smoothed loss {loss_text(b)}") for a, b in shown],
         ),
     )
 
@@ -117,7 +119,7 @@ def _times(subject: RunSubject, x: Axis) -> Element:
         title=f"Seconds of each step, the slowest of neighbors. {slow}{cost}.",
         lines=[Line(times, "smooth")],
         rules=[("y", planned, f"planned {seconds_text(planned)}")],
-        readings=[(a, b, f"step {a:.0f}: {seconds_text(b)}, {b / planned:.2f} times the plan") for a, b in times],
+        readings=[(a, b, f"step {a:.0f}: {seconds_text(b)}, {b / planned:.3g} times the plan") for a, b in times],
     )
     return h("div", h("h3", "Step time"), figure)
 
@@ -228,5 +230,5 @@ def _phases(subject: RunSubject, report: RunReport) -> Element:
 
 def _pair(promised: float, measured: float | None, text: object) -> tuple[str, str, str]:
     assert callable(text)
-    difference = f"{measured / promised - 1:+.1%}" if measured and promised else "-"
+    difference = change_text(measured / promised - 1, 1) if measured and promised else "-"
     return str(text(promised)), "-" if measured is None else str(text(measured)), difference
