@@ -258,7 +258,8 @@ def test_a_training_run_keeps_its_page_up_to_date_and_survives_a_page_that_fails
 
 
 def test_pages_take_a_small_share_of_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, written_at = [0.0], []
+    now = [0.0]
+    written_at: list[float] = []
 
     def write(page: RunPage) -> None:
         written_at.append(now[0])
