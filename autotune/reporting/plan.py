@@ -316,5 +316,5 @@ def explain_lines(plan: TrainingPlan) -> list[str]:
     if plan.frozen.fallbacks:
         lines.append("")
         lines.append("if memory is shorter than planned, in this order")
-        lines += [f"    {candidate.label()}" for candidate in plan.frozen.fallbacks]
+        lines += [line for one in plan.frozen.fallbacks for line in wrapped(f"    {one.label()}", 4)]
     return lines
