@@ -40,7 +40,7 @@ def predict(model: str, gpu: CatalogGpu) -> dict[str, float] | None:
 def main() -> None:
     models = {model.name or family.name: (family, model) for family in FAMILIES.values() for model in family.models}
     known = json.loads(shipped_path(FILE).read_text())["models"] if sys.argv[1:] else {}
-    found: dict[str, dict[str, dict[str, float] | None]] = {name: known.get(name, {}) for name in models}
+    found: dict[str, dict[str, dict[str, float] | None]] = {name: known[name] for name in models if name in known}
     done: dict[str, str] = {}  # models by what they are built of: a distilled one is trained as its base is
     for name in sys.argv[1:] or models:
         family, model = models[name]
