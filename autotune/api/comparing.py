@@ -78,8 +78,6 @@ def compare(
         >>> found = autotune.compare("flux1-dev", prices={"4090": 0.4, "h100-sxm": 2.5}, num_steps=1000)
         >>> found.gpus[0].gpu, found.gpus[0].cost, found.gpus[0].hours_range
     """
-    if local := next((name for name in LOCAL if name in options), None):
-        raise InvalidInput(f"{local} is about one machine", hint="compare takes names of GPUs: --hardware A,B")
     require_known(options, PlanOptions.__annotations__.keys() - {*LOCAL}, "argument of compare")
     asked: Any = options
     gpus = _gpus(hardware)
@@ -95,11 +93,8 @@ def compare(
         except NothingFits as error:
             found.append(ComparedGpu(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, misfit=error.message))
             continue
-        price = price_of.get(gpu.id)
-        told = compared_gpu(
-            gpu.id, gpu.memory_nominal_gb, made, download_seconds=download_seconds, price_per_hour=price
-        )
-        found.append(told)
+        about, price = (gpu.id, gpu.memory_nominal_gb, made), price_of.get(gpu.id)
+        found.append(compared_gpu(*about, download_seconds=download_seconds, price_per_hour=price))
     on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
     selected = select_gpus(found, max_cost=max_cost, max_hours=max_hours, order=order)
     return Comparison(

@@ -2,11 +2,6 @@
 
 from autotune.planning import ComparedGpu, Comparison
 from autotune.reporting.text import memory_text, seconds_text, uncertainty_text, wrapped
-from autotune.schema import Candidate
-
-DEFAULTS = Candidate(micro_batch_size=1, checkpointed_blocks=0)
-TOLD = ("quantization", "checkpointed_blocks", "selective_blocks", "swapped_blocks", "modulation")
-"""Settings that decide what fits, in the order that they are told."""
 
 
 def comparison_lines(found: Comparison) -> list[str]:
@@ -34,17 +29,8 @@ def _rows(one: ComparedGpu, has_prices: bool) -> list[str]:
     speed = seconds_text(one.image_seconds) + uncertainty_text(one.time_uncertainty)
     price = "-" if one.cost is None else f"{one.cost:.2f}"
     row = f"{one.gpu:<27}{speed:>16}{memory_text(one.run_memory_bytes):>12}{f'{low:.1f} to {high:.1f}':>13}"
-    return [row + (f"{price:>12}" if has_prices else ""), *wrapped(f"  {_settings(one.settings)}", 4)]
-
-
-def _settings(settings: Candidate | None) -> str:
-    if settings is None:
-        return ""
-    told = [f"micro-batch {settings.micro_batch_size}"]
-    told += [
-        f"{name} {value}" for name in TOLD if (value := getattr(settings, name)) not in (0, getattr(DEFAULTS, name))
-    ]
-    return ", ".join(told)
+    settings = wrapped(f"  {one.settings.label()}", 4) if one.settings else []
+    return [row + (f"{price:>12}" if has_prices else ""), *settings]
 
 
 def _assumptions(found: Comparison, fitting: list[ComparedGpu]) -> list[str]:
