@@ -99,7 +99,7 @@ def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, 
     options = {name: said[name] for name in ("model", "data", "control") if name in said}
     if model != job.model:
         options["model"] = model
-    read = [name for name in (job.data, job.control) if name]
+    read = [name for name in (job.data, job.control, job.validation_folder) if name]
     if not is_on_hub(model) or model.startswith(("/", "./", "../")):
         read.append(model)
     written = [job.output]

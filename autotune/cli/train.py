@@ -54,9 +54,8 @@ def train(options: TrainOptions, job: JobOptions) -> None:
 
 def _require_success(report: "autotune.RunReport") -> None:
     """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the answer is printed."""
-    failures = report.verdict.failures if report.verdict else ("there is no verdict on the adapter",)
-    if failures:
-        for failure in failures:
+    if report.failures:
+        for failure in report.failures:
             print_remark(f"error: {failure}")
         print_remark("hint: look at the run's report.html; a lower --learning-rate or more --steps often help")
         raise typer.Exit(1)

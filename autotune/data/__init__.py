@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
     from autotune.data.encoders import Encoders, move_tensors
     from autotune.data.entries import EncoderIdentity, make_prompt_entry
+    from autotune.data.held_out import SplitDataset, read_split
     from autotune.data.loader import BatchLoader
     from autotune.data.pixels import open_image, to_rgb
 else:

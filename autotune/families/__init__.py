@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from autotune.families.adapter import ADAPTER_NAME, add_adapter, disable_dropout, find_dropout_layers
     from autotune.families.base import Batch, Family, Sample, unwrap_model
     from autotune.families.levers import LEVERS, missing_levers
-    from autotune.families.loss import denoising_loss
+    from autotune.families.loss import denoising_loss, image_losses
     from autotune.families.modulation import ModulationLayers
     from autotune.families.noise import FLOW_MATCHING, NoiseProcess
     from autotune.families.packing import PATCH

@@ -51,7 +51,15 @@ if TYPE_CHECKING:
         Rate,
         Versions,
     )
-    from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, JobOverrides, TimestepSampling, Weighting, num_previews
+    from autotune.schema.job import (
+        MAX_PREVIEW_PROMPTS,
+        VALIDATION_DRAWS,
+        Job,
+        JobOverrides,
+        TimestepSampling,
+        Weighting,
+        num_previews,
+    )
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.plan import (
         CheckResult,
@@ -78,7 +86,7 @@ if TYPE_CHECKING:
         write_variants,
     )
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
-    from autotune.schema.run import AdapterVerdict, RunReport
+    from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
     from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
     from autotune.schema.typical import (
         has_typical_shape,

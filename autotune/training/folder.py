@@ -22,9 +22,11 @@ LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
     {"model", "revision", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
+    | {"validation", "validation_every", "keep_best"}
     | {"preview_steps", "preview_every", "checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
-"""Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
+"""Fields of a job that may differ when a run is resumed: paths, whose content other digests cover (and
+which images train), and outputs."""
 
 OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
 """Learning rates that do not depend on the number of steps, so that a resumed run may be made longer."""
@@ -86,10 +88,10 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
 
 
 def require_separate_output(job: Job) -> None:
-    """Raise InvalidInput if the output folder lies in the folder of the data, the control images or the model."""
+    """Raise InvalidInput if the output folder lies in a folder of data, control or held-out images, or the model's."""
     folder = Path(job.output)
-    for source in ("data", "control", "model"):
-        path = getattr(job, source)
+    sources = {"data": job.data, "control": job.control, "validation": job.validation_folder, "model": job.model}
+    for source, path in sources.items():
         if path and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise InvalidInput(
                 f"the output folder {folder} lies in the {source} folder, so what a run writes would be taken for "

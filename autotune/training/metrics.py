@@ -20,7 +20,11 @@ from autotune.schema import StepFinished, from_schema_1
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
-CURVES = ("loss", "learning_rate", "gradient_norm", "seconds", "data_seconds", "images_per_second", "memory_bytes")
+CURVES = (
+    *("loss", "validation_loss", "base_validation_loss", "learning_rate", "gradient_norm", "gradient_spikes"),
+    *("seconds", "data_seconds", "images_per_second", "memory_bytes", "gpu_utilization"),
+)
+"""Fields of a step that trackers draw; what a step does not know has no point."""
 
 MAX_LINE_BYTES = 1 << 16
 MAX_NUMBER = 1e100
@@ -68,7 +72,8 @@ class Metrics:
         self._file.write(_line(event))
         self._file.flush()
         with self._without_failing_tracker():
-            self._log({name: getattr(event, name) for name in CURVES}, event.step)
+            values = zip(CURVES, NUMBERS(event), strict=True)
+            self._log({name: value for name, value in values if value is not None}, event.step)
 
 
 def read_metrics(path: Path, on_damage: Callable[[str], None] = lambda text: None) -> list[StepFinished]:
@@ -101,7 +106,7 @@ def _step_in(line: bytes) -> StepFinished | None:
         event = _validated(json.loads(line))
     except (ValueError, RecursionError, InvalidInput):
         return None
-    return event if all(abs(number) <= MAX_NUMBER for number in NUMBERS(event)) else None
+    return event if all(number is None or abs(number) <= MAX_NUMBER for number in NUMBERS(event)) else None
 
 
 def _validated(data: Any) -> StepFinished:
@@ -113,7 +118,7 @@ def _validated(data: Any) -> StepFinished:
 
 
 def _line(event: StepFinished) -> str:
-    return event.model_dump_json() + "\n"
+    return event.model_dump_json(exclude_none=True) + "\n"
 
 
 def require_tracker(report_to: str) -> None:
