@@ -27,6 +27,9 @@ class TrainOptions:
         str | None, typer.Option(help="Where they meet: a port of the first.", metavar="HOST:PORT")
     ] = None
     node_rank: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port of localhost.")
+    ] = None
     gate: Annotated[
         bool, typer.Option("--gate", help="Exit with 1 if the adapter never moved or lowers no loss: for schedulers.")
     ] = False

@@ -108,6 +108,8 @@ class _Run:
         self.processes, self.on_event, self.guard = processes, on_event, guard
         self.watch = PhaseWatch(self.processes.device)
         self.warnings: list[str] = []
+        self.metrics: Metrics | None = None
+        """None on all processes but the first, and before training."""
         frozen = plan.frozen
         self.encoders = Encoders(prepared.model, frozen.caching, frozen.settings, self.processes.device)
         self.sampler = PreviewSampler(self.encoders, self._warn)
@@ -135,9 +137,11 @@ class _Run:
                 trained = self._load()
                 processes.wait()
             self._start_phase(f"training from step {first_step}" if checkpoint else "training")
-            metrics = None
             if processes.is_first:
-                metrics = Metrics(self.output, resumed_at=first_step, report_to=job.report_to, on_warning=self._warn)
+                self.metrics = Metrics(
+                    self.output, resumed_at=first_step, report_to=job.report_to, on_warning=self._warn
+                )
+            metrics = self.metrics
             context = RunContext(
                 processes=processes,
                 checkpoints=checkpoints,
@@ -222,13 +226,16 @@ class _Run:
         return training, validation if validation.items else None
 
     def _sample_previews(self, step: int) -> None:
+        written = []
         with self._drop_failing_previews():
             for number, preview in enumerate(self.previews):
                 with self.watch.phase("previews"), eager_eval(self.sampler.transformer):
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
-                    path = self.output / preview_file(step, number)
-                    save_image(frames[0], path, preview.facts(self.plan, adapter=f"after step {step}"))
+                    written.append(self.output / preview_file(step, number))
+                    save_image(frames[0], written[-1], preview.facts(self.plan, adapter=f"after step {step}"))
+        if self.metrics and written:
+            self.metrics.add_previews(step, written)
         if self.previews:
             self.on_event(PreviewsWritten(step=step))
 

@@ -108,6 +108,12 @@ def test_curves_previews_trace_and_grid_are_written(run: tuple[Path, RunReport, 
     curves = EventAccumulator(str(folder / "tensorboard"))
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 7]
+    shown = {tag: curves.Images(tag) for tag in curves.Tags()["images"]}
+    assert {tag: [image.step for image in images] for tag, images in shown.items()} == {
+        "preview 1": [3, 6], "preview 2": [3, 6],
+    }  # fmt: skip
+    first = shown["preview 1"][0].encoded_image_string
+    assert first == (folder / "previews" / "step-000003-0.png").read_bytes()
     assert sorted(path.name for path in (folder / "previews").iterdir()) == [
         *(f"step-{step:06}-{number}.png" for step in (3, 6) for number in (0, 1)),
         "with-1.png",
