@@ -32,7 +32,6 @@ from autotune.schema.plan_file import seal, write_plan
 from autotune.schema.run import RunReport
 from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter
 from autotune.training.describe import WorkloadOverrides
-from autotune.training.metrics import Metrics
 from autotune.training.pictures import MIN_LINE_PX
 from autotune.training.preparation import fetch_weights, prepare
 from autotune.training.preview import Preview, PreviewSampler
@@ -43,7 +42,7 @@ from autotune.weights.saving import save_file
 from tests.events import notices_to, phases_to, steps_to
 from tests.planning.machines import make_plan
 from tests.training.conftest import CPU, Bench
-from tests.training.small import SETTINGS, finished_step
+from tests.training.small import SETTINGS
 from tests.training.small import make_plan as plan_of
 
 PROMPTS = ("a red circle on a white background", "something else")
@@ -591,20 +590,6 @@ def test_a_job_for_a_tracker_that_is_not_installed_is_refused_at_once(
         prepare(bench.plan(report_to=tracker, output=str(tmp_path / "out")), bench.hardware, resume=False)
     assert f"pip install {tracker}" in error.value.hint
     assert not (tmp_path / "out").exists()
-
-
-def test_wandb_gets_the_curves_through_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    run = SimpleNamespace(
-        log=lambda values, step=None, **kw: told.append((step, values)), finish=lambda: told.append("end")
-    )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **named: run))
-    metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb")
-    metrics.add(finished_step(1))
-    metrics.close()
-    assert told[0][0] == 1
-    assert told[0][1]["loss"] == 1.0
-    assert told[-1] == "end"
 
 
 def test_prompts_of_previews_are_encoded_once_for_all_starts(
