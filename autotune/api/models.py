@@ -1,7 +1,9 @@
-"""The models that can be planned for and trained."""
+"""The models that can be planned for and trained, and fetching one."""
 
+from autotune.families import FetchedModel, fetch_whole
 from autotune.hardware import gpu_named
 from autotune.planning import ModelSummary, summarize_models
+from autotune.schema import OnEvent, ignore_event
 
 
 def list_models(hardware: str | None = None) -> tuple[ModelSummary, ...]:
@@ -16,3 +18,23 @@ def list_models(hardware: str | None = None) -> tuple[ModelSummary, ...]:
         >>> {model.name: model.num_parameters for model in autotune.list_models()}
     """
     return summarize_models(gpu_named(hardware).id if hardware else None)
+
+
+def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
+    """Download all files of a model that training needs, and compare them with the hub's checksums.
+
+    Afterwards `plan` and `train` need no network. License, token and free disk space are checked first; files that
+    arrived whole are not downloaded again.
+
+    Args:
+        model: a known name or a hub id, with `@REVISION` for a certain commit.
+        on_event: listener to progress.
+
+    Raises:
+        InvalidInput: there is no such model, it is not on the hub, or its license is not accepted.
+        AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the message says what.
+
+    Example:
+        >>> autotune.fetch("qwen-image").folder
+    """
+    return fetch_whole(model, on_event)

@@ -7,6 +7,7 @@ from autotune.runtime import lazy_exports
 if TYPE_CHECKING:
     from autotune.families.adapter import ADAPTER_NAME, add_adapter, disable_dropout, find_dropout_layers
     from autotune.families.base import Batch, Family, Sample, unwrap_model
+    from autotune.families.fetching import FetchedModel, fetch_whole
     from autotune.families.levers import LEVERS, missing_levers
     from autotune.families.loss import denoising_loss
     from autotune.families.modulation import ModulationLayers

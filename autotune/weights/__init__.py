@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from autotune.weights.errors import BadWeights, MissingWeights
     from autotune.weights.files import read_header
-    from autotune.weights.hub import fetch, missing_files, snapshot_in_cache
+    from autotune.weights.hub import fetch, missing_files, snapshot_in_cache, verify
     from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
     from autotune.weights.loaders import LOADERS, has_gds, load_file
     from autotune.weights.lora_layer import LoraLayer
