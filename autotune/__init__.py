@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
     from autotune.families import FetchedModel
     from autotune.hardware import CatalogGpu, Finding
-    from autotune.planning import CatalogPrediction, ComparedGpu, Comparison, ModelSummary, NoGpu
+    from autotune.planning import CatalogPrediction, ComparedGpu, Comparison, ModelSummary, NoGpu, PlanInterrupted
     from autotune.runtime import explain_error, is_first_process, prepare_process
     from autotune.schema import (
         Candidate,

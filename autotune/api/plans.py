@@ -13,6 +13,7 @@ from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, NothingFits
 from autotune.families import resolve_model
 from autotune.hardware import probe as read_machine
 from autotune.planning import (
+    PlanInterrupted,
     PlanningResult,
     PlanRequest,
     ResolvedRequest,
@@ -76,6 +77,7 @@ def plan(
         InvalidInput: an argument, the model or the data cannot be used.
         NothingFits: no settings run on this hardware.
         PlanNotWritten: the plan was made, but not written to `path`.
+        PlanInterrupted: Ctrl-C; its `plan`, which is written to `path`, is the best so far. The same call goes on.
         AutotuneError: something else failed; the message says what.
 
     Example:
@@ -90,7 +92,11 @@ def plan(
     if replay is None:
         resolved, profile = _resolve_on_hardware(request, options, on_event)
         request = resolved.request
-        result = make_plan(resolved, profile, on_event)
+        try:
+            result = make_plan(resolved, profile, on_event)
+        except PlanInterrupted as stopped:
+            _offer(stopped.plan, options.get("path"), on_event)
+            raise
         _remember(result, profile, on_event)
     else:
         recording = read_recording(Path(replay))
@@ -306,6 +312,15 @@ def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEven
     except AutotuneError as error:
         text = f"not kept for the next search: {error.message}"
         on_event(Notice(text=text, topic="profiles", level="warning"))
+
+
+def _offer(plan: TrainingPlan, path: str | Path | None, on_event: OnEvent) -> None:
+    """Write the best plan of a search that was stopped, if there is a file for it, and say so."""
+    if path is not None:
+        _write(plan, Path(path))
+        number = len(plan.frozen.trials)
+        tried = f"the best of {number} trials" if number > 1 else "what the only trial ran"
+        on_event(Notice(text=f"stopped: {tried} is written to {path}, and can be trained", level="warning"))
 
 
 def _write(plan: TrainingPlan, path: Path) -> None:
