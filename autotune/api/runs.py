@@ -60,8 +60,9 @@ def train(
     """Train exactly what a plan says, in as many processes as it says.
 
     Without a plan, `model` and `data` are planned first, as `autotune.plan` does, or with `resume` the plan in the
-    output folder is taken. A predicted plan is tried once on this machine first; the measured plan is written beside its file. If torchrun,
-    `accelerate launch`, srun or a PyTorchJob started this process, it is one of the plan's; else it starts them.
+    output folder is taken. A predicted plan is tried once on this machine first; the measured plan is written beside
+    its file. If torchrun, `accelerate launch`, srun or a PyTorchJob started this process, it is one of the plan's;
+    else it starts them.
 
     Args:
         plan: a plan, or its file.

@@ -35,7 +35,8 @@ EVENTS = """
     StatusChanged StepFinished TrialFinished TrialStarted
 """
 ERRORS = """
-    AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanInterrupted PlanNotWritten Preempted
+    AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanInterrupted
+    PlanNotWritten Preempted
 """
 MAIN = """
     probe estimate fetch plan train sample load_plan load_variants check doctor list_gpus list_models save_plan
