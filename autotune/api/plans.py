@@ -10,7 +10,7 @@ from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
 from autotune.api.plan_files import load_plan, load_variants
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, NothingFits
-from autotune.families import resolve_model
+from autotune.families import is_single_file, resolve_model
 from autotune.hardware import probe as read_machine
 from autotune.planning import (
     PlanInterrupted,
@@ -35,6 +35,8 @@ from autotune.schema import (
     OnEvent,
     TrainingPlan,
     ignore_event,
+    model_reference,
+    split_reference,
     write_plan,
     write_variants,
 )
@@ -270,9 +272,14 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         name: value for name, value in asked.items() if name in JobOverrides.__annotations__ and name != "num_frames"
     }
     study, join = options.get("study"), options.get("join")
+    name, parts = split_reference(base.model if model is None else str(model))
+    if "base" in asked:
+        if not is_single_file(name):
+            raise InvalidInput(f"{name} is no single file, so it takes no base", hint="leave the base out")
+        parts["base"] = str(asked["base"])
     return replace(
         base,
-        model=base.model if model is None else model,
+        model=model_reference(name, parts),
         workload_overrides=_overrides(base.workload_overrides, asked),
         job_overrides=job if data is None else {**job, "data": str(data)},
         pins=_pairs(asked["pins"]) if "pins" in asked else base.pins,

@@ -93,8 +93,8 @@ def train(
     require_known(job, JobOverrides.__annotations__, "argument of train")
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
     if plan is None:
-        place = {"nodes": nodes, "node_rank": node_rank, "rdzv_endpoint": rdzv_endpoint}
-        plan = _plan_first(changes, place, on_event, resume=resume)
+        is_alone = nodes is None and node_rank is None and rdzv_endpoint is None and not started_by_launcher()
+        plan = _plan_first(changes, on_event, resume=resume, is_alone=is_alone)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else _plan_here(Path(plan))
     chosen = with_job(given, **changes)
     place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)
@@ -112,9 +112,7 @@ def train(
     return report
 
 
-def _plan_first(
-    changes: Mapping[str, Any], place: Mapping[str, Any], on_event: OnEvent, *, resume: bool
-) -> TrainingPlan:
+def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, is_alone: bool) -> TrainingPlan:
     """The plan of the run in the output folder that is resumed, else a new one for what the arguments say."""
     output = Path(changes.get("output") or Job.model_fields["output"].default)
     if (file := output / RUN_PLAN_FILE).exists():
@@ -122,7 +120,7 @@ def _plan_first(
         if resume:
             return with_job(earlier, output=str(output))
         check_folder(with_job(earlier, output=str(output)), resume=False)  # before a search
-    if any(value is not None for value in place.values()) or started_by_launcher():
+    if not is_alone:
         hint = "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
         raise InvalidInput("processes that train together need a plan file", hint=hint)
     from autotune.api.plans import plan as make_plan  # not for every run: the search's libraries take 14 MiB
@@ -146,7 +144,7 @@ def _ready(
 ) -> TrainingPlan:
     """The plan with its weights on this machine, and measured here if it was predicted."""
     is_predicted = plan.frozen.expected.evidence == "predicted"
-    if is_predicted or is_on_hub(plan.job.model):  # else there is no long work yet
+    if is_predicted or is_on_hub(plan.job.pinned_model):  # else there is no long work yet
         check_inputs(plan, resume=resume)
     fetched = fetch_weights(plan, hardware, place.nodes)
     if not is_predicted:

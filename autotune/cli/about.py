@@ -1,5 +1,6 @@
 """Commands that tell about machine and models and change nothing."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,10 +21,13 @@ def doctor(as_json: Json = False) -> None:
 
 def models(
     hardware: Annotated[str | None, typer.Option(help="Tell what fits this GPU, e.g. 4090 (see probe --list).")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--model", help="Tell which of them a single file is.", metavar="FILE")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the models that can be planned and trained; with --hardware, what a GPU is predicted to do with each."""
-    found = autotune.list_models(hardware)
+    found = autotune.list_models(hardware, file=file)
     print_result(found, as_json, lambda models: reporting.model_lines(models, hardware))
 
 

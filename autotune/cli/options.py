@@ -48,6 +48,9 @@ Price = Annotated[
 class JobOptions:
     """How a job trains, by the names of `Job`: what a plan starts with and a run may change. None, empty: not given."""
 
+    base: Annotated[
+        str | None, typer.Option(help="For a --model in one file: folder or hub id that its other parts come from.")
+    ] = None
     control: Control = None
     caption: Caption = None
     trigger: Trigger = None

@@ -1,6 +1,8 @@
 """The user's part of a plan: what is trained and for how long, never how it fits the machine."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, TypedDict
+from urllib.parse import parse_qsl, urlencode
 
 from pydantic import AfterValidator, Field
 
@@ -28,6 +30,21 @@ PREVIEW_EVERY = 250
 """Training steps between previews, by default."""
 
 
+SINGLE_FILE = ".safetensors"
+"""What the name of a model in one file ends with."""
+
+
+def model_reference(model: str, parts: Mapping[str, str]) -> str:
+    """One text for a model in a single file and where its other parts are: `FILE?base=...`; another model as it is."""
+    return f"{model}?{urlencode(parts, safe='/@:')}" if parts and model.endswith(SINGLE_FILE) else model
+
+
+def split_reference(reference: str) -> tuple[str, dict[str, str]]:
+    """The inverse of `model_reference`."""
+    file, mark, query = reference.rpartition(f"{SINGLE_FILE}?")
+    return (file + SINGLE_FILE, dict(parse_qsl(query))) if mark else (reference, {})
+
+
 class Job(Frozen):
     """The user's part of a plan: may be edited or overridden while shapes stay in the planned class.
 
@@ -35,9 +52,12 @@ class Job(Frozen):
     """
 
     model: Place
-    """Folder in the diffusers layout, a family's name, or a hub id."""
+    """Folder in the diffusers layout, a family's name, a hub id, or a file with a DiT or UNet alone."""
+    base: Place | None = None
+    """What such a file's other parts come from: a folder or a hub id; None for the model that the file is recognized
+    as."""
     revision: Words | None = None
-    """Commit on the hub that `model` is taken at; None for a folder, or until it is first fetched."""
+    """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is first fetched."""
     data: Place | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
     control: Place | None = None
@@ -90,8 +110,11 @@ class Job(Frozen):
 
     @property
     def pinned_model(self) -> str:
-        """The model at its revision, as `resolve_model` takes it."""
-        return self.model if self.revision is None else f"{self.model}@{self.revision}"
+        """The model at its revision, or a file with its base at its revision, as `resolve_model` takes it."""
+        at = "" if self.revision is None else f"@{self.revision}"
+        if self.model.endswith(SINGLE_FILE):
+            return model_reference(self.model, {"base": self.base + at} if self.base else {})
+        return self.model + at
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
         """Number of optimizer steps if an epoch has so many images: by its epochs if it names any, else `num_steps`."""
@@ -114,6 +137,7 @@ def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 
 class JobOverrides(TypedDict, total=False):
     """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left out stays."""
 
+    base: str
     revision: str
     control: str
     caption: str

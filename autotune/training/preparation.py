@@ -63,7 +63,7 @@ def prepare(
     check_weights(model)
     workload = describe_workload(model, dataset, overrides_from(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
-    weights = weights_digest(open_weights(model.weights / model.family.denoiser))
+    weights = weights_digest(open_weights(model.transformer_file))
     if resume:
         require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, dataset)
@@ -124,7 +124,7 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGrou
         BadWeights: the repository does not exist, its license is not accepted, or offline files are missing.
     """
     job = plan.job
-    if not is_on_hub(job.model):
+    if not is_on_hub(job.pinned_model):
         return plan
     measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may still switch to settings that fit
     _require_machine(plan, hardware, hardware_misfits if measured else _kind_misfits, nodes)

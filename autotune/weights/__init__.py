@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autotune.weights.lora_layer import LoraLayer
     from autotune.weights.resharding import is_model_path, reshard
     from autotune.weights.saving import save_file
+    from autotune.weights.single_file import first_names, view_as
     from autotune.weights.sources import WeightSource, find_weights, open_weights, weights_digest
     from autotune.weights.streaming import (
         Transform,
