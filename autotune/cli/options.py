@@ -55,6 +55,10 @@ class JobOptions:
     caption: Caption = None
     trigger: Trigger = None
     caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
+    from_adapter: Annotated[
+        Path | None, typer.Option(help="Go on with this adapter: diffusers', ComfyUI's or kohya's.", metavar="FILE")
+    ] = None
+    save_dtype: Annotated[str | None, typer.Option(help="Of the adapter: bf16 (default), fp16 or fp32.")] = None
     num_steps: Steps = None
     num_train_epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs, instead of steps.")] = None
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None

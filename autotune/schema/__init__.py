@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         MAX_PREVIEW_PROMPTS,
         Job,
         JobOverrides,
+        SaveDtype,
         TimestepSampling,
         Weighting,
         model_reference,

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from autotune.schema.base import Frozen, PositiveInt
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
+SaveDtype = Literal["bf16", "fp16", "fp32"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr"]
 TimestepSampling = Literal["logit_normal", "uniform"]
 
@@ -69,6 +70,10 @@ class Job(Frozen):
     num_frames: int = Field(default=1, ge=1)
     """Frames of a clip. Above 1, each subfolder of the data is a clip."""
     output: Place = "output"
+    from_adapter: Place | None = None
+    """File of an adapter, in any format that is known, whose training goes on; None begins a new one."""
+    save_dtype: SaveDtype = "bf16"
+    """Of the adapter's file; training and checkpoints keep fp32."""
     num_steps: int = PositiveInt
     """Number of optimizer steps, each of the effective batch."""
     num_train_epochs: int | None = Field(default=None, ge=1)
@@ -144,6 +149,8 @@ class JobOverrides(TypedDict, total=False):
     trigger: str
     num_frames: int
     output: str
+    from_adapter: str
+    save_dtype: SaveDtype
     num_steps: int
     num_train_epochs: int
     learning_rate: float

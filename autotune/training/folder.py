@@ -21,7 +21,19 @@ from autotune.training.files import REPORT_FILE
 LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
-    {"model", "base", "revision", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
+    {
+        "model",
+        "base",
+        "revision",
+        "data",
+        "control",
+        "caption",
+        "trigger",
+        "output",
+        "save_dtype",
+        "preview_prompts",
+        "report_to",
+    }
     | {"preview_steps", "preview_every", "checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
 """Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
@@ -35,6 +47,8 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
     job = plan.job.model_dump(mode="json")
     if plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS:
         job |= {"num_steps": None, "num_train_epochs": None}
+    if plan.job.from_adapter is None:
+        del job["from_adapter"]  # which runs of earlier versions did not know
     return {"plan": plan.identity, **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS}}
 
 

@@ -27,6 +27,7 @@ from autotune.training.fit import data_misfits, hardware_misfits, key_misfits, m
 from autotune.training.folder import check_folder, claim_folder, require_separate_output
 from autotune.training.metrics import require_tracker
 from autotune.training.processes import card_misfits
+from autotune.training.start import starting_values
 from autotune.weights import open_weights, weights_digest
 
 
@@ -138,7 +139,10 @@ def _kind_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) -> int:
     """Size of the adapter and all checkpoints: fp32 weights, in a checkpoint with two moments for each."""
     workload, job = plan.frozen.workload, plan.job
-    adapter = add_adapter(model.family, build_on_meta(model.family, model.config), workload, torch.float32)
+    transformer = build_on_meta(model.family, model.config)
+    adapter = add_adapter(model.family, transformer, workload, torch.float32)
+    if job.from_adapter is not None:  # before any long work
+        starting_values(Path(job.from_adapter), transformer)
     adapter_bytes = sum(parameter.numel() for parameter in adapter) * 4
     num_steps = job.steps_on(dataset.epoch_size, workload.effective_batch_size)
     num_permanent = job.checkpoints_keep_every and num_steps // max(

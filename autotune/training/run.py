@@ -27,7 +27,7 @@ from autotune.schema import (
     digest_of,
     ignore_event,
 )
-from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter, save_trained
+from autotune.training.adapter_file import ADAPTER_FILE, SAVE_DTYPES, judge_adapter, save_trained
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
 from autotune.training.files import REPORT_FILE, comparison_file, preview_file
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
@@ -40,6 +40,7 @@ from autotune.training.pictures import ComparedPictures, make_sheet, save_image
 from autotune.training.preparation import PreparedRun, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
 from autotune.training.processes import Processes, explain_lost_peer, join_processes
+from autotune.training.start import start_from
 
 TRACE_FILE = "trace.json"
 
@@ -171,6 +172,8 @@ class _Run:
         shards = processes.world_size if processes.strategy == "fsdp2" else 1
         model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
         trained = load_model(model, workload, settings, processes.device, seed, shards=shards)
+        if (started_from := self.plan.job.from_adapter) is not None:
+            start_from(Path(started_from), trained.transformer)
         if self.previews:
             self.sampler.attach(trained.transformer)
         return trained
@@ -247,7 +250,8 @@ class _Run:
         if self.processes.is_first:  # before anything that may still fail
             with self.watch.phase("saving"):
                 workload = self.plan.frozen.workload
-                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps)
+                dtype = SAVE_DTYPES[self.plan.job.save_dtype]
+                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps, dtype)
         adapter_loss = loop.evaluate()
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = loop.evaluate()

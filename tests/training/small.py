@@ -81,6 +81,7 @@ def make_plan(
         "seed": 3,
         "preview_steps": 2,
         "report_to": "none",
+        "save_dtype": "fp32",
     }
     return seal(Job(**{"model": str(model), "data": str(images), **defaults, **job}), frozen)
 
