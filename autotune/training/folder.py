@@ -21,20 +21,9 @@ from autotune.training.files import REPORT_FILE
 LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
-    {
-        "model",
-        "base",
-        "revision",
-        "data",
-        "control",
-        "caption",
-        "trigger",
-        "output",
-        "save_dtype",
-        "preview_prompts",
-        "report_to",
-    }
-    | {"preview_steps", "preview_every", "checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
+    {"model", "base", "revision", "data", "control", "caption", "trigger", "output", "save_dtype", "report_to"}
+    | {"preview_prompts", "preview_steps", "preview_every"}
+    | {"checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
 """Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
 

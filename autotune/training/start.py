@@ -38,9 +38,8 @@ def starting_values(path: Path, transformer: nn.Module) -> dict[str, Tensor]:
     layers = read_adapter(path, adapted).layers
     if different := sorted(layers.keys() ^ adapted.keys()):
         whose = "the plan does not adapt" if different[0] in layers else "it does not have"
-        message = (
-            f"{path} adapts other layers than the plan: {different[0]}, which {whose}, and {len(different) - 1} more"
-        )
+        more = f", and {len(different) - 1} more" if len(different) > 1 else ""
+        message = f"{path} adapts other layers than the plan: {different[0]}, which {whose}{more}"
         raise InvalidInput(message, hint="plan with the adapter's own --targets, for the model that it belongs to")
     values = {}
     for name, layer in layers.items():

@@ -208,9 +208,8 @@ def test_an_interrupted_run_goes_on_to_the_same_adapter(command: Command, materi
         pytest.skip(f"the run's key covers what is different here: {other or differing(ENCODING_STACK)}")
     output = tmp_path / "run"
     shutil.copytree(SCHEMA_1 / "run", output)
-    resumed = command(
-        "train", SCHEMA_1 / "plan-measured.yaml", "--output", output, "--resume", "--save-dtype", "fp32", "--json"
-    )
+    plan = SCHEMA_1 / "plan-measured.yaml"
+    resumed = command("train", plan, "--output", output, "--resume", "--save-dtype", "fp32", "--json")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["resumed_at"] == 26
     folders = (output, SCHEMA_1 / "run-finished")
