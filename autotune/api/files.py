@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Unpack, get_args
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
-from autotune.data import DataReport, DatasetOptions, check_dataset
+from autotune.api.options import require_known
+from autotune.data import DataReport, check_dataset, make_options
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, get_family, resolve_model
-from autotune.schema import OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.schema import JobOverrides, OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.weights import (
     AdapterFormat,
     FileSummary,
@@ -25,11 +26,8 @@ def check_data(
     *,
     model: str = "qwen-image",
     resolution_px: int | None = None,
-    num_frames: int | None = None,
-    caption: str | None = None,
-    trigger: str | None = None,
-    control: str | Path | None = None,
     on_event: OnEvent = ignore_event,
+    **job: Unpack[JobOverrides],
 ) -> DataReport:
     """Look at every file of a data folder as training would, and name what is broken, tiny, duplicate or captionless.
 
@@ -37,11 +35,8 @@ def check_data(
         folder: images with same-stem `.txt` captions.
         model: name of the model family whose sizes count.
         resolution_px: side of the square whose area every image is resized to; the family's by default.
-        num_frames: frames of a clip, for video models.
-        caption: caption of images that have none.
-        trigger: word put in front of every caption that lacks it.
-        control: folder of control images, for edit models.
         on_event: listener to progress.
+        job: fields of the job that decide what is read, e.g. `num_frames=81`, `trigger="sks"`.
 
     Raises:
         InvalidInput: there is no such folder or family.
@@ -50,13 +45,13 @@ def check_data(
         >>> report = autotune.check_data("photos")
         >>> report.can_train, report.problems
     """
+    require_known(job, JobOverrides.__annotations__, "argument of check_data")
     family = get_family(model)
-    if num_frames is not None:
-        family.check_num_frames(num_frames)
-    control_folder = None if control is None else Path(control)
+    num_frames = job.get("num_frames", family.defaults.num_frames)
+    family.check_num_frames(num_frames)
     return check_dataset(
         Path(folder),
-        DatasetOptions(caption, trigger, control_folder, num_frames=num_frames or family.defaults.num_frames),
+        make_options(job, family, num_frames),
         resolution_px=resolution_px or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
         max_side_px=family.max_side_px,

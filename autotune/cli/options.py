@@ -45,12 +45,35 @@ Price = Annotated[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """How a job trains, by the names of `Job`: what a plan starts with and a run may change. None, empty: not given."""
+class DataOptions:
+    """How a job's data is read, by the names of `Job`. None, empty: not given."""
 
     control: Control = None
     caption: Caption = None
     trigger: Trigger = None
+    clips: Annotated[
+        str | None, typer.Option(help="Clips of a video: head (default), all, or a number of them, evenly spread.")
+    ] = None
+
+    def values(self) -> dict[str, Any]:
+        """The fields of a job that the user gave.
+
+        Raises:
+            BadParameter: a job cannot have a value.
+        """
+        values = given(self)
+        values |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        values |= {name: _parsed(values[name], kind) for name, kind in NUMBER_OR_NAME.items() if name in values}
+        for name, value in values.items():
+            _require_valid(name, value)
+        return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOptions(DataOptions):
+    """How a job trains, by the names of `Job`: what a plan starts with and a run may change. None, empty: not given."""
+
     caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
     num_steps: Steps = None
     num_train_epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs, instead of steps.")] = None
@@ -88,14 +111,7 @@ class JobOptions:
         """
         if self.num_steps and self.num_train_epochs:
             raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("num_train_epochs"))
-        values = given(self)
-        values |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        if self.timestep_shift:
-            values["timestep_shift"] = _shift(self.timestep_shift)
-        for name, value in values.items():
-            _require_valid(name, value)
-        return values
+        return DataOptions.values(self)
 
 
 def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
@@ -161,8 +177,12 @@ def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]
     return command_of
 
 
-def _shift(text: str) -> float | str:
+NUMBER_OR_NAME: dict[str, type[int] | type[float]] = {"timestep_shift": float, "clips": int}
+"""Options that take a number or a name."""
+
+
+def _parsed(text: str, kind: type[int] | type[float]) -> float | str:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
         return text

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from autotune.data.buckets import assign_buckets, make_buckets
-from autotune.data.dataset import DatasetOptions, Item, OnProgress, PrintableStr, Problem, scan_dataset
+from autotune.data.dataset import OnProgress, scan_dataset
+from autotune.data.items import Item, PrintableStr, Problem
+from autotune.data.options import DatasetOptions
 from autotune.schema import Bucket, Frozen, NaturalInt, PositiveInt
 
 MAX_UPSCALING = 1.5

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from autotune.data.buckets import assign_buckets
 from autotune.data.cache import Cache, Tensors
-from autotune.data.dataset import Dataset, Item, OnProgress, Problem, file_digest
+from autotune.data.dataset import Dataset, OnProgress
 from autotune.data.encoders import Encoders
 from autotune.data.entries import CacheEntry, ItemEntries, make_item_entries
+from autotune.data.items import Item, Problem, file_digest
 from autotune.data.pixels import open_image, to_rgb
+from autotune.data.video import ClipSpan, read_clip
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import ResolvedModel, Sample
 from autotune.schema import Bucket
@@ -251,7 +253,8 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
     """
     groups = [entry.paths] if entry.caption is None else [(path,) for path in entry.paths]
     try:
-        pixels = [open_pixels(paths, entry.bucket.width_px, entry.bucket.height_px) for paths in groups]
+        size = (entry.bucket.width_px, entry.bucket.height_px)
+        pixels = [open_pixels(paths, *size, entry.span) for paths in groups]
         has_changed = tuple(map(file_digest, entry.paths)) != entry.digests
     except Exception as error:  # decoders raise anything for damaged files
         raise _Unreadable(f"cannot be decoded: {error}") from error
@@ -263,14 +266,18 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
     return pixels
 
 
-def open_pixels(paths: Sequence[Path], width_px: int, height_px: int) -> Tensor:
+def open_pixels(paths: Sequence[Path], width_px: int, height_px: int, span: ClipSpan | None = None) -> Tensor:
     """One image, or the frames of one clip, resized and center-cropped: float32 (3, frames, height, width) in [-1, 1].
 
     Raises:
         OSError: a file cannot be read or decoded.
     """
-    frames = []
-    for path in paths:
-        with open_image(path) as image:
-            frames.append(np.asarray(ImageOps.fit(to_rgb(image), (width_px, height_px), Image.Resampling.LANCZOS)))
-    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).to(torch.float32) / 127.5 - 1
+    images = read_clip(paths[0], span) if span else map(_open_rgb, paths)
+    size = (width_px, height_px)
+    frames = [np.asarray(ImageOps.fit(image, size, Image.Resampling.LANCZOS)) for image in images]  # one at a time
+    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1)
+
+
+def _open_rgb(path: Path) -> Image.Image:
+    with open_image(path) as image:
+        return to_rgb(image)

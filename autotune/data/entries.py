@@ -2,14 +2,15 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
 from autotune.data.cache import entry_key
 from autotune.data.captions import EMPTY_CAPTION
-from autotune.data.dataset import Item, file_digest
+from autotune.data.items import Item, file_digest
+from autotune.data.video import ClipSpan
 from autotune.families import Family
 from autotune.schema import Bucket
 
@@ -68,6 +69,8 @@ class CacheEntry:
     """Shape that the files are resized to."""
     caption: str | None = None
     """None for pixels."""
+    span: ClipSpan | None = None
+    """The part of a video; None for images."""
 
     def __str__(self) -> str:
         return f"pixels of {self.paths[0]}" if self.caption is None else f"caption {self.caption[:80]!r}"
@@ -98,12 +101,14 @@ def make_item_entries(item: Item, bucket: Bucket, identity: EncoderIdentity, *, 
     Raises:
         OSError: one of its files cannot be read.
     """
-    sources = {"latents": item.pixel_paths}
-    sources |= {f"control_latents_{number}": (path,) for number, path in enumerate(item.control_paths, start=1)}
+    controls = {f"control_latents_{number}": (path,) for number, path in enumerate(item.control_paths, start=1)}
     return ItemEntries(
         prompt=make_prompt_entry(item.caption, item.control_paths, bucket, identity),
         empty_prompt=make_prompt_entry(EMPTY_CAPTION, item.control_paths, bucket, identity) if with_empty else None,
-        latents={name: _make_latents_entry(paths, bucket, identity) for name, paths in sources.items()},
+        latents={
+            "latents": _make_latents_entry(item.pixel_paths, bucket, identity, item.span),
+            **{name: _make_latents_entry(paths, bucket, identity) for name, paths in controls.items()},
+        },
     )
 
 
@@ -117,7 +122,10 @@ def make_prompt_entry(
     return CacheEntry(key, control_paths, digests, bucket, caption)
 
 
-def _make_latents_entry(paths: tuple[Path, ...], bucket: Bucket, identity: EncoderIdentity) -> CacheEntry:
+def _make_latents_entry(
+    paths: tuple[Path, ...], bucket: Bucket, identity: EncoderIdentity, span: ClipSpan | None = None
+) -> CacheEntry:
     digests = tuple(map(file_digest, paths))
-    key = entry_key("latents", files=digests, size=(bucket.width_px, bucket.height_px), encoder=identity.vae)
-    return CacheEntry(key, paths, digests, bucket)
+    clip = {"clip": asdict(span)} if span else {}
+    key = entry_key("latents", files=digests, size=(bucket.width_px, bucket.height_px), encoder=identity.vae, **clip)
+    return CacheEntry(key, paths, digests, bucket, span=span)

@@ -15,6 +15,7 @@ TITLES = {
     "duplicate": "the same as another, left out",
     "control": "without a control image, left out",
     "short": "too short for a clip, left out",
+    "variable": "of a variable rate",
     "run": "the output of training, left out",
     "unsupported": "of a format that is not read, left out",
     "metadata": "wrong in metadata.jsonl",

@@ -51,7 +51,15 @@ if TYPE_CHECKING:
         Rate,
         Versions,
     )
-    from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, JobOverrides, TimestepSampling, Weighting, num_previews
+    from autotune.schema.job import (
+        MAX_PREVIEW_PROMPTS,
+        ClipChoice,
+        Job,
+        JobOverrides,
+        TimestepSampling,
+        Weighting,
+        num_previews,
+    )
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.plan import (
         CheckResult,

@@ -9,6 +9,7 @@ from autotune.schema.base import Frozen, PositiveInt
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr"]
 TimestepSampling = Literal["logit_normal", "uniform"]
+ClipChoice = Literal["head", "all"] | Annotated[int, Field(ge=1, le=64)]
 
 
 def _in_utf8(text: str) -> str:
@@ -47,7 +48,10 @@ class Job(Frozen):
     trigger: Words | None = None
     """Word put in front of every caption that lacks it."""
     num_frames: int = Field(default=1, ge=1)
-    """Frames of a clip. Above 1, each subfolder of the data is a clip."""
+    """Frames of a clip. Above 1, videos and subfolders of images in the data are clips."""
+    clips: ClipChoice = "head"
+    """Which clips of that length are taken of a video: the first, `all` one after the other, or so many, evenly spread
+    from its start to its end."""
     output: Place = "output"
     num_steps: int = PositiveInt
     """Number of optimizer steps, each of the effective batch."""
@@ -119,6 +123,7 @@ class JobOverrides(TypedDict, total=False):
     caption: str
     trigger: str
     num_frames: int
+    clips: ClipChoice
     output: str
     num_steps: int
     num_train_epochs: int

@@ -26,6 +26,9 @@ CHANGEABLE_FIELDS = frozenset(
 )
 """Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
 
+LATER_FIELDS = frozenset({"clips"})
+"""Fields that jobs have not always had: at its default, one does not count, so that older runs are resumed."""
+
 OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
 """Learning rates that do not depend on the number of steps, so that a resumed run may be made longer."""
 
@@ -35,7 +38,11 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
     job = plan.job.model_dump(mode="json")
     if plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS:
         job |= {"num_steps": None, "num_train_epochs": None}
-    return {"plan": plan.identity, **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS}}
+    unused = {name for name in LATER_FIELDS if getattr(plan.job, name) == Job.model_fields[name].get_default()}
+    return {
+        "plan": plan.identity,
+        **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS | unused},
+    }
 
 
 def compute_run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:

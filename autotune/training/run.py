@@ -36,7 +36,7 @@ from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
 from autotune.training.monitor import PhaseWatch
-from autotune.training.pictures import ComparedPictures, make_sheet, save_image
+from autotune.training.pictures import ComparedPictures, make_sheet, save_frames, save_image
 from autotune.training.preparation import PreparedRun, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
 from autotune.training.processes import Processes, explain_lost_peer, join_processes
@@ -216,9 +216,17 @@ class _Run:
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
                     path = self.output / preview_file(step, number)
-                    save_image(frames[0], path, preview.facts(self.plan, adapter=f"after step {step}"))
+                    self._save_frames(frames, path, preview, f"after step {step}")
         if self.previews:
             self.on_event(PreviewsWritten(step=step))
+
+    def _save_compared(self, name: str, number: int, frames: list[Image]) -> None:
+        if self.processes.is_first:
+            self._save_frames(frames, self.output / comparison_file(name, number), self.previews[number], name)
+
+    def _save_frames(self, frames: list[Image], path: Path, preview: Preview, adapter: str) -> None:
+        fps = self.prepared.model.family.defaults.frames_per_second
+        save_frames(frames, path, preview.facts(self.plan, adapter=adapter), fps)
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:
@@ -268,13 +276,9 @@ class _Run:
         self._start_phase("sampling with and without the adapter")
         pairs: list[tuple[Image, Image]] = []
         with self._drop_failing_previews(), self.watch.phase("previews"):
-            pairs = self.sampler.compare_adapter(adapter, self.previews)
+            pairs = self.sampler.compare_adapter(adapter, self.previews, self._save_compared)
         if not self.processes.is_first or not pairs:
             return
-        for number, (pair, preview) in enumerate(zip(pairs, self.previews, strict=True)):
-            for name, image in zip(("without", "with"), pair, strict=True):
-                file = self.output / comparison_file(name, number)
-                save_image(image, file, preview.facts(self.plan, adapter=name))
         rows = [
             ComparedPictures(*pair, each.prompt, each.seed) for pair, each in zip(pairs, self.previews, strict=True)
         ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autotune.data.check import DataReport, check_dataset
-from autotune.data.dataset import DatasetOptions
+from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
 from tests.conftest import autotune_here
 from tests.data.pictures import write_pictures
@@ -49,7 +49,7 @@ def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pyt
     odd = autotune_here(capfd, *command, "--frames", 4)
     assert (odd.returncode, "use --frames 1 or --frames 5" in odd.stderr) == (2, True)
     short = autotune_here(capfd, *command)  # of the family's usual length
-    assert (short.returncode, "has 5 frames, 121 are needed" in " ".join(short.stdout.split())) == (2, True)
+    assert (short.returncode, "has 5 frames, 29 are needed" in " ".join(short.stdout.split())) == (2, True)
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
