@@ -23,12 +23,24 @@ def group() -> None:
 class CheckOptions:
     """What `autotune data check` can be asked beside how the data is read; the names are those of `check_data`."""
 
-    folder: Annotated[Path, typer.Argument(help="Folder of images with same-stem .txt captions.", metavar="DIR")]
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of images with same-stem .txt captions, or a data.yaml.", metavar="DIR")
+    ]
     model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image"
     resolution_px: Annotated[
         int | None, typer.Option("--resolution", min=1, help="Side of a square image, in pixels.")
     ] = None
     num_frames: Frames = None
+    max_upscaling: Annotated[
+        float | None, typer.Option(min=1, help="Count images enlarged by more, per side; default 1.5.")
+    ] = None
+    max_crop: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Name images that lose more of their area; default 0.25.")
+    ] = None
+    sheet: Annotated[
+        Path | None, typer.Option(help="PNG to write: every image as it is cropped, with its caption.", metavar="FILE")
+    ] = None
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 if there is anything to complain of.")] = False
     as_json: Json = False
 
 
@@ -37,7 +49,7 @@ class CheckOptions:
 def check(options: CheckOptions, data: DataOptions) -> None:
     """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
     with show_events() as show:
-        report = autotune.check_data(**given(options, but=("as_json",)), **data.values(), on_event=show)
+        report = autotune.check_data(**given(options, but=("as_json", "strict")), **data.values(), on_event=show)
     print_result(report, options.as_json, reporting.data_report_lines)
-    if not report.can_train:
+    if not (report.is_clean if options.strict else report.can_train):
         raise typer.Exit(2)

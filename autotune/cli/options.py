@@ -26,7 +26,9 @@ PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`."
 Variant = Annotated[
     str | None, typer.Option("--hardware", help="Of a file with variants for several machines, whose to take.")
 ]
-Data = Annotated[str | None, typer.Option(help="Folder of images with same-stem .txt captions.")]
+Data = Annotated[
+    str | None, typer.Option(help="Folder of images with same-stem .txt captions, or a data.yaml that lists folders.")
+]
 Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
 Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
@@ -54,6 +56,15 @@ class DataOptions:
     clips: Annotated[
         str | None, typer.Option(help="Clips of a video: head (default), all, or a number of them, evenly spread.")
     ] = None
+    shuffle_tags: Annotated[
+        int | None, typer.Option(min=0, help="Orders of a caption's tags that are seen; default 0: as written.")
+    ] = None
+    keep_tags: Annotated[int | None, typer.Option(min=0, help="First tags that stay in front; default 0.")] = None
+    flip: Annotated[bool | None, typer.Option("--flip/--no-flip", help="Mirror images half of the time.")] = None
+    crop: Annotated[str | None, typer.Option(help="What stays of a cropped image: center (default) or top.")] = None
+    loss_mask: Annotated[
+        str | None, typer.Option(help="What the loss counts: none (default: all), files (NAME.mask.png) or alpha.")
+    ] = None
 
     def values(self) -> dict[str, Any]:
         """The fields of a job that the user gave.
@@ -75,6 +86,12 @@ class JobOptions(DataOptions):
     """How a job trains, by the names of `Job`: what a plan starts with and a run may change. None, empty: not given."""
 
     caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
+    mask_floor: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Weight of the loss where a mask is black; default 0.")
+    ] = None
+    cache: Annotated[
+        str | None, typer.Option(help="Where encoded data is kept: disk (default) or memory, until the run ends.")
+    ] = None
     num_steps: Steps = None
     num_train_epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs, instead of steps.")] = None
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None

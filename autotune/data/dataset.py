@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune.data.captions import METADATA, read_metadata
-from autotune.data.files import Media, find_media, find_runs, find_unsupported
+from autotune.data.files import MASK_SUFFIX, Media, find_masks, find_media, find_runs, find_unsupported
 from autotune.data.items import REMARKS, Item, ItemReader, Problem, file_digest
 from autotune.data.options import DEFAULT_OPTIONS, DatasetOptions
+from autotune.data.sources import is_list, list_folders
 from autotune.errors import InvalidInput
 
 VERIFY_SECONDS = 120.0
@@ -60,7 +61,8 @@ def read_dataset(folder: Path, options: DatasetOptions = DEFAULT_OPTIONS) -> Dat
     """Read the usable part of a data folder; unusable files are left out and named in `problems`.
 
     Args:
-        folder: images with `.txt` captions of the same stem or a `metadata.jsonl`; subfolders are read too.
+        folder: images with `.txt` captions of the same stem or a `metadata.jsonl`, subfolders too; or a YAML file that
+            lists several such folders.
         options: captions, control images and clips.
 
     Raises:
@@ -83,33 +85,48 @@ def read_dataset(folder: Path, options: DatasetOptions = DEFAULT_OPTIONS) -> Dat
 
 
 def scan_dataset(
-    folder: Path, options: DatasetOptions = DEFAULT_OPTIONS, on_progress: OnProgress | None = None
+    data: Path, options: DatasetOptions = DEFAULT_OPTIONS, on_progress: OnProgress | None = None
 ) -> Dataset:
     """As `read_dataset`, but missing captions and an empty folder are problems, not errors.
 
     Raises:
-        InvalidInput: a folder does not exist, the data lies in the control folder, or `num_frames` is not positive.
+        InvalidInput: a folder does not exist, the data lies in the control folder, `num_frames` is not positive, or
+            pairs for editing would be flipped or cropped elsewhere than at the center.
     """
     if options.num_frames < 1:
         raise InvalidInput("frames must be at least 1", hint="leave the option out")
+    if not is_list(data):
+        return _scan_folder(data, options, on_progress)
+    parts = []
+    for folder in list_folders(data):
+        part = _scan_folder(Path(folder.path), folder.options(options), on_progress)
+        items = (replace(item, repeats=item.repeats * folder.repeats, weight=folder.weight) for item in part.items)
+        named = (problem.changed(file=f"{folder.path}/{problem.file}") for problem in part.problems)
+        parts.append(Dataset(tuple(items), tuple(named), part.num_unverified))
+    return Dataset(
+        tuple(item for part in parts for item in part.items),
+        tuple(problem for part in parts for problem in part.problems),
+        sum(part.num_unverified for part in parts),
+    )
+
+
+def _scan_folder(folder: Path, options: DatasetOptions, on_progress: OnProgress | None) -> Dataset:
     _require_folder(folder, "data")
     control = _locate_control(folder, options.control) if options.control else None
+    if control and (options.flip or options.crop != "center"):
+        raise InvalidInput(
+            "pairs for editing are neither flipped nor cropped at the top", hint="leave --flip and --crop out"
+        )
     clips = options.num_frames > 1
     media = find_media(folder, clips=clips, exclude=control)
     metadata, line_problems = read_metadata(folder)
     unmatched = metadata.keys() - {one.name for one in media}
     line_problems += tuple(f"no image {name}" for name in metadata if name in unmatched)
     problems = [Problem(file=METADATA, kind="metadata", message=message) for message in line_problems]
-    problems += [
-        Problem(file=name, kind="unsupported", message=message)
-        for name, message in find_unsupported(folder, clips=clips, exclude=control).items()
-    ]
-    problems += [
-        Problem(file=run.relative_to(folder).as_posix(), kind="run", message="the output folder of a run, not data")
-        for run in find_runs(folder)
-    ]
+    masks = find_masks(folder, exclude=control)
+    problems += _other_problems(folder, control, options, masks.keys() - {one.stem for one in media})
     controls = {one.stem: one.path for one in find_media(control, clips=False)} if control else {}
-    reader = ItemReader(options, metadata, controls, time.monotonic() + VERIFY_SECONDS)
+    reader = ItemReader(options, metadata, controls, masks, time.monotonic() + VERIFY_SECONDS)
     items: list[tuple[str, Item]] = []
     for one, results in zip(media, _read_items(reader, media, on_progress), strict=True):
         items += [(one.name, result) for result in results if isinstance(result, Item)]
@@ -120,6 +137,22 @@ def scan_dataset(
     ]
     usable = tuple(item for _, item in unique if item.caption)
     return Dataset(usable, (*problems, *duplicates), reader.num_unverified)
+
+
+def _other_problems(
+    folder: Path, control: Path | None, options: DatasetOptions, lone_masks: Collection[str]
+) -> list[Problem]:
+    """What lies in the folder besides images: unread formats, masks that are not used, outputs of runs."""
+    unsupported = find_unsupported(folder, clips=options.num_frames > 1, exclude=control)
+    found = [Problem(file=name, kind="unsupported", message=message) for name, message in unsupported.items()]
+    is_used = options.loss_mask == "files"
+    message = "there is no image of this name" if is_used else "a mask is used with --loss-mask files"
+    masks = lone_masks if is_used else find_masks(folder, exclude=control)
+    found += [Problem(file=f"{stem}{MASK_SUFFIX}", kind="mask", message=message) for stem in sorted(masks)]
+    return found + [
+        Problem(file=run.relative_to(folder).as_posix(), kind="run", message="the output folder of a run, not data")
+        for run in find_runs(folder)
+    ]
 
 
 def _locate_control(folder: Path, control: Path) -> Path:

@@ -16,6 +16,8 @@ VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
 ANIMATION_SUFFIXES = frozenset({".gif", ".webp"})
 UNSUPPORTED_SUFFIXES = VIDEO_SUFFIXES | {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
 """Files that people expect to be read: those that are not are named instead of ignored."""
+MASK_SUFFIX = ".mask.png"
+"""End of the name of a mask: `NAME.mask.png` is that of `NAME.*`."""
 REPEATS = re.compile(r"(\d{1,3})_.+")
 """A folder's name by which kohya's trainers show its images so many times per epoch, e.g. `10_dog`."""
 
@@ -58,7 +60,8 @@ def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tup
     the output folder of a run.
     """
     suffixes = _readable_suffixes(clips=clips)
-    paths = [path for path in _list_files(folder, exclude) if path.suffix.lower() in suffixes]
+    files = (path for path in _list_files(folder, exclude) if not path.name.endswith(MASK_SUFFIX))
+    paths = [path for path in files if path.suffix.lower() in suffixes]
     frames: defaultdict[Path, list[Path]] = defaultdict(list)
     for path in paths:
         if clips and path.parent != folder and path.suffix.lower() in IMAGE_SUFFIXES:
@@ -94,6 +97,12 @@ def _explain_unsupported(path: Path, *, clips: bool) -> str:
         f"videos are read with PyAV, or as folders of frames: pip install 'lora-autotune[video]', or "
         f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
     )
+
+
+def find_masks(folder: Path, *, exclude: Path | None = None) -> dict[str, Path]:
+    """Masks below `folder`, by the stem of what they belong to."""
+    masks = (path for path in _list_files(folder, exclude) if path.name.endswith(MASK_SUFFIX))
+    return {path.relative_to(folder).as_posix().removesuffix(MASK_SUFFIX): path for path in masks}
 
 
 def find_runs(folder: Path) -> tuple[Path, ...]:

@@ -5,24 +5,37 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from autotune.data.captions import MetadataLine, UnreadableCaption, complete_caption, read_caption
-from autotune.data.files import ANIMATION_SUFFIXES, VIDEO_SUFFIXES, Media, match_controls
+from autotune.data.captions import MetadataLine, UnreadableCaption, complete_caption, order_tags, read_captions
+from autotune.data.files import ANIMATION_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, Media, match_controls
 from autotune.data.options import DatasetOptions
-from autotune.data.pixels import read_size
+from autotune.data.pixels import open_image, read_size
 from autotune.data.video import ClipSpan, VideoFacts, choose_spans, is_animation, read_clip, read_facts
-from autotune.schema import Frozen
+from autotune.schema import Crop, Frozen
 
 MIN_SIDE_PX = 32
 """Smaller images teach nothing at any resolution that these models are trained at."""
 
+MASK_TOLERANCE = 0.01
+"""By how much the aspect ratio of a mask may differ from that of its image."""
+
 ProblemKind = Literal[
-    "broken", "tiny", "duplicate", "captionless", "control", "metadata", "unsupported", "short", "run", "variable"
+    "broken",
+    "tiny",
+    "duplicate",
+    "captionless",
+    "control",
+    "metadata",
+    "unsupported",
+    "short",
+    "run",
+    "variable",
+    "mask",
 ]
 REMARKS = frozenset({"variable"})
 """Kinds of problems for which nothing is left out."""
@@ -54,6 +67,17 @@ class Item:
     """The frames of a clip in order; empty for an image or a video."""
     span: ClipSpan | None = None
     """The part of a video; None for images."""
+    other_captions: tuple[str, ...] = ()
+    """Captions that it is seen with as well."""
+    mask_path: Path | None = None
+    """File whose brightness, or whose alpha if it is the image itself, weighs the loss; None to count all of it."""
+    crop: Crop = "center"
+    weight: float = 1.0
+    """Factor of its loss."""
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        return (self.caption, *self.other_captions)
 
     @property
     def num_frames(self) -> int:
@@ -77,6 +101,8 @@ class ItemReader:
     metadata: Mapping[str, MetadataLine]
     controls: Mapping[str, Path]
     """Control images by stem."""
+    masks: Mapping[str, Path]
+    """Masks by stem."""
     deadline: float
     """Monotonic time after which pixels are no longer decoded."""
     num_unverified: int = 0
@@ -110,10 +136,8 @@ class ItemReader:
             lasts = f"lasts {facts.duration_seconds:.2f} s"
             needed = min(options.clip_lengths) / options.frames_per_second
             raise _Unusable("short", f"{lasts}, {needed:.2f} s are needed")
-        line = self.metadata.get(media.name)
-        caption, repeats = self._read_caption(media), (line and line.repeats) or media.folder_repeats
-        size = facts.width_px, facts.height_px
-        items: list[Item | Problem] = [Item(media.path, caption, *size, repeats=repeats, span=span) for span in spans]
+        item = self._make_item(media, facts.width_px, facts.height_px)
+        items: list[Item | Problem] = [replace(item, span=span) for span in spans]
         return [*items, *self._remarks(media, facts)]
 
     def _remarks(self, media: Media, facts: VideoFacts) -> list[Problem]:
@@ -147,25 +171,47 @@ class ItemReader:
             raise _Unusable("control", f"has no control image in {self.options.control}")
         decode = self._has_time()
         sizes = [_read_size(media, path, decode) for path in (*frames, *controls)]
-        line = self.metadata.get(media.name)
+        item = self._make_item(media, *sizes[0])
+        return replace(item, control_paths=controls, frame_paths=frames if media.is_clip else ())
+
+    def _make_item(self, media: Media, width_px: int, height_px: int) -> Item:
+        line, captions = self.metadata.get(media.name), self._read_captions(media)
         return Item(
             path=media.path,
-            caption=self._read_caption(media),
-            width_px=sizes[0][0],
-            height_px=sizes[0][1],
-            control_paths=controls,
+            caption=captions[0],
+            width_px=width_px,
+            height_px=height_px,
             repeats=(line and line.repeats) or media.folder_repeats,
-            frame_paths=frames if media.is_clip else (),
+            other_captions=captions[1:],
+            mask_path=self._find_mask(media, width_px / height_px),
+            crop=self.options.crop,
         )
 
-    def _read_caption(self, media: Media) -> str:
+    def _find_mask(self, media: Media, aspect_ratio: float) -> Path | None:
+        if self.options.loss_mask == "alpha":
+            return media.path if media.path.suffix.lower() in IMAGE_SUFFIXES and _has_alpha(media.path) else None
+        path = self.masks.get(media.stem) if self.options.loss_mask == "files" else None
+        if path is None:
+            return None
+        width, height = _read_size(media, path, self._has_time())
+        if abs(width / height / aspect_ratio - 1) > MASK_TOLERANCE:
+            raise _Unusable("mask", f"its mask {path.name} of {width} x {height} px has another aspect ratio")
+        return path
+
+    def _read_captions(self, media: Media) -> tuple[str, ...]:
+        options = self.options
         try:
-            own = read_caption(media, self.metadata)
+            own = read_captions(media, self.metadata)
         except UnreadableCaption as error:
             raise _Unusable("broken", str(error)) from error
-        if own:
+        if any(own):
             self.captioned.add(media.name)
-        return complete_caption(own, caption=self.options.caption, trigger=self.options.trigger)
+        orders = (
+            order
+            for text in dict.fromkeys(own)
+            for order in order_tags(text, options.shuffle_tags, options.keep_tags, options.seed)
+        )
+        return tuple(complete_caption(one, caption=options.caption, trigger=options.trigger) for one in orders)
 
 
 def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
@@ -176,6 +222,11 @@ def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
         raise _Unusable("broken", f"{subject}cannot be decoded: {_reason(error, path)}") from error
     _require_side(width, height, subject)
     return width, height
+
+
+def _has_alpha(path: Path) -> bool:
+    with open_image(path) as image:
+        return image.has_transparency_data
 
 
 def _require_side(width: int, height: int, subject: str = "") -> None:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.families import Family
-from autotune.schema import ClipChoice
+from autotune.schema import ClipChoice, Crop, LossMask
 
 SHARES = (4, 3, 2, 1)
 """Quarters of a clip's frames that shorter clips are cut to: more lengths would scatter a set over many shapes."""
+
+COPIED_FIELDS = ("shuffle_tags", "keep_tags", "seed", "crop", "flip", "loss_mask")
+"""Fields that a job has under the same names."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,18 @@ class DatasetOptions:
     """Rate that videos are resampled to."""
     clips: ClipChoice = "head"
     """Which clips are taken of a video: see `choose_spans`."""
+    shuffle_tags: int = 0
+    """Orders of a caption's tags that it is seen in; 0 or 1 for the written one alone."""
+    keep_tags: int = 0
+    """Number of first tags that stay in front."""
+    seed: int = 0
+    """Seed of these orders."""
+    crop: Crop = "center"
+    """Which part stays of an image that is cropped."""
+    flip: bool = False
+    """Whether images are seen mirrored, too."""
+    loss_mask: LossMask = "none"
+    """Where masks of the loss come from."""
 
     @property
     def clip_lengths(self) -> tuple[int, ...]:
@@ -51,6 +66,7 @@ def make_options(job: Mapping[str, Any], family: Family, num_frames: int) -> Dat
         shorter_clips=_shorter_clips(num_frames, family.frames_per_latent),
         frames_per_second=family.defaults.frames_per_second,
         clips=job.get("clips") or "head",
+        **{name: job[name] for name in COPIED_FIELDS if job.get(name) is not None},
     )
 
 

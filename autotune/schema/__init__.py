@@ -54,8 +54,10 @@ if TYPE_CHECKING:
     from autotune.schema.job import (
         MAX_PREVIEW_PROMPTS,
         ClipChoice,
+        Crop,
         Job,
         JobOverrides,
+        LossMask,
         TimestepSampling,
         Weighting,
         num_previews,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from autotune.data import Dataset, EncodedDataset
+from autotune.data import Dataset, EncodedDataset, list_folders
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.runtime import PART_FILES, require_free_disk
 from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_of, read_plan, write_plan
@@ -21,12 +21,12 @@ from autotune.training.files import REPORT_FILE
 LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
-    {"model", "revision", "data", "control", "caption", "trigger", "output", "preview_prompts", "report_to"}
+    {"model", "revision", "data", "control", "caption", "trigger", "output", "cache", "preview_prompts", "report_to"}
     | {"preview_steps", "preview_every", "checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
 """Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
 
-LATER_FIELDS = frozenset({"clips"})
+LATER_FIELDS = frozenset({"clips", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor"})
 """Fields that jobs have not always had: at its default, one does not count, so that older runs are resumed."""
 
 OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
@@ -48,7 +48,9 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
 def compute_run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:
     """Digest of everything that decides the result of a run: its checkpoints carry it."""
     pairs = zip(encoded.entries, encoded.items, strict=True)
-    items: list[object] = [[sorted(entries.keys), item.repeats] for entries, item in pairs]
+    items: list[object] = [
+        [sorted(entries.keys), item.repeats, *([item.weight] if item.weight != 1 else [])] for entries, item in pairs
+    ]
     return digest_of({**list_fixed_fields(plan), "items": items})
 
 
@@ -95,9 +97,10 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
 def require_separate_output(job: Job) -> None:
     """Raise InvalidInput if the output folder lies in the folder of the data, the control images or the model."""
     folder = Path(job.output)
-    for source in ("data", "control", "model"):
-        path = getattr(job, source)
-        if path and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
+    sources = [(source, path) for source in ("control", "model") if (path := getattr(job, source))]
+    sources += [("data", one.path) for one in (list_folders(Path(job.data)) if job.data else ())]
+    for source, path in sources:
+        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise InvalidInput(
                 f"the output folder {folder} lies in the {source} folder, so what a run writes would be taken for "
                 f"{source}",

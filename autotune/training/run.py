@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from PIL.Image import Image
 
-from autotune.data import Cache, EncodedDataset, Encoders, encode_dataset
+from autotune.data import Cache, EncodedDataset, Encoders, MemoryCache, encode_dataset
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs import configure_allocator
 from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
@@ -78,7 +78,8 @@ def train(
                     text = f"this run has taken all of its {report.num_steps} steps: nothing is left to do"
                     on_event(Notice(text=text))
                     return report
-                run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event, processes, guard)
+                cache = MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
+                run = _Run(plan, prepared, hardware, cache, on_event, processes, guard)
                 return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.lock.release()
@@ -200,6 +201,8 @@ class _Run:
             self.prepared.workload.buckets,
             self.cache,
             caption_dropout=self.plan.job.caption_dropout,
+            flip=self.plan.job.flip,
+            mask_floor=self.plan.job.mask_floor,
             on_progress=lambda done, total: self.on_event(Progressed(name="encoding", done=done, total=total)),
         )
         for problem in encoded.problems:
