@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from autotune.data import Dataset, EncodedDataset, list_folders
+from autotune.data import Dataset, EncodedDataset, list_places
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.runtime import PART_FILES, require_free_disk
 from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_of, read_plan, write_plan
@@ -101,7 +101,7 @@ def require_separate_output(job: Job) -> None:
     """Raise InvalidInput if the output folder lies in the folder of the data, the control images or the model."""
     folder = Path(job.output)
     sources = [(source, path) for source in ("control", "model") if (path := getattr(job, source))]
-    sources += [("data", one.path) for one in (list_folders(Path(job.data)) if job.data else ())]
+    sources += [("data", place) for place in (list_places(Path(job.data)) if job.data else ())]
     for source, path in sources:
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise InvalidInput(
