@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autotune.data.dataset import Dataset, DatasetOptions, Item, file_digest, read_dataset
+from autotune.data.dataset import Dataset, read_dataset
+from autotune.data.items import Item, file_digest
+from autotune.data.options import DatasetOptions
+from autotune.data.sources import list_places
 from autotune.errors import InvalidInput
 
 MAX_HELD_OUT = 32
@@ -59,7 +62,11 @@ def read_split(folder: Path, options: DatasetOptions, validation: str | None, se
 
 
 def _name(item: Item, folder: Path) -> str:
-    return item.path.relative_to(folder).as_posix()
+    """The path below the data folder, or below the folder of a list that it lies in, after that folder's name."""
+    places = [Path(place) for place in list_places(folder)]
+    place = next(place for place in places if item.path.is_relative_to(place))
+    own = item.path.relative_to(place).as_posix()
+    return own if len(places) == 1 else f"{place.name}/{own}"
 
 
 def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:

@@ -21,14 +21,15 @@ def denoising_loss(
     Args:
         family: predicts by the model.
         transformer: the model that it calls.
-        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning.
+        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning. If any has a
+            mask or a weight also `loss_weights` (batch, 1, 1, height, width), factors of the squared error.
         noise: standard normal, in the shape of the latents.
         levels: (batch,) of noise, as `process` counts them.
         process: the model's, by default the family's.
         weighting: how images weigh by their noise; one of the process's.
     """
     process, clean = process or family.noise, batch["latents"]
-    if weighting != "none":
+    if weighting != "none" or "loss_weights" in batch:
         return image_losses(family, transformer, batch, noise, levels, process, weighting).mean()
     noisy = process.add_noise(clean, noise, levels)
     predicted = family.predict(transformer, noisy, levels, batch)
@@ -48,5 +49,8 @@ def image_losses(
     clean = batch["latents"]
     noisy = process.add_noise(clean, noise, levels)
     predicted = family.predict(transformer, noisy, levels, batch)
-    errors = (predicted.float() - process.target(clean, noise, levels).float()).square().flatten(1).mean(dim=1)
+    errors = (predicted.float() - process.target(clean, noise, levels).float()).square()
+    if "loss_weights" in batch:
+        errors = errors * batch["loss_weights"].float()
+    errors = errors.flatten(1).mean(dim=1)
     return errors if weighting == "none" else process.weights(levels, weighting) * errors

@@ -54,11 +54,17 @@ if TYPE_CHECKING:
     from autotune.schema.job import (
         MAX_PREVIEW_PROMPTS,
         VALIDATION_DRAWS,
+        ClipChoice,
+        Crop,
         Job,
         JobOverrides,
+        LossMask,
+        SaveDtype,
         TimestepSampling,
         Weighting,
+        model_reference,
         num_previews,
+        split_reference,
     )
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.plan import (

@@ -72,6 +72,8 @@ class TrainingLoop:
             effective_batch_size=plan.frozen.workload.effective_batch_size,
             seed=job.seed,
             caption_dropout=job.caption_dropout,
+            num_captions=encoded.num_captions,
+            flip=job.flip,
         )
         self.num_steps = job.steps_on(order.epoch_size, order.effective_batch_size)
         self.optimizer = AdapterOptimizer(
@@ -322,7 +324,7 @@ class TrainingLoop:
         if self.windows:
             self.windows.prepare(step)
         first = self.order.micro_batches(step, 1, rank=processes.rank, world_size=processes.world_size)[0]
-        sample = encoded.sample(first.indices[0], dropped=first.dropped[0])
+        sample = encoded.sample(*first.draws[0])
         batch = self._to_device(self.model.family.collate([sample]))
         position = processes.rank * (self.order.effective_batch_size // processes.world_size)
         return self.noising.loss(self.model.family, network, batch, step, position)

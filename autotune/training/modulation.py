@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autotune.data import BatchOrder, EncodedDataset
+from autotune.data import BatchOrder, Draw, EncodedDataset
 from autotune.families import Batch, unwrap_model
 from autotune.knobs import ModulationAhead, find_modulation_ahead, window_steps
 from autotune.schema import Bucket
@@ -96,19 +96,19 @@ def make_windows(
     ahead = find_modulation_ahead(model.transformer)
     if ahead is None:
         return None
-    known: dict[tuple[int, bool], ConditionedImage] = {}
+    known: dict[Draw, ConditionedImage] = {}
     rank, world_size = processes.rank, processes.world_size
     share = order.effective_batch_size // world_size
 
-    def condition(index: int, is_dropped: bool) -> ConditionedImage:
-        if (index, is_dropped) not in known:  # so that each is read once in a run, and its prompt not kept
-            sample = encoded.sample(index, dropped=is_dropped)
-            known[index, is_dropped] = ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample))
-        return known[index, is_dropped]
+    def condition(draw: Draw) -> ConditionedImage:
+        if draw not in known:  # so that each is read once in a run, and its prompt not kept
+            sample = encoded.sample(*draw)
+            known[draw] = ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample))
+        return known[draw]
 
     def images(step: int) -> list[ConditionedImage]:
         planned = order.micro_batches(step, share, rank=rank, world_size=world_size)
-        return [condition(*image) for part in planned for image in zip(part.indices, part.dropped, strict=True)]
+        return [condition(draw) for part in planned for draw in part.draws]
 
     return ModulationWindows(model, ahead, noising, images, share, rank * share, place)
 

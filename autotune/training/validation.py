@@ -185,7 +185,7 @@ class Validation:
             with self.context.phase("validation"):
                 yield self.meter if processes.is_sampler else None
         except Exception as error:
-            if processes.strategy == "fsdp2" or not is_out_of_memory(error):
+            if processes.num_shards > 1 or not is_out_of_memory(error):
                 raise
             self.on_warning("memory is too short to measure the loss on held-out images; the run goes on without")
             self.history = None

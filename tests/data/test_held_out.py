@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from autotune.data.dataset import DatasetOptions
 from autotune.data.held_out import MAX_HELD_OUT, SplitDataset, read_split
+from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
 from autotune.schema.job import Job
 from tests.data.pictures import write_pictures
