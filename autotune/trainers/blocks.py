@@ -1,6 +1,7 @@
 """Rules for how many blocks are recomputed, or swapped."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from autotune.trainers.rules import LOST, CannotExpress, Context, Rule, Values, boolean, number, whole
 
@@ -66,12 +67,12 @@ def patterned_checkpointing(key: str, interval: str, stride: str, families: tupl
     return Rule((key, interval, stride), ("checkpointed_blocks",), read, write)
 
 
-def checkpointing(key: str) -> Rule:
-    """All blocks or none: a part of them becomes all, which needs less memory."""
+def checkpointing(key: str, words: Mapping[str, bool] = MappingProxyType({})) -> Rule:
+    """All blocks or none: a part of them becomes all, which needs less memory. `words` are read, too."""
     return Rule(
         (key,),
         ("checkpointed_blocks",),
-        lambda values, _: {"checkpointed_blocks": "all" if boolean(values[key]) else "0"},
+        lambda values, _: {"checkpointed_blocks": "all" if boolean(words.get(values[key], values[key])) else "0"},
         lambda ours, context: {key: count_blocks(ours["checkpointed_blocks"], context.num_blocks or 1) > 0},
     )
 

@@ -10,7 +10,7 @@ from autotune.trainers.parts import peft_targets
 from autotune.trainers.rules import LOST, CannotExpress, Context, Rule, Values
 from autotune.trainers.tables import ALLOCATOR, accelerate_compile, choice, precision
 from autotune.trainers.texts import TRAINER, in_file, json_text, launcher, options, shell_text
-from autotune.trainers.trainer import KnownModel, Trainer
+from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
 JOINT = "to_k to_q to_v to_out.0 add_k_proj add_q_proj add_v_proj to_add_out"
 FLUX_MLP = "ff.net.0.proj ff.net.2 ff_context.net.0.proj ff_context.net.2"
@@ -74,6 +74,7 @@ def _write_noise(ours: Values, context: Context) -> Values:
     return {"weighting_scheme": scheme, **normal}
 
 
+NO_FILES = "it reads no .txt files: one prompt for all, or --dataset_name and --caption_column of a metadata.jsonl"
 RULES = (
     peft_targets("lora_layers", DEFAULT_TARGETS, joined=True),
     rules.alpha("lora_alpha", "rank"),
@@ -98,15 +99,20 @@ RULES = (
         _quantization,
         _write_quantization,
     ),
+    Rule(
+        ("instance_prompt",),
+        ("caption",),
+        lambda values, _: {LOST: NO_FILES} if (own := values["instance_prompt"]) == FILL_IN else {"caption": own},
+        lambda ours, _: {"instance_prompt": ours["caption"] or FILL_IN},
+    ),
     accelerate_compile("launch."),
     *(ALLOCATOR, rules.VALIDATION_PROMPT),
     *rules.equal(
         """
-        rank=rank lora_dropout=lora_dropout data=instance_data_dir|dataset_name caption=instance_prompt
-        caption_dropout=caption_dropout resolution=resolution learning_rate=learning_rate
-        weight_decay=adam_weight_decay max_grad_norm=max_grad_norm guidance_scale=guidance_scale
-        attention=env.DIFFUSERS_ATTN_BACKEND data_workers=dataloader_num_workers seed=seed
-        checkpointing_steps=checkpointing_steps checkpoints_total_limit=checkpoints_total_limit
+        rank=rank lora_dropout=lora_dropout data=instance_data_dir|dataset_name caption_dropout=caption_dropout
+        resolution=resolution learning_rate=learning_rate weight_decay=adam_weight_decay max_grad_norm=max_grad_norm
+        guidance_scale=guidance_scale attention=env.DIFFUSERS_ATTN_BACKEND data_workers=dataloader_num_workers
+        seed=seed checkpointing_steps=checkpointing_steps checkpoints_total_limit=checkpoints_total_limit
         """
     ),
 )
@@ -151,24 +157,21 @@ UNLEARNED = meanings(
 SCRIPT = "train_dreambooth_lora_{}.py"
 WEIGHTS = "pretrained_model_name_or_path"
 TURBO = {"script": SCRIPT.format("z_image"), WEIGHTS: "Tongyi-MAI/Z-Image-Turbo"}
+KREA = {"rank": 32, "lora_alpha": 32, "learning_rate": 3e-4}
 MODELS = (
     KnownModel("qwen-image", {"script": SCRIPT.format("qwen_image")}, lacks=("guidance_scale",)),
     KnownModel("flux1-dev", {"script": SCRIPT.format("flux")}, lacks=("caption_dropout",)),
     KnownModel(
         "sdxl",
         {"script": SCRIPT.format("sdxl")},
-        defaults={"resolution": 1024},
+        defaults={"resolution": 1024, "snr_gamma": None},
         lacks=("lora_alpha", "lora_layers", "caption_dropout", "guidance_scale", "cache_latents", "weighting_scheme"),
-        note="it tells the model how each image was cut, autotune that it is whole",
+        note="it tells the model how each image was cut, autotune that it is whole; its autoencoder stays on the card",
+        kept_bytes=4 * 83_653_863,  # the autoencoder in fp32
     ),
     KnownModel("z-image", {"script": SCRIPT.format("z_image")}, defaults={SHIFT: 6.0}, lacks=("caption_dropout",)),
     KnownModel("z-image-turbo", TURBO, defaults={SHIFT: 3.0}, lacks=("caption_dropout",)),
-    KnownModel(
-        "krea-2",
-        {"script": SCRIPT.format("krea2")},
-        defaults={"rank": 32, "lora_alpha": 32, "learning_rate": 3e-4},
-        lacks=("guidance_scale",),
-    ),
+    KnownModel("krea-2", {"script": SCRIPT.format("krea2")}, KREA, lacks=("guidance_scale",)),
     KnownModel("flux2-klein", {"script": SCRIPT.format("flux2_klein")}),
 )
 

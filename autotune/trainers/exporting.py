@@ -239,6 +239,15 @@ def _head(plan: TrainingPlan, trainer: Trainer, differences: tuple[Difference, .
     return "".join(f"# {line}\n" for line in lines)
 
 
+def kept_bytes(trainer: Trainer, family: str) -> int:
+    """What a trainer keeps on the device beside what autotune does, while it trains a family.
+
+    Raises:
+        InvalidInput: the trainer does not know the model.
+    """
+    return known_model(trainer, family).kept_bytes
+
+
 def inexpressible(
     trainer: Trainer, family: str, num_blocks: int, choices: Mapping[str, tuple[Any, ...]]
 ) -> tuple[tuple[str, str], ...]:

@@ -220,7 +220,8 @@ def _find_model(trainer: Trainer, settings: Mapping[str, Setting], path: Path) -
 def _without_pointless(settings: dict[str, Setting], known: KnownModel) -> list[Setting]:
     """Take from the settings what does nothing for a model, and call the others as the rules do."""
     own, usual = known.part or ("", "")
-    found = [settings.pop(key) for key in (*settings,) if key in known.lacks or (own and key.startswith(usual))]
+    of_others = [key for key, one in settings.items() if own and one.key.startswith(usual)]
+    found = [settings.pop(key) for key in (*settings,) if key in known.lacks or key in of_others]
     for key in (*settings,):
         if own and key.startswith(own):
             settings[usual + key.removeprefix(own)] = settings.pop(key)

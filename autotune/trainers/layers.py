@@ -159,9 +159,11 @@ def layers_of(family: Family, targets: str) -> frozenset[str]:
 
 
 def find_target_set(family: Family, layers: frozenset[str]) -> tuple[str, str]:
-    """The target set that differs least from these layers, and how it differs."""
+    """The target set that differs least from these layers, by kinds of layers first, and how it differs."""
     sets = {name: layers_of(family, name) for name in family.target_sets}
-    name = min(sets, key=lambda one: (len(sets[one] ^ layers), -len(sets[one])))
+    kinds = set(map(in_block, layers))
+    by_kind = {name: len(kinds ^ set(map(in_block, own))) for name, own in sets.items()}
+    name = min(sets, key=lambda one: (by_kind[one], len(sets[one] ^ layers), -len(sets[one])))
     extra, lacking = sorted(sets[name] - layers), sorted(layers - sets[name])
     texts = [f"also adapts {_short(extra)}"] * bool(extra) + [f"does not adapt {_short(lacking)}"] * bool(lacking)
     return name, " and ".join(texts)

@@ -67,7 +67,7 @@ RULES = (
     ),
     *(rules.required(key, False, "text encoders are trained, too") for key in TEXT_ENCODERS),
     precision("train_dtype", bf16="BFLOAT_16", fp32="FLOAT_32 TFLOAT_32"),
-    blocks.checkpointing("transformer.gradient_checkpointing"),
+    blocks.checkpointing("transformer.gradient_checkpointing", {"ON": True, "CPU_OFFLOADED": True, "OFF": False}),
     table(
         "transformer.weight_dtype",
         "quantization",
@@ -114,7 +114,7 @@ DEFAULTS = rules.settings(
 )
 FIXED = rules.settings(
     """
-    __version=10 training_method="LORA" peft_type="LORA" lora_decompose=false transformer.train=true
+    __version=11 training_method="LORA" peft_type="LORA" lora_decompose=false transformer.train=true
     aspect_ratio_bucketing=true latent_caching=true ema="OFF" output_dtype="BFLOAT_16"
     output_model_format="DIFFUSERS_LORA" output_model_destination="output/lora.safetensors" masked_training=false
     concepts[].name="data" concepts[].type="STANDARD" concepts[].text.prompt_source="sample"
@@ -191,5 +191,9 @@ TABLE = (MODELS, RULES, DEFAULTS, FIXED, DECIDED, UNLEARNED)
 ONETRAINER = Trainer(
     *("onetrainer", "OneTrainer", "23df3832", _detect, *TABLE, _files),
     weights_keys=("base_model_name",),
+    aliases={  # until version 10
+        "gradient_checkpointing": "transformer.gradient_checkpointing",
+        "layer_offload_fraction": "transformer.offload_fraction",
+    },
     notes=("the adapter is trained in fp32, by autotune in bf16: memory and numbers differ a little",),
 )

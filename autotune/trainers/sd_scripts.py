@@ -155,6 +155,7 @@ UNLEARNED = {
 FLUX, XL = "flux_train_network.py", "sdxl_train_network.py"
 FLOW = ("timestep_sampling", "discrete_flow_shift", "sigmoid_scale", "weighting_scheme", "guidance_scale")
 SDXL: Mapping[str, Any] = {
+    "defaults": {"min_snr_gamma": None},
     "lacks": (*FLOW, "model_prediction_type", "blocks_to_swap"),
     "note": "it tells the model each image's own size and crop, autotune the size that it trains at; if the model "
     "predicts v, add v_parameterization = true",

@@ -29,6 +29,9 @@ class KnownModel:
     """Keys that do nothing for it, or that its script refuses."""
     part: tuple[str, str] | None = None
     """How its keys begin that begin otherwise for other models, and how those do."""
+    kept_bytes: int = 0
+    """What this trainer keeps on the device while it trains, beside what autotune does: parts of the pipeline. An
+    adapter in fp32 takes no more than autotune's in bf16 with its fp32 copy: 16 bytes a parameter with AdamW."""
     assumes: str = ""
     """What is taken for granted of a file that says no more than `keys`."""
     note: str = ""
