@@ -5,14 +5,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from autotune.api.amounts import image_size, memory_bytes
+from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
 from autotune.api.plan_files import load_plan, load_variants
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, NothingFits
-from autotune.families import resolve_model
+from autotune.families import is_single_file, resolve_model
 from autotune.hardware import probe as read_machine
 from autotune.planning import (
+    PlanInterrupted,
     PlanningResult,
     PlanRequest,
     ResolvedRequest,
@@ -35,6 +36,8 @@ from autotune.schema import (
     OnEvent,
     TrainingPlan,
     ignore_event,
+    model_reference,
+    split_reference,
     write_plan,
     write_variants,
 )
@@ -77,6 +80,7 @@ def plan(
         InvalidInput: an argument, the model or the data cannot be used.
         NothingFits: no settings run on this hardware.
         PlanNotWritten: the plan was made, but not written to `path`.
+        PlanInterrupted: Ctrl-C; its `plan`, which is written to `path`, is the best so far. The same call goes on.
         AutotuneError: something else failed; the message says what.
 
     Example:
@@ -91,7 +95,11 @@ def plan(
     if replay is None:
         resolved, profile = _resolve_on_hardware(request, options, on_event)
         request = resolved.request
-        result = make_plan(resolved, profile, on_event)
+        try:
+            result = make_plan(resolved, profile, on_event)
+        except PlanInterrupted as stopped:
+            _offer(stopped.plan, options.get("path"), on_event)
+            raise
         _remember(result, profile, on_event)
     else:
         recording = read_recording(Path(replay))
@@ -236,7 +244,7 @@ def _hardware(
 
 def _within_budget(request: PlanRequest, profile: HardwareProfile, limits: Mapping[str, int]) -> PlanRequest:
     """The request with the memory budget that the user's limits leave."""
-    budget = memory_budget_for(profile, num_devices=request.num_processes if request.is_local else 1, **limits)
+    budget = memory_budget_for(profile, num_devices=request.processes_per_node if request.is_local else 1, **limits)
     return replace(request, memory_budget=budget if budget != profile.device.budget else None)
 
 
@@ -271,15 +279,20 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         name: value for name, value in asked.items() if name in JobOverrides.__annotations__ and name != "num_frames"
     }
     study, join = options.get("study"), options.get("join")
+    name, parts = split_reference(base.model if model is None else str(model))
+    if "base" in asked:
+        if not is_single_file(name):
+            raise InvalidInput(f"{name} is no single file, so it takes no base", hint="leave the base out")
+        parts["base"] = str(asked["base"])
     return replace(
         base,
-        model=base.model if model is None else model,
+        model=model_reference(name, parts),
         workload_overrides=_overrides(base.workload_overrides, asked),
         job_overrides=job if data is None else {**job, "data": str(data)},
         pins=_pairs(asked["pins"]) if "pins" in asked else base.pins,
         exclusions=_pairs(asked["exclusions"]) if "exclusions" in asked else base.exclusions,
         is_local="hardware" not in asked,
-        num_processes=asked.get("num_gpus", base.num_processes),
+        **_processes(base, asked),
         use_profiles=asked.get("use_records", True),
         price_per_hour=asked.get("price_per_hour", base.price_per_hour),
         max_trials=asked.get("max_trials", base.max_trials),
@@ -287,6 +300,22 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         study=StudyLocation(study or "search", join) if study or join else None,
         interrupted="ignored" if "replay" in asked else ("forgotten" if asked.get("fresh") else "resumed"),
     )
+
+
+def _processes(base: PlanRequest, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """GPUs, the nodes that they are in, and what links these."""
+    number, nodes = asked.get("num_gpus", base.num_processes), asked.get("num_nodes", base.num_nodes)
+    if nodes < 1 or number % nodes:
+        raise InvalidInput(
+            f"{number} GPU(s) cannot be shared evenly by {nodes} nodes",
+            hint="--gpus counts those of all nodes: name a multiple of --nodes",
+        )
+    rate = base.interconnect_bytes_per_second
+    if (given := asked.get("interconnect")) is not None:
+        rate = link_bytes_per_second(given)
+    if rate is not None and nodes == 1:
+        raise InvalidInput("one node needs no interconnect", hint="add --nodes, or leave --interconnect out")
+    return {"num_processes": number, "num_nodes": nodes, "interconnect_bytes_per_second": rate}
 
 
 def _overrides(base: WorkloadOverrides, asked: Mapping[str, Any]) -> WorkloadOverrides:
@@ -313,6 +342,15 @@ def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEven
     except AutotuneError as error:
         text = f"not kept for the next search: {error.message}"
         on_event(Notice(text=text, topic="profiles", level="warning"))
+
+
+def _offer(plan: TrainingPlan, path: str | Path | None, on_event: OnEvent) -> None:
+    """Write the best plan of a search that was stopped, if there is a file for it, and say so."""
+    if path is not None:
+        _write(plan, Path(path))
+        number = len(plan.frozen.trials)
+        tried = f"the best of {number} trials" if number > 1 else "what the only trial ran"
+        on_event(Notice(text=f"stopped: {tried} is written to {path}, and can be trained", level="warning"))
 
 
 def _write(plan: TrainingPlan, path: Path) -> None:

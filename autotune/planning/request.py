@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from autotune.data import Dataset, DatasetOptions, read_dataset
+from autotune.data import Dataset, make_options, read_dataset
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext
-from autotune.schema import Job, MemoryBudget, TrainingPlan, Workload, job_from
+from autotune.schema import Job, MemoryBudget, TrainingPlan, Workload, job_from, split_reference
 from autotune.search import SearchSpace, StudyLocation, build_search_space
 from autotune.training import (
     WorkloadOverrides,
@@ -39,6 +39,10 @@ class PlanRequest:
     """What a run may use of the device; None for what the device leaves."""
     num_processes: int = 1
     """GPUs that train together, one process each."""
+    num_nodes: int = 1
+    """Machines that these are on, as many on each."""
+    interconnect_bytes_per_second: float | None = None
+    """Between two nodes, in one direction; None if the user does not say."""
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
@@ -52,6 +56,11 @@ class PlanRequest:
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
     job: Job | None = None
     """What an earlier plan did, where this question is asked again; what is said now goes before it."""
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes on each machine."""
+        return self.num_processes // self.num_nodes
 
     def path(self, name: str) -> Path | None:
         """The job's folder called `name`, if it has one."""
@@ -90,6 +99,8 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
         model=job.pinned_model,
         workload_overrides=overrides_from(frozen.workload, has_data=job.data is not None),
         num_processes=frozen.hardware.num_processes,
+        num_nodes=frozen.hardware.num_nodes,
+        interconnect_bytes_per_second=frozen.hardware.interconnect_bytes_per_second,
         price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
         exclusions=frozen.exclusions,
@@ -103,8 +114,8 @@ def read_data(request: PlanRequest, model: ResolvedModel) -> Dataset | None:
     if folder is None:
         return None
     frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
-    caption, trigger = request.text("caption"), request.text("trigger")
-    return read_dataset(folder, DatasetOptions(caption, trigger, request.path("control"), num_frames=frames))
+    job = {**dict(request.job or {}), **request.job_overrides}
+    return read_dataset(folder, make_options(job, model.family, frames))
 
 
 def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:
@@ -128,8 +139,10 @@ def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | Non
         "preview_prompts": tuple(item.caption for item in items[:1]),
         "preview_steps": defaults.preview_steps,
     }
+    name = split_reference(request.model)[0] if model.file else request.model
     resolved = {
-        "model": request.model.partition("@")[0] if model.revision else request.model,
+        "model": name.partition("@")[0] if model.revision and not model.file else name,
+        "base": model.base,
         "revision": model.revision,
         "num_frames": request.workload_overrides.num_frames or defaults.num_frames,
     }

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autotune
-from autotune.api.amounts import image_size, memory_bytes
+from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
 from autotune.cli.options import JobOptions
 from autotune.cli.plan import PlanOptions as PlanCommandOptions
 from autotune.errors import InvalidInput
@@ -17,15 +17,16 @@ from autotune.schema.events import Event, event_line, parse_event
 
 FUNCTIONS = """
     audit check check_data compare convert_weights doctor estimate event_line explain_error export_config
-    export_records find_record import_config import_records inspect_weights is_first_process job_script judge_lesson
-    list_choices list_gpus list_models list_records load_plan load_variants make_demo plan plan_from_config
+    export_records fetch find_record import_config import_records inspect_weights is_first_process job_script
+    judge_lesson list_choices list_gpus list_models list_records load_plan load_variants make_demo plan plan_from_config
     plan_text plan_variants prepare_process probe prune_records pull_records push_records read_record report
     require_gpu sample save_plan shipped_profiles train verify_records
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine
     DataReport Demo
-    Estimate ExportedConfig FileSummary Finding HardwareProfile ImportedConfig Job JobOverrides ModelSpec ModelSummary
+    Estimate ExportedConfig FetchedModel FileSummary Finding HardwareProfile ImportedConfig Job JobOverrides
+    ModelSpec ModelSummary
     PlanFromConfig PlanOptions Prediction Record RecordList RecordSummary RecordVerdict RunReport SearchSpace
     TrainingPlan Transfer TrialResult Workload WorkloadOptions
 """
@@ -34,10 +35,12 @@ EVENTS = """
     StatusChanged StepFinished TrialFinished TrialStarted
 """
 ERRORS = """
-    AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanNotWritten Preempted
+    AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanInterrupted
+    PlanNotWritten Preempted
 """
 MAIN = """
-    probe estimate plan train sample load_plan load_variants check doctor list_gpus list_models save_plan list_choices
+    probe estimate fetch plan train sample load_plan load_variants check doctor list_gpus list_models save_plan
+    list_choices
     import_config plan_from_config export_config audit compare plan_variants report
 """
 
@@ -94,6 +97,10 @@ def test_settings_that_do_not_exist_are_refused_by_estimate() -> None:
 def test_amounts_are_read_as_people_write_them() -> None:
     assert (memory_bytes("1.5GB"), memory_bytes(7)) == (1_500_000_000, 7)
     assert image_size(512) == image_size("512") == image_size((512, 512)) == (512, 512)
+    assert link_bytes_per_second("400Gbps") == link_bytes_per_second("50 GB/s") == link_bytes_per_second(50e9) == 50e9
+    for wrong in ("400", "0Gbps", "400 gb", "-1Gbps"):
+        with pytest.raises(InvalidInput, match="rate of a link"):
+            link_bytes_per_second(wrong)
 
 
 EXAMPLES: dict[str, dict[str, object]] = {

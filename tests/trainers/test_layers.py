@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from autotune.families.architecture import build_on_meta
 from autotune.families.registry import FAMILIES
-from autotune.families.resolve import build_on_meta
 from autotune.trainers.layers import convolutions, find_target_set, general_name, layers_of, linear_layers
 from autotune.trainers.registry import trainers
 
