@@ -96,7 +96,7 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("lora_alpha", "lora_dropout", "learning_rate", "weight_decay", "max_grad_norm"), number),
     **dict.fromkeys(("guidance_scale", "caption_dropout"), number),
     "swapped_blocks": block_number,
-    "caching.text_encoder_streamed": boolean,
+    **dict.fromkeys(("caching.text_encoder_streamed", "flip"), boolean),
     "preview_prompts": texts,
 }
 """What kind of value a name takes; a whole number unless it is here."""

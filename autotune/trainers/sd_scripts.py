@@ -105,6 +105,7 @@ RULES = (
     ),
     choice("torch_compile", "compile", {False: "off"}, instead="compiles each block, not the whole model"),
     *rules.equal("data=datasets[].subsets[].image_dir|train_data_dir guidance_scale=guidance_scale"),
+    *rules.equal("flip=datasets[].subsets[].flip_aug|general.flip_aug|flip_aug"),
 )
 DEFAULTS = rules.settings(
     """
@@ -144,7 +145,7 @@ UNLEARNED = {
         states: use_8bit_adam
         encoders: train_t5xxl
         v: v_parameterization zero_terminal_snr
-        augmented: *.flip_aug *.color_aug *.random_crop *.face_crop_aug_range flip_aug color_aug random_crop
+        augmented: *.color_aug *.random_crop *.face_crop_aug_range color_aug random_crop
         captions: *.shuffle_caption *.keep_tokens *.caption_tag_dropout_rate shuffle_caption keep_tokens
             *.caption_prefix *.caption_suffix *.caption_dropout_every_n_epochs *.class_tokens weighted_captions
         class: *.is_reg reg_data_dir

@@ -50,6 +50,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "sd-scripts": {
         **{"quantization": "layerwise-fp8", "swapped_blocks": 18, "attention": "xformers"},
         **{"targets": "attention+mlp", "guidance_scale": 1.0, "timestep_shift": 3.1582, "caption_dropout": 0.05},
+        "flip": True,
     },
     "onetrainer": {
         **{"quantization": "bnb-nf4", "swapped_blocks": 0.5, "attention": "_native_cudnn", "timestep_shift": 2.2},
