@@ -1,4 +1,4 @@
-"""Predicted against real: peak memory and step time of 40 configurations on this CPU, in about seven minutes.
+"""Predicted against real: peak memory and step time of 50 configurations on this CPU, in about ten minutes.
 
     python benchmarks/cost_accuracy.py [--output benchmarks/results/cost_accuracy_<date>.json]
 
@@ -65,6 +65,9 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
         left, right = torch.randn(m, k), torch.randn(n, k).t()
         seconds = timed(lambda left=left, right=right: left @ right, 5)
         rates.append(("matmul.fp32." + f"{m}x{k}x{n}", 2 * m * k * n / seconds, "FLOP/s"))
+        rows, columns = (torch.randint(-127, 127, x.shape, dtype=torch.int8) for x in (left, right.t()))
+        seconds = timed(lambda left=rows, right=columns.t(): torch._int_mm(left, right), 5)
+        rates.append(("matmul.int8." + f"{m}x{k}x{n}", 2 * m * k * n / seconds, "FLOP/s"))
     for kind, shape in work:
         if kind != "attention" or shape[2] != shape[3] or any(name.endswith(f".{shape[2]}") for name, _, _ in rates):
             continue
@@ -84,7 +87,8 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
 def candidates(num_blocks: int) -> list[Candidate]:
     last = num_blocks - 1
     plans = [(2, 0, "none"), (1, 0, "none"), (4, 0, "none"), (2, num_blocks // 2, "none"), (4, last, "none"),
-             (2, last, "torchao-int8"), (2, last, "bnb-nf4"), (2, 0, "bnb-int8")]  # fmt: skip
+             (2, last, "torchao-int8"), (2, last, "bnb-nf4"), (2, 0, "bnb-int8"), (2, 0, "int8-matmul"),
+             (2, last, "int8-matmul")]  # fmt: skip
     return [
         Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=q, precision="fp32")
         for size, k, q in plans

@@ -73,8 +73,8 @@ PRODUCT_KERNELS = {"cpu": PLAIN, "meta": PLAIN, "cuda": PLAIN._replace(has_cuda_
 @cache
 def _compiled() -> Kernels:
     """When they are needed: torch's compiler takes seconds to import."""
-    compiled: list[Any] = [torch.compile(function, dynamic=True) for function in PLAIN[:3]]
-    return Kernels(*compiled, has_cuda_limits=True)
+    quantize, fold, scale = (torch.compile(function, dynamic=True) for function in PLAIN[:3])
+    return Kernels(quantize, fold, scale, True)  # type: ignore[arg-type]
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
