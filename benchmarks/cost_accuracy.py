@@ -65,8 +65,8 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
         left, right = torch.randn(m, k), torch.randn(n, k).t()
         seconds = timed(lambda left=left, right=right: left @ right, 5)
         rates.append(("matmul.fp32." + f"{m}x{k}x{n}", 2 * m * k * n / seconds, "FLOP/s"))
-        rows, columns = (torch.randint(-127, 127, x.shape, dtype=torch.int8) for x in (left, right.t()))
-        seconds = timed(lambda left=rows, right=columns.t(): torch._int_mm(left, right), 5)
+        left, right = left.to(torch.int8), right.t().to(torch.int8).t()
+        seconds = timed(lambda left=left, right=right: torch._int_mm(left, right), 5)
         rates.append(("matmul.int8." + f"{m}x{k}x{n}", 2 * m * k * n / seconds, "FLOP/s"))
     for kind, shape in work:
         if kind != "attention" or shape[2] != shape[3] or any(name.endswith(f".{shape[2]}") for name, _, _ in rates):

@@ -223,7 +223,7 @@ def _products_of(rules: DeviceRules) -> "Kernels":
     import torch
 
     def quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.to(dtype), x.new_empty((len(x), 1), dtype=torch.float32)
+        return x.to(dtype), torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
     plain = PRODUCT_KERNELS["cpu"]
     if rules == "cpu":
