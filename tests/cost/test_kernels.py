@@ -135,17 +135,18 @@ def test_what_surrounds_a_product_of_8_bits_is_a_kernel_before_and_one_after_it_
     layer = torch.nn.Linear(256, 512, device="meta", dtype=torch.bfloat16).requires_grad_(False)
     quantize_int8(layer)
     x = torch.empty(64, 256, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    recorder = Recorder("cuda")
+    recorder, gradient = Recorder("cuda"), torch.empty(64, 512, device="meta", dtype=torch.bfloat16)
+    recorder.seed([layer.weight, x, gradient])
     recorder.mark("forward")
     with substitutes("flash", "cuda"), recorder:
         out = layer(x)
         recorder.mark("backward")
-        torch.autograd.grad(out, x, torch.empty_like(out))
+        torch.autograd.grad(out, x, gradient)
     forward, backward = (segment.work for segment in recorder.segments)
     assert ("matmul.int8", (64, 256, 512), 2 * 64 * 256 * 512, 64 * 256 + 256 * 512 + 4 * 64 * 512) in forward
-    assert sorted(work[3] for work in forward if work[0] == "elementwise") == [3 * 64 * 256, 6 * 64 * 512]
+    assert sorted(work[3] for work in forward.elements() if work[0] == "elementwise") == [3 * 64 * 256, 6 * 64 * 512]
     assert ("matmul.int8", (64, 512, 256), 2 * 64 * 256 * 512, 64 * 512 + 256 * 512 + 4 * 64 * 256) in backward
-    assert sorted(work[3] for work in backward if work[0] == "elementwise") == [3 * 64 * 512, 6 * 64 * 256]
+    assert sorted(work[3] for work in backward.elements() if work[0] == "elementwise") == [3 * 64 * 512, 6 * 64 * 256]
     assert [work[3] for work in backward if work[0].startswith("dequantization")] == [2 * 256 * 512]  # by columns
 
 
