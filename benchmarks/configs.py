@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.families.sdxl import UNET
+
 QWEN = {
     "num_layers": 6,
     "attention_head_dim": 64,
@@ -21,6 +23,7 @@ KANDINSKY = {
     "num_visual_blocks": 6,
     "axes_dims": (16, 24, 24),
 }
+WAN = {"num_layers": 6, "attention_head_dim": 64, "num_attention_heads": 6, "ffn_dim": 1024, "text_dim": 256}
 MID: Mapping[str, Mapping[str, Any]] = {
     "qwen-image": QWEN,
     "qwen-image-edit": QWEN,
@@ -33,6 +36,49 @@ MID: Mapping[str, Mapping[str, Any]] = {
         "axes_dims_rope": (16, 24, 24),
         "guidance_embeds": True,
     },
+    "flux2-klein": {
+        "num_layers": 2,
+        "num_single_layers": 6,
+        "attention_head_dim": 64,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 256,
+        "axes_dims_rope": (16, 16, 16, 16),
+        "guidance_embeds": False,
+    },
+    "z-image": {
+        "dim": 256,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "n_layers": 6,
+        "n_refiner_layers": 2,
+        "cap_feat_dim": 256,
+        "axes_dims": [16, 24, 24],
+    },
+    "krea-2": {
+        "num_layers": 6,
+        "attention_head_dim": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1024,
+        "timestep_embed_dim": 64,
+        "text_hidden_dim": 256,
+        "num_text_layers": 3,
+        "text_num_attention_heads": 4,
+        "text_num_key_value_heads": 2,
+        "text_intermediate_size": 512,
+        "axes_dims_rope": (16, 24, 24),
+    },
+    "sdxl": {
+        **UNET,
+        "block_out_channels": (64, 128, 256),
+        "transformer_layers_per_block": (1, 2, 4),
+        "attention_head_dim": (1, 2, 4),
+        "cross_attention_dim": 256,
+        "addition_time_embed_dim": 32,
+        "projection_class_embeddings_input_dim": 256,
+    },
+    "wan-2.1": WAN,
+    "wan-2.2": {**WAN, "in_channels": 48, "out_channels": 48},
     "kandinsky5-image-lite": KANDINSKY,
     "kandinsky5-video-lite": {**KANDINSKY, "visual_cond": True},
 }

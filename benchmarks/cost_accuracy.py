@@ -1,10 +1,10 @@
-"""Predicted against real: peak memory and step time of 50 configurations on this CPU, in about ten minutes.
+"""Predicted against real: peak memory and step time of some 125 configurations on this CPU.
 
-    python benchmarks/cost_accuracy.py [--output benchmarks/results/cost_accuracy_<date>.json]
+    python benchmarks/cost_accuracy.py [--output benchmarks/results/cost_accuracy_<date>.json] [FAMILY…]
 
 Memory: allocation events of PyTorch's profiler during a real optimizer step, plus what was resident before. Time: the
 process's own time on one core, the least of three steps. Rates are measured at the models' shapes first; then one trial
-per family (its first configuration) calibrates the other seven.
+per family (its first configuration) calibrates the others.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from cpu_truth import run
 
 from autotune.cost.kernels import kernel_for
 from autotune.cost.predict import CostModel
+from autotune.families.base import Family
 from autotune.families.registry import FAMILIES
 from autotune.families.resolve import build_on_meta
 from autotune.hardware.probing import probe
@@ -84,14 +85,26 @@ def measured(hardware: HardwareProfile, predictor: CostModel) -> HardwareProfile
     return hardware.model_copy(update={"rates": (*found, meter.launch(), *kernels)})
 
 
-def candidates(num_blocks: int) -> list[Candidate]:
-    last = num_blocks - 1
-    plans = [(2, 0, "none"), (1, 0, "none"), (4, 0, "none"), (2, num_blocks // 2, "none"), (4, last, "none"),
-             (2, last, "torchao-int8"), (2, last, "bnb-nf4"), (2, 0, "bnb-int8"), (2, 0, "int8-matmul"),
-             (2, last, "int8-matmul")]  # fmt: skip
+def candidates(family: Family, num_blocks: int) -> list[Candidate]:
+    """Ten that every family takes, and up to four with what it can compute ahead, fuse or keep of its attention."""
+    last, half = num_blocks - 1, num_blocks // 2
+    plans: list[tuple[int, int, dict[str, Any]]] = [
+        (2, 0, {}), (1, 0, {}), (4, 0, {}), (2, half, {}), (4, last, {}), (2, last, {"quantization": "torchao-int8"}),
+        (2, last, {"quantization": "bnb-nf4"}), (2, 0, {"quantization": "bnb-int8"}),
+        (2, 1, {"selective_blocks": last - 1}),
+        (2, 0, {"quantization": "int8-matmul"}),
+    ]  # fmt: skip
+    newer: dict[str, Any] = {}
+    if family.modulation:
+        newer["modulation"] = "ahead"
+        plans.append((2, half, dict(newer)))
+    if family.attention_layouts:
+        plans.append((2, 0, {"norm_rope": "fused"}))
+        newer["norm_rope"] = "fused"
+    if newer:
+        plans.append((4, half, {**newer, "selective_blocks": last - half, "quantization": "torchao-int8"}))
     return [
-        Candidate(micro_batch_size=size, checkpointed_blocks=k, quantization=q, precision="fp32")
-        for size, k, q in plans
+        Candidate(micro_batch_size=size, checkpointed_blocks=k, precision="fp32", **others) for size, k, others in plans
     ]
 
 
@@ -125,7 +138,7 @@ def measure_family(name: str, hardware: HardwareProfile) -> list[dict[str, Any]]
     known = measured(hardware, CostModel.build(hardware, workload, family, config))
     predictor = CostModel.build(known, workload, family, config)
     rows: list[dict[str, Any]] = []
-    for candidate in candidates(workload.model.num_blocks):
+    for candidate in candidates(family, workload.model.num_blocks):
         before = predictor.predict_uncalibrated(candidate)
         truth = run(family, config, workload, candidate)
         if not rows:
@@ -181,10 +194,11 @@ def main() -> None:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     default = Path(__file__).parent / "results" / f"cost_accuracy_{today}.json"
     parser.add_argument("--output", type=Path, default=default)
+    parser.add_argument("families", nargs="*", default=list(MID), help="all by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hardware = probe()
-    rows = [row for name in MID for row in measure_family(name, hardware)]
+    rows = [row for name in arguments.families for row in measure_family(name, hardware)]
     result = summary(rows)
     for key, value in result.items():
         print(f"{key:24}{value:.4g}")

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autotune.families.adapter import add_adapter
 from autotune.families.base import Batch, Family
-from autotune.knobs.modulation_ahead import find_modulation_ahead
+from autotune.knobs.modulation_ahead import find_modulation_ahead, take_loaded_layers
 from autotune.knobs.precision import torch_dtype
 from autotune.runtime.quiet import redirect_stderr
 from autotune.schema.candidate import Candidate
@@ -41,7 +41,9 @@ def build(family: Family, config: Mapping[str, Any], workload: Workload, candida
     torch.manual_seed(0)
     transformer = family.build_transformer(config)
     cast_as_loaded(transformer.eval(), dtype)  # as loaded; the adapter alone is in training mode
-    apply_knobs(family, transformer, candidate, needs_reload=True)
+    if candidate.modulation == "ahead":  # before quantization, as loading leaves these layers out
+        take_loaded_layers(family, transformer)
+    apply_knobs(family, transformer, candidate.model_copy(update={"modulation": "resident"}), needs_reload=True)
     parameters = add_adapter(family, transformer, workload, dtype)
     apply_knobs(family, transformer, candidate, needs_reload=False)
     return transformer, parameters

@@ -29,7 +29,20 @@ DOWNLOAD_RATE = "100MB"
 """Bytes a second: a rented machine's connection of 1 Gbit/s, as it is reached in practice. A round figure."""
 MAX_PRICE_FILE_BYTES = 1 << 18
 PRICE_HINT = "write `per_hour:`, and below it lines such as `rtx 4090: 0.45`"
-LOCAL = ("hardware", "host_memory", "path", "record", "replay", "join", "study", "fresh", "price_per_hour", "num_gpus")
+LOCAL = (
+    "hardware",
+    "host_memory",
+    "path",
+    "record",
+    "replay",
+    "join",
+    "study",
+    "fresh",
+    "price_per_hour",
+    "num_gpus",
+    "num_nodes",
+    "interconnect",
+)
 """Arguments of `plan` that make no sense for several GPUs that are not here."""
 
 

@@ -24,7 +24,7 @@ def job_script(
     data: str | Path | None = None,
     control: str | Path | None = None,
     output: str | Path | None = None,
-    nodes: int = 1,
+    nodes: int | None = None,
     hours: float | None = None,
     image: str = "",
     claim: str = "",
@@ -42,7 +42,7 @@ def job_script(
         data: another data folder; needed if the plan names none.
         control: another folder of control images; needed by models that edit images if the plan names none.
         output: another output folder.
-        nodes: number of machines that share the plan's processes.
+        nodes: number of machines that share the plan's processes; by default those that it was made for.
         hours: time limit of one start; by default half more than predicted.
         image: container image with autotune in it, for Kubernetes and Docker.
         claim: Kubernetes' persistent volume claim that holds the current folder.

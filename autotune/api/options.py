@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from autotune.api.amounts import ImageSize, MemoryAmount
+from autotune.api.amounts import ImageSize, LinkRate, MemoryAmount
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.schema import HardwareProfile, JobOverrides, Objective, Quality, TrainingPlan
 
@@ -57,6 +57,11 @@ class PlanOptions(WorkloadOptions, JobOverrides, total=False):
     """Another trainer, as `export_config` names it: choose only what it can express."""
     num_gpus: int
     """GPUs that train together, one process each."""
+    num_nodes: int
+    """Machines that these GPUs are in, as many in each; 1 by default."""
+    interconnect: LinkRate
+    """What two machines send each other in one direction: bytes per second, or text such as `400Gbps`; 10 Gbps unless
+    given."""
     max_memory: MemoryAmount
     """The most memory that a run may take in any of its phases, its libraries included: of the GPU or, without one, of
     the host's memory, where pages of files that can be dropped and read again do not count."""

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from autotune.api.amounts import image_size, memory_bytes
+from autotune.api.amounts import image_size, link_bytes_per_second, memory_bytes
 from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
 from autotune.api.plan_files import load_plan, load_variants
@@ -235,7 +235,7 @@ def _hardware(
 
 def _within_budget(request: PlanRequest, profile: HardwareProfile, limits: Mapping[str, int]) -> PlanRequest:
     """The request with the memory budget that the user's limits leave."""
-    budget = memory_budget_for(profile, num_devices=request.num_processes if request.is_local else 1, **limits)
+    budget = memory_budget_for(profile, num_devices=request.processes_per_node if request.is_local else 1, **limits)
     return replace(request, memory_budget=budget if budget != profile.device.budget else None)
 
 
@@ -272,7 +272,7 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         pins=_pairs(asked["pins"]) if "pins" in asked else base.pins,
         exclusions=_pairs(asked["exclusions"]) if "exclusions" in asked else base.exclusions,
         is_local="hardware" not in asked,
-        num_processes=asked.get("num_gpus", base.num_processes),
+        **_processes(base, asked),
         use_profiles=asked.get("use_records", True),
         price_per_hour=asked.get("price_per_hour", base.price_per_hour),
         max_trials=asked.get("max_trials", base.max_trials),
@@ -280,6 +280,22 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         study=StudyLocation(study or "search", join) if study or join else None,
         interrupted="ignored" if "replay" in asked else ("forgotten" if asked.get("fresh") else "resumed"),
     )
+
+
+def _processes(base: PlanRequest, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """GPUs, the nodes that they are in, and what links these."""
+    number, nodes = asked.get("num_gpus", base.num_processes), asked.get("num_nodes", base.num_nodes)
+    if nodes < 1 or number % nodes:
+        raise InvalidInput(
+            f"{number} GPU(s) cannot be shared evenly by {nodes} nodes",
+            hint="--gpus counts those of all nodes: name a multiple of --nodes",
+        )
+    rate = base.interconnect_bytes_per_second
+    if (given := asked.get("interconnect")) is not None:
+        rate = link_bytes_per_second(given)
+    if rate is not None and nodes == 1:
+        raise InvalidInput("one node needs no interconnect", hint="add --nodes, or leave --interconnect out")
+    return {"num_processes": number, "num_nodes": nodes, "interconnect_bytes_per_second": rate}
 
 
 def _overrides(base: WorkloadOverrides, asked: Mapping[str, Any]) -> WorkloadOverrides:

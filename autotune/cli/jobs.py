@@ -19,7 +19,9 @@ def job_script(
     data: Data = None,
     control: Control = None,
     run_output: Annotated[str | None, typer.Option(help="Output folder that the job will write.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that share the plan's processes.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines that share the plan's processes; the plan's by default.")
+    ] = None,
     hours: Annotated[
         float | None, typer.Option(min=0, max=1e5, help="Time limit of one start; 1.5x the prediction by default.")
     ] = None,

@@ -73,6 +73,10 @@ class PlanOptions:
         int | None,
         typer.Option("--gpus", min=1, help="GPUs that train together, one process each; tried on CPUs alone."),
     ] = None
+    num_nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Machines that these GPUs are in.")] = None
+    interconnect: Annotated[
+        str | None, typer.Option(help="Rate between two machines, e.g. 400Gbps; 10Gbps unless given.")
+    ] = None
     max_memory: Annotated[
         str | None,
         typer.Option(help="The most memory of the GPU, or of the process on a CPU, that a run may take in any phase."),

@@ -251,7 +251,8 @@ class TracedModel:
             return VaeCost(0, 0, 0, 0)
         dtype, bucket = torch_dtype(precision), self.workload.largest_bucket
         with torch.device("meta"):
-            vae = getattr(diffusers, self.parts.vae_class).from_config(dict(self.parts.vae_config)).to(dtype).eval()
+            vae = getattr(diffusers, self.parts.vae_class).from_config(dict(self.parts.vae_config)).eval()
+            torch.nn.Module.to(vae, dtype)  # diffusers' own warns of parts that stay in fp32, even if there are none
             pixels = torch.empty(3, bucket.num_frames, bucket.height_px, bucket.width_px, dtype=dtype)
         latents = self.family.sample_shapes(self.config, bucket, 1)["latents"]
         calls = (

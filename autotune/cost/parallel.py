@@ -18,6 +18,10 @@ LINK_BANDWIDTH = {"nvlink": 150e9}
 PCIE_BANDWIDTH = 12e9
 """Bytes per second and direction in a collective: about half of what third-generation NVLink and PCIe 4.0 x16 carry.
 Round figures, not measured here."""
+COLLECTIVE_SHARE = 0.5
+"""Of an interconnect's nominal bandwidth that a collective gets: the same round figure."""
+USUAL_INTERCONNECT = 10e9 / 8
+"""Bytes per second between nodes if the user does not say: an Ethernet of 10 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,27 @@ class Parallel:
 
     strategy: Strategy = "single"
     num_processes: int = 1
+    num_nodes: int = 1
+    """Machines that these are on, as many on each."""
+    interconnect_bytes_per_second: float | None = None
+    """Between two nodes, in one direction; None for `USUAL_INTERCONNECT`."""
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that hold the frozen weights together: 1 if each has them all."""
+        return {"fsdp2": self.num_processes, "hybrid": self.num_processes // self.num_nodes}.get(self.strategy, 1)
+
+    @property
+    def sharded(self) -> "tuple[Parallel, ...]":
+        """The ways to shard weights over these processes, the one that sends least over the interconnect first."""
+        ways: tuple[Strategy, ...] = ("fsdp2",)
+        if 1 < self.num_nodes < self.num_processes:
+            ways = ("hybrid", "fsdp2")
+        return tuple(replace(self, strategy=way) for way in ways)
 
     def weight_bytes(self, storage: "ModelBytes") -> int:
         """Frozen weights that one device keeps."""
-        shards = self.num_processes if self.strategy == "fsdp2" else 1
-        return -(-storage.weight_bytes // shards)
+        return -(-storage.weight_bytes // self.num_shards)
 
     def resident(self, whole: Resident, storage: "ModelBytes") -> Resident:
         """What one device keeps of a model that alone would take `whole`.
@@ -40,25 +60,35 @@ class Parallel:
         if self.strategy == "single":
             return whole
         gathered = 0
-        if self.strategy == "fsdp2":  # what no block holds is gathered as one, for the whole pass
+        if self.num_shards > 1:  # what no block holds is gathered as one, for the whole pass
             gathered = GATHERED_BLOCKS * storage.largest_block_bytes + storage.outside_bytes
         return replace(
             whole,
-            weight_bytes=self.weight_bytes(storage) if self.strategy == "fsdp2" else whole.weight_bytes,
+            weight_bytes=self.weight_bytes(storage) if self.num_shards > 1 else whole.weight_bytes,
             bucket_bytes=whole.adapter_bytes,
             gathered_bytes=gathered,
         )
 
     def exchange_seconds(self, hardware: HardwareProfile, storage: "ModelBytes", accumulation: int) -> float:
-        """What one step sends, over the link; it overlaps with computing."""
+        """What one step sends; it overlaps with computing.
+
+        Each collective is a ring, through which every byte but a process's own passes: its slowest link decides. A ring
+        of `hybrid` that gathers weights stays within a node.
+        """
         if self.strategy == "single":
             return 0.0
-        others = (self.num_processes - 1) / self.num_processes
-        sent = 2 * storage.adapter_bytes * others  # reduce, then gather: a ring's all-reduce
-        if self.strategy == "fsdp2":
-            sent += PASSES * accumulation * storage.weight_bytes * others
         paths = {link.path for link in hardware.device.links}
-        return sent / min((LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH)
+        within = min((LINK_BANDWIDTH.get(path, PCIE_BANDWIDTH) for path in paths), default=PCIE_BANDWIDTH)
+        across = within
+        if self.num_nodes > 1:
+            across = COLLECTIVE_SHARE * (self.interconnect_bytes_per_second or USUAL_INTERCONNECT)
+            across = min(within, across) if self.num_nodes < self.num_processes else across
+        others = (self.num_processes - 1) / self.num_processes
+        seconds = 2 * storage.adapter_bytes * others / across  # reduce, then gather: an all-reduce
+        if self.num_shards > 1:
+            gathered = PASSES * accumulation * storage.weight_bytes * (self.num_shards - 1) / self.num_shards
+            seconds += gathered / (within if self.strategy == "hybrid" else across)
+        return seconds
 
 
 ONE_PROCESS = Parallel()

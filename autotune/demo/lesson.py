@@ -19,7 +19,7 @@ from autotune.runtime import atomic_write, silence_progress_bars, write_text_ato
 NEW_SHAPE = "heart"
 TAUGHT_COLORS, TAUGHT_GROUNDS = ("red", "blue", "green", "orange"), ("white", "gray", "black")
 PLAN_OPTIONS = (
-    *("--targets", "attention+mlp", "--batch", "8", "--steps", "400", "--timestep-shift", "1"),
+    *("--targets", "attention+mlp", "--batch", "8", "--steps", "300", "--timestep-shift", "1"),
     *("--learning-rate", "4e-3", "--lr-scheduler", "cosine"),
 )
 """Chosen by `benchmarks/world/teach.py`, as the next two, on prompts that are not reported."""

@@ -45,12 +45,12 @@ class JobNeeds:
     """How long before the limit, or a kill, the run is told, so that it can finish its step and write a checkpoint."""
 
     @classmethod
-    def of_plan(cls, plan: TrainingPlan, *, num_nodes: int = 1, hours: float | None = None) -> Self:
+    def of_plan(cls, plan: TrainingPlan, *, num_nodes: int | None = None, hours: float | None = None) -> Self:
         """What the plan predicts, with margins.
 
         Args:
             plan: measured or predicted.
-            num_nodes: machines that share its processes.
+            num_nodes: machines that share its processes; by default those that it was made for.
             hours: time limit of one start, if it is shorter or longer than the prediction's.
 
         Raises:
@@ -58,7 +58,7 @@ class JobNeeds:
                 beyond `MAX_HOURS`.
         """
         hardware, expected = plan.frozen.hardware, plan.frozen.expected
-        number = hardware.num_processes
+        number, num_nodes = hardware.num_processes, hardware.num_nodes if num_nodes is None else num_nodes
         if num_nodes < 1 or number % num_nodes:
             raise InvalidInput(
                 f"the plan's {number} process(es) cannot be shared evenly by {num_nodes} nodes",

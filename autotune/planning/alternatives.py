@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import get_args
 
 from autotune.backends import WEIGHT_FORMATS
-from autotune.cost import CostModel, Parallel
+from autotune.cost import CostModel
 from autotune.errors import InvalidInput, NothingFits
 from autotune.families import Family
 from autotune.hardware import host_floor_bytes
@@ -135,7 +135,8 @@ def _required_bytes(request: PlanRequest, workload: Workload, cost: CostModel) -
     ways = {own.parallel: space}
     if number > 1:
         space = drop_block_swap(space, number)
-        ways = {Parallel("ddp", number): space, Parallel("fsdp2", number): keep_shardable(space)}
+        together = replace(own.parallel, strategy="ddp")
+        ways = {together: space, **dict.fromkeys(together.sharded, keep_shardable(space))}
     needed = []
     for parallel, admitted in ways.items():
         if admitted.candidates:

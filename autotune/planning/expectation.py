@@ -20,6 +20,8 @@ def planned_hardware(hardware: HardwareProfile, budget: MemoryBudget, parallel: 
         versions=hardware.versions,
         num_processes=parallel.num_processes,
         strategy=parallel.strategy,
+        num_nodes=parallel.num_nodes,
+        interconnect_bytes_per_second=parallel.interconnect_bytes_per_second,
     )
 
 

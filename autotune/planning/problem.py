@@ -1,5 +1,6 @@
 """One request on one machine, with all that follows from it before anything is tried."""
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -88,7 +89,7 @@ class PlanningProblem:
     @property
     def can_try(self) -> bool:
         """Whether trials run: the machine must be this one, and a trial has one device."""
-        return self.request.is_local and self.cost.parallel.strategy != "fsdp2"
+        return self.request.is_local and self.cost.parallel.num_shards == 1
 
     @property
     def limits(self) -> SearchLimits:
@@ -102,7 +103,9 @@ class PlanningProblem:
         work = {**self.workload.model_dump(mode="json"), "model": model}
         choices: dict[str, object] = {name: list(values) for name, values in self.space.choices.items()}
         keys = {KEY_NAMES.get(key, key): value for key, value in self.hardware.match_keys.items()}
-        device, processes = self.hardware.device.name, str(self.request.num_processes)
+        device, request = self.hardware.device.name, self.request
+        nodes = f" on {request.num_nodes} nodes" if request.num_nodes > 1 else ""
+        processes = f"{request.num_processes}{nodes}"
         own = {"device": device, "work": digest_of(work), "settings to choose from": digest_of(choices)}
         return {**keys, **own, "processes": processes}
 
@@ -142,7 +145,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
         raise NoGpu.build(model.family, published, request.text("data"))
     if not request.is_local:
         return
-    if request.num_processes > 1 and (misfits := device_misfits(request.num_processes, hardware)):
+    if request.num_processes > 1 and (misfits := device_misfits(request.processes_per_node, hardware)):
         raise NothingFits(misfits[0], hint="ask for fewer with --gpus, or see what is here with `autotune probe`")
     workload = resolved.workload.share(request.num_processes)
     request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
@@ -151,7 +154,7 @@ def require_devices(resolved: ResolvedRequest, hardware: HardwareProfile) -> Non
 def _share_of_budget(request: PlanRequest, hardware: HardwareProfile, budget: MemoryBudget) -> MemoryBudget:
     """What one process may take: each has a device of its own, but on CPU they share the memory."""
     is_shared = hardware.device.kind == "cpu"
-    return budget.changed(num_bytes=budget.num_bytes // request.num_processes) if is_shared else budget
+    return budget.changed(num_bytes=budget.num_bytes // request.processes_per_node) if is_shared else budget
 
 
 def _choose_strategy(
@@ -159,9 +162,11 @@ def _choose_strategy(
 ) -> tuple[CostModel, SearchSpace]:
     """The cost model of one process, and what may be tried.
 
-    The weights are sharded over the processes only if no device is predicted to hold them all.
+    The weights are sharded only if no device is predicted to hold them all: within nodes if those of one can hold them,
+    else over all processes.
     """
     number = request.num_processes
+    together = Parallel("ddp", number, request.num_nodes, request.interconnect_bytes_per_second)
     cost = CostModel.build(
         hardware,
         workload,
@@ -170,7 +175,7 @@ def _choose_strategy(
         read_parts(model),
         memory_budget=budget,
         caching_pins=request.caching_pins,
-        parallel=Parallel("ddp", number) if number > 1 else ONE_PROCESS,
+        parallel=together if number > 1 else ONE_PROCESS,
     )
     space = request.space(cost.context)
     if number == 1:
@@ -186,7 +191,12 @@ def _choose_strategy(
     if not plain.candidates:
         what = f"nothing fits on each of {number} devices, and quantized weights cannot be sharded over them"
         raise NothingFits(what, hint=suggest_relaxation(request, space, cost))
-    cost = cost.with_parallel(Parallel("fsdp2", number))
+    for way in together.sharded:
+        cost = cost.with_parallel(way)
+        with contextlib.suppress(NothingFits):
+            lighter = _drop_too_heavy(request, plain, cost)
+            if _fits(lighter, cost):
+                return cost, lighter
     return cost, _drop_too_heavy(request, plain, cost)
 
 

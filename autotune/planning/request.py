@@ -39,6 +39,10 @@ class PlanRequest:
     """What a run may use of the device; None for what the device leaves."""
     num_processes: int = 1
     """GPUs that train together, one process each."""
+    num_nodes: int = 1
+    """Machines that these are on, as many on each."""
+    interconnect_bytes_per_second: float | None = None
+    """Between two nodes, in one direction; None if the user does not say."""
     use_profiles: bool = True
     """Whether what this and other machines measured before may shorten the search."""
     max_trials: int = 8
@@ -52,6 +56,11 @@ class PlanRequest:
     """Without a named study: what becomes of an interrupted search of the same. `ignored` keeps trials in memory."""
     job: Job | None = None
     """What an earlier plan did, where this question is asked again; what is said now goes before it."""
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes on each machine."""
+        return self.num_processes // self.num_nodes
 
     def path(self, name: str) -> Path | None:
         """The job's folder called `name`, if it has one."""
@@ -90,6 +99,8 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
         model=job.pinned_model,
         workload_overrides=overrides_from(frozen.workload, has_data=job.data is not None),
         num_processes=frozen.hardware.num_processes,
+        num_nodes=frozen.hardware.num_nodes,
+        interconnect_bytes_per_second=frozen.hardware.interconnect_bytes_per_second,
         price_per_hour=frozen.expected.price_per_hour,
         pins=frozen.pins,
         exclusions=frozen.exclusions,

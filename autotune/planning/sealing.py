@@ -40,7 +40,7 @@ def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | No
     """The plan, or the measured plan that a trial on this machine makes of a predicted one.
 
     Args:
-        plan: measured or predicted. A plan for `fsdp2` stays predicted: a trial has one device, and cannot hold it.
+        plan: measured or predicted. Of sharded weights it stays predicted: a trial has one device.
         hardware: this machine.
         file: file of the plan; beside it the measured plan is written, and found by the next start.
         on_event: listener to progress.
@@ -48,7 +48,7 @@ def measured_here(plan: TrainingPlan, hardware: HardwareProfile, file: Path | No
     Raises:
         DoesNotFit: neither the plan's settings nor its fallbacks run here.
     """
-    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.strategy == "fsdp2":
+    if plan.frozen.expected.evidence == "measured" or plan.frozen.hardware.num_shards > 1:
         return plan
     known = sealed_beside(file, plan, hardware) if file else None
     if known is not None or started_by_launcher():
@@ -97,7 +97,9 @@ def seal_on_arrival(
     require_fit(model_misfits(plan, model.spec))
     planned = plan.frozen.hardware
     work = plan.frozen.workload.share(planned.num_processes)
-    parallel = Parallel(planned.strategy, planned.num_processes)
+    parallel = Parallel(
+        planned.strategy, planned.num_processes, planned.num_nodes, planned.interconnect_bytes_per_second
+    )
     caching = plan.frozen.caching
     as_planned = caching, Reason(knob="caching", chosen=describe_caching(caching), why="as planned")
     cost = CostModel.build(

@@ -174,7 +174,8 @@ def plan_lines(plan: TrainingPlan) -> list[str]:
     """The answer in a few lines: what is not as usual, speed, memory, total time, and what would be faster."""
     expected, hardware = plan.frozen.expected, plan.frozen.hardware
     left = hardware.budget_bytes - expected.required_memory_bytes
-    several = f"processes      {hardware.num_processes}, one per device ({hardware.strategy})"
+    nodes = f" on {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else ""
+    several = f"processes      {hardware.num_processes}{nodes}, one per device ({hardware.strategy})"
     lines = [
         *(f"{'' if number else 'settings':<14} {text}" for number, text in enumerate(_unusual_settings(plan))),
         *([several] if hardware.num_processes > 1 else ()),

@@ -12,7 +12,7 @@ from autotune.schema.job import Job
 from autotune.schema.trial import PhasePeak, TrialResult
 from autotune.schema.workload import Workload
 
-Strategy = Literal["single", "ddp", "fsdp2"]
+Strategy = Literal["single", "ddp", "fsdp2", "hybrid"]
 
 
 class Rejected(Frozen):
@@ -81,12 +81,26 @@ class PlannedHardware(Frozen):
     num_processes: int = Field(default=1, ge=1)
     """Number of processes that train together, one for each device; they divide the effective batch."""
     strategy: Strategy = "single"
-    """How processes train together: `ddp`, each with all weights, or `fsdp2`, each with a shard of the frozen ones."""
+    """How processes train together: `ddp`, each with all weights; `fsdp2`, each with a shard of the frozen ones; or
+    `hybrid`, each with a shard of those that its node holds together."""
+    num_nodes: int = Field(default=1, ge=1)
+    """Machines that the plan was made for; each has as many processes."""
+    interconnect_bytes_per_second: float | None = Field(default=None, gt=0)
+    """What the prediction assumed between nodes, in one direction; None for one node."""
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that hold the frozen weights together: 1 if each has them all."""
+        return {"fsdp2": self.num_processes, "hybrid": self.num_processes // self.num_nodes}.get(self.strategy, 1)
 
     @model_validator(mode="after")
     def _strategy_suits(self) -> Self:
         if (self.num_processes == 1) != (self.strategy == "single"):
             raise ValueError(f"{self.num_processes} process(es) cannot train by the strategy {self.strategy!r}")
+        if self.num_processes % self.num_nodes:
+            raise ValueError(f"{self.num_processes} processes cannot be shared evenly by {self.num_nodes} nodes")
+        if self.strategy == "hybrid" and not 1 < self.num_nodes < self.num_processes:
+            raise ValueError("the strategy 'hybrid' needs several nodes with several processes each")
         return self
 
 

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.hardware import probe
 from autotune.runtime import MAX_JOIN_SECONDS, current_launch
-from autotune.schema import HardwareProfile, PlannedHardware, Strategy, TrainingPlan
+from autotune.schema import HardwareProfile, PlannedHardware, TrainingPlan
 from autotune.training.fit import memory_misfits
-from autotune.training.sharding import is_sharded
+from autotune.training.sharding import num_shards_of
 
 MAX_STEP_WAIT = timedelta(minutes=10)
 """How long a process waits in a step for the others' gradients: the timeout of torch's process group."""
@@ -51,7 +51,8 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
-    strategy: Strategy = "single"
+    num_shards: int = 1
+    """Processes that hold the frozen weights together: 1 if each has them all."""
     local_rank: int = 0
     """Number of this process among those of its node."""
     waiting_group: "torch.distributed.ProcessGroup | None" = None
@@ -70,7 +71,7 @@ class Processes:
     @property
     def is_sampler(self) -> bool:
         """Whether this process samples previews: the first, or all if each holds only a part of the weights."""
-        return self.is_first or self.strategy == "fsdp2"
+        return self.is_first or self.num_shards > 1
 
     def average(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its mean over all processes, in place; the result is equal on all."""
@@ -138,10 +139,9 @@ class Processes:
         frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
         buffers = [name for name, _ in transformer.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen + buffers)  # type: ignore[no-untyped-call]
-        actual = "fsdp2" if is_sharded(transformer, self.world_size) else "ddp"
-        if actual != self.strategy:
+        if (actual := num_shards_of(transformer)) != self.num_shards:
             raise AutotuneError(
-                f"the plan's strategy is {self.strategy}, but the weights are those of {actual}",
+                f"the plan shards the weights over {self.num_shards} process(es), but they are sharded over {actual}",
                 hint="this is a bug in autotune: please report it",
             )
         # Gradients are views of buckets, so memory holds them once. Buffers are frozen, so they are not sent.
@@ -179,7 +179,7 @@ def join_processes(planned: PlannedHardware, device: torch.device) -> Processes:
     make_current(own)
     group = torch.distributed.new_group(backend="gloo", timeout=MAX_WAIT) if has_several else None
     local_rank = launch.local_rank if launch else 0
-    return Processes(state.process_index, planned.num_processes, own, planned.strategy, local_rank, group)
+    return Processes(state.process_index, planned.num_processes, own, planned.num_shards, local_rank, group)
 
 
 def _start_process_group(backend: str, endpoint: str) -> None:
@@ -260,8 +260,11 @@ def device_misfits(num_processes: int, hardware: HardwareProfile) -> tuple[str, 
 def card_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: int | None = None) -> tuple[str, ...]:
     """Why so many of the plan's processes, by default all, cannot have a GPU with enough memory each here;
     `memory_misfits` checks the first one's."""
-    num_processes = num_processes or plan.frozen.hardware.num_processes
+    planned = plan.frozen.hardware
+    num_processes = num_processes or planned.num_processes
     if misfits := device_misfits(num_processes, hardware):
-        return misfits
+        start = f"--nodes {planned.num_nodes} --rdzv-endpoint HOST:PORT on each starts its share"
+        is_all = num_processes == planned.num_processes and planned.num_nodes > 1
+        return (*misfits, *((f"nodes: the plan is for {planned.num_nodes}; {start}",) if is_all else ()))
     others = range(1, num_processes if hardware.device.kind == "cuda" else 1)
     return tuple(misfit for index in others for misfit in memory_misfits(plan, probe(index=index)))

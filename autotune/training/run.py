@@ -168,9 +168,8 @@ class _Run:
     def _load(self) -> TrainingModel:
         self._start_phase("loading the transformer")
         processes, settings = self.processes, self.plan.frozen.settings
-        shards = processes.world_size if processes.strategy == "fsdp2" else 1
         model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
-        trained = load_model(model, workload, settings, processes.device, seed, shards=shards)
+        trained = load_model(model, workload, settings, processes.device, seed, shards=processes.num_shards)
         if self.previews:
             self.sampler.attach(trained.transformer)
         return trained
@@ -226,7 +225,7 @@ class _Run:
         try:
             yield
         except (PreviewTooLarge, InvalidInput, RuntimeError, TypeError, ValueError, LookupError) as error:
-            if self.processes.strategy == "fsdp2" or (not isinstance(error, AutotuneError) and is_out_of_memory(error)):
+            if self.processes.num_shards > 1 or (not isinstance(error, AutotuneError) and is_out_of_memory(error)):
                 raise
             self._warn(f"{first_line(error)}; the run goes on without previews")
             self.previews = []

@@ -61,7 +61,7 @@ def sample_run(
     require_writable(file)
     frozen, device = plan.frozen, torch.device(hardware.device.torch_name)
     settings = frozen.settings
-    if frozen.hardware.strategy == "fsdp2":  # one device cannot hold all weights, so blocks are swapped
+    if frozen.hardware.num_shards > 1:  # one device cannot hold all weights, so blocks are swapped
         settings = settings.changed(swapped_blocks=frozen.workload.model.num_blocks - 1)
     configure_allocator(settings.allocator)  # before anything is allocated
     encoders = Encoders(model, frozen.caching, settings, device)

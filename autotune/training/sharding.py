@@ -4,23 +4,26 @@ Each process holds its part of every frozen weight; a block is gathered just bef
 adapter is added later and is replicated: it is small, and DDP averages its gradients.
 """
 
+from typing import Any
+
+import torch.distributed
 from torch import nn
 
 from autotune.families import Family
 from autotune.weights import Transform
 
 
-def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, world_size: int) -> Transform:
+def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, num_shards: int) -> Transform:
     """A transform for loading that shards each block of an empty `transformer` as soon as it is complete.
 
+    Each `num_shards` processes with consecutive ranks hold the weights together; those of a node are consecutive.
     What belongs to no block is sharded at the end. Needs torch's process group, and frozen weights of one dtype in each
     block.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     transformer.requires_grad_(False)
-    mesh = init_device_mesh(device_type, (world_size,))
+    mesh = _mesh_of_shards(device_type, num_shards)
     waiting: dict[nn.Module, set[nn.Module]] = {}
     owner: dict[nn.Module, nn.Module] = {}
     for part in (*family.blocks(transformer), transformer):
@@ -40,13 +43,28 @@ def shard_on_arrival(family: Family, transformer: nn.Module, device_type: str, w
     return arrived
 
 
+def _mesh_of_shards(device_type: str, num_shards: int) -> Any:
+    """The processes that hold the weights together with this one, in a mesh whose dimension has no name.
+
+    Frozen weights have no gradients that groups of processes would have to exchange, so there is no second dimension;
+    and peft takes a weight on a mesh with names as one of tensor parallelism, which computes with its shard alone.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    if num_shards == torch.distributed.get_world_size():
+        return init_device_mesh(device_type, (num_shards,))
+    own, _ = torch.distributed.new_subgroups(group_size=num_shards)  # type: ignore[no-untyped-call]
+    return DeviceMesh.from_group(own, device_type)
+
+
 def _has_tensors(module: nn.Module) -> bool:
     """Whether any tensor of the module itself, not of its children, comes from the files."""
     buffers = (value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set)
     return any(value is not None for value in (*module._parameters.values(), *buffers))
 
 
-def is_sharded(transformer: nn.Module, world_size: int) -> bool:
-    """Whether every frozen weight is sharded over that many processes: a DTensor, which has a device mesh."""
+def num_shards_of(transformer: nn.Module) -> int:
+    """Over how many processes every frozen weight is sharded, as a DTensor, which has a device mesh; else 1."""
     meshes = [getattr(weight, "device_mesh", None) for weight in transformer.parameters() if not weight.requires_grad]
-    return all(mesh is not None and mesh.size() == world_size for mesh in meshes)
+    sizes = {1 if mesh is None else mesh.size() for mesh in meshes}
+    return sizes.pop() if len(sizes) == 1 else 1

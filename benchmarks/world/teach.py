@@ -44,7 +44,7 @@ class Job:
     """What is chosen about learning."""
 
     rate: float = 4e-3
-    steps: int = 400
+    steps: int = 300
     rank: int = 16
     targets: str = "attention+mlp"
     batch: int = 8

@@ -6,13 +6,16 @@ that makes them until Python and autograd let go of them.
 """
 
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -42,6 +45,9 @@ STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 
 Call = tuple[Any, Any, dict[str, Any], Any, list[torch.Tensor], list[torch.Tensor]]
 """An operation, its arguments, its result, and the tensors among arguments and results."""
+
+OWN_FRAMES = frozenset({"_sums_gradients", "__torch_dispatch__", "_fn", "inner"})
+"""Of functions between an operation and this module's look at it."""
 
 SCRATCH = 0
 """Storage number of kernel scratch memory, which lives within one operation."""
@@ -73,6 +79,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segments: list[Segment] = []
         self._live: dict[int, weakref.ref[Any]] = {}
         self._numbers = 0
+        self._summed: tuple[int, int] | None = None
 
     def seed(self, tensors: Iterable["Tensor"]) -> int:
         """Count `tensors` as live from before the pass: they and their views are no activations. Returns new bytes."""
@@ -92,6 +99,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tensors_in((out,))
         fresh = sum(self._watch(tensor, segment) for tensor in outputs)
         name = func._schema.name[6:]
+        self._summed = (_storage_key(inputs[0]), len(segment.events)) if _sums_gradients(name, inputs) else None
         if self.counts_host and (scratch := conversion_bytes(func, inputs)):
             self._allocate(segment, scratch)()
         if name != "empty" and (fresh or not (func.is_view or name in FREE)):
@@ -121,7 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.device.type != "meta" and not self.counts_host:
             return 0
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = _storage_key(tensor)
         if key in self._live:
             return 0
         size = storage.nbytes()
@@ -131,9 +139,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._live.pop(key, None)
             if free is not None:
                 free()
+                self._sum_in_place(key)
 
         self._live[key] = weakref.ref(storage, forget)
         return size
+
+    def _sum_in_place(self, freed: int) -> None:
+        """If the storage just freed was the first of two gradients that autograd summed, and nothing happened between:
+        let the sum take its place. Autograd does so, except under a dispatch mode such as this one."""
+        events = self.segments[-1].events
+        if self._summed == (freed, len(events) - 1):
+            events[-2], events[-1] = events[-1], events[-2]
 
     def _allocate(self, segment: Segment, size: int) -> Callable[[], None]:
         rounded = -(-size // self.granularity) * self.granularity
@@ -145,6 +161,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.segments[-1].events.append((number, -rounded))
 
         return free
+
+
+def _storage_key(tensor: "Tensor") -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _sums_gradients(name: str, inputs: "list[Tensor]") -> bool:
+    """Whether this is autograd's own addition of two gradients of one tensor, and the first has room for the sum.
+
+    It comes from no Python code, so below the recorder's frames lies the start of the backward pass.
+    """
+    if name != "add" or torch.is_grad_enabled() or inputs[0].untyped_storage().nbytes() != inputs[0].nbytes:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name in OWN_FRAMES:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _engine_run_backward.__code__
 
 
 def _class_of(name: str, inputs: "list[Tensor]") -> tuple[str, tuple[int, ...]]:
