@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         estimate,
         export_config,
         export_records,
+        fetch,
         find_record,
         import_config,
         import_records,
@@ -64,8 +65,9 @@ if TYPE_CHECKING:
     from autotune.data import DataReport
     from autotune.demo import ConceptFidelity, Demo, judge_lesson, make_demo
     from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, InvalidPlan, NothingFits, Preempted
+    from autotune.families import FetchedModel
     from autotune.hardware import CatalogGpu, Finding
-    from autotune.planning import CatalogPrediction, ComparedGpu, Comparison, ModelSummary, NoGpu
+    from autotune.planning import CatalogPrediction, ComparedGpu, Comparison, ModelSummary, NoGpu, PlanInterrupted
     from autotune.runtime import explain_error, is_first_process, prepare_process
     from autotune.schema import (
         Candidate,

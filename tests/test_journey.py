@@ -230,7 +230,7 @@ def test_model_folder_without_weights_is_refused_before_any_trial(
     assert "weights" in last_line_error(process) or "safetensors" in last_line_error(process)
 
 
-def test_interrupted_search_leaves_no_child_behind(journey: Journey, tmp_path: Path) -> None:
+def test_interrupted_search_leaves_its_best_plan_and_no_child_behind(journey: Journey, tmp_path: Path) -> None:
     asked = ("--model", journey.model, "--data", journey.images, "--resolution", 64)
     # The demo's own record would end the search with its first trial.
     command = ["plan", *asked, "--no-profiles", "--search-time", 600, "-o", tmp_path / "p.yaml"]
@@ -246,10 +246,11 @@ def test_interrupted_search_leaves_no_child_behind(journey: Journey, tmp_path: P
     children = psutil.Process(process.pid).children(recursive=True)
     assert trial in children
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
+    _, told = process.communicate(timeout=120)
     wait_until(lambda: all(map(is_gone, children)))
-    assert process.returncode != 0
-    assert not (tmp_path / "p.yaml").exists()
+    assert process.returncode == 130
+    assert f"is written to {tmp_path / 'p.yaml'}" in " ".join(told.split())
+    assert [trial.outcome for trial in read_plan(tmp_path / "p.yaml").frozen.trials] == ["ok"]
 
 
 def stopped_trial(search: psutil.Process) -> psutil.Process:

@@ -6,8 +6,9 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 from autotune.api.plan_files import load_plan, load_variants
+from autotune.data import is_list, list_places
 from autotune.errors import InvalidInput, suggest_nearest
-from autotune.families import is_on_hub
+from autotune.families import is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
 from autotune.runtime import write_text_atomic
 from autotune.schema import HardwareProfile, TrainingPlan, with_job
@@ -96,12 +97,16 @@ def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, 
     """The job with all places that it needs; `said` holds the fields of the plan's job that were replaced."""
     job, folder = plan.job, Path.cwd()
     model = os.path.expanduser(job.model)  # noqa: PTH111  as the run will; the home of a container is another
-    options = {name: said[name] for name in ("model", "data", "control") if name in said}
+    options = {name: said[name] for name in ("model", "base", "data", "control") if name in said}
     if model != job.model:
         options["model"] = model
     read = [name for name in (job.data, job.control) if name]
-    if not is_on_hub(model) or model.startswith(("/", "./", "../")):
+    if job.data and is_list(job.data) and Path(job.data).is_file():
+        read += list_places(Path(job.data))
+    if is_single_file(model) or not is_on_hub(model) or model.startswith(("/", "./", "../")):
         read.append(model)
+    if job.base and not is_on_hub(job.base):
+        read.append(job.base)
     written = [job.output]
     if plan.frozen.expected.evidence == "measured":
         read.append(str(file))

@@ -1,18 +1,50 @@
-"""The models that can be planned for and trained."""
+"""The models that can be planned for and trained, and fetching one."""
 
+from pathlib import Path
+
+from autotune.families import FetchedModel, fetch_whole
 from autotune.hardware import gpu_named
 from autotune.planning import ModelSummary, summarize_models
+from autotune.schema import OnEvent, ignore_event
 
 
-def list_models(hardware: str | None = None) -> tuple[ModelSummary, ...]:
-    """Every published model that autotune knows by name.
+def list_models(hardware: str | None = None, *, file: str | Path | None = None) -> tuple[ModelSummary, ...]:
+    """Every published model that autotune knows by name, or those whose DiT or UNet a single file may be.
 
     Args:
         hardware: a GPU of the catalog, to tell what it is predicted to do with each; `4090` and the like.
+        file: a file of ComfyUI, Kohya or Civitai; models of one architecture cannot be told apart by it.
 
-    Raises InvalidInput if the catalog has no such GPU.
+    Raises InvalidInput if the catalog has no such GPU, or the file holds no known model; the message says what it is.
 
     Example:
         >>> {model.name: model.num_parameters for model in autotune.list_models()}
+        >>> [model.name for model in autotune.list_models(file="flux1-dev-fp8.safetensors")]
     """
-    return summarize_models(gpu_named(hardware).id if hardware else None)
+    summaries = summarize_models(gpu_named(hardware).id if hardware else None)
+    if file is None:
+        return summaries
+    from autotune.families import open_single_file, recognize  # listing alone loads no torch
+
+    hub_ids = [model.hub_id for _, model in recognize(open_single_file(Path(file)))]
+    return tuple(summary for summary in summaries if summary.hub_id in hub_ids)
+
+
+def fetch(model: str, *, on_event: OnEvent = ignore_event) -> FetchedModel:
+    """Download all files of a model that training needs, and compare them with the hub's checksums.
+
+    Afterwards `plan` and `train` need no network. License, token and free disk space are checked first; files that
+    arrived whole are not downloaded again.
+
+    Args:
+        model: a known name or a hub id, with `@REVISION` for a certain commit.
+        on_event: listener to progress.
+
+    Raises:
+        InvalidInput: there is no such model, it is not on the hub, or its license is not accepted.
+        AutotuneError: a file is damaged, the connection broke, or the disk has too little room; the message says what.
+
+    Example:
+        >>> autotune.fetch("qwen-image").folder
+    """
+    return fetch_whole(model, on_event)

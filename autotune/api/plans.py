@@ -10,9 +10,10 @@ from autotune.api.machines import hardware_for, memory_budget_for
 from autotune.api.options import PlanOptions, require_known
 from autotune.api.plan_files import load_plan, load_variants
 from autotune.errors import AutotuneError, DoesNotFit, InvalidInput, NothingFits
-from autotune.families import resolve_model
+from autotune.families import is_single_file, resolve_model
 from autotune.hardware import probe as read_machine
 from autotune.planning import (
+    PlanInterrupted,
     PlanningResult,
     PlanRequest,
     ResolvedRequest,
@@ -34,6 +35,8 @@ from autotune.schema import (
     OnEvent,
     TrainingPlan,
     ignore_event,
+    model_reference,
+    split_reference,
     write_plan,
     write_variants,
 )
@@ -76,6 +79,7 @@ def plan(
         InvalidInput: an argument, the model or the data cannot be used.
         NothingFits: no settings run on this hardware.
         PlanNotWritten: the plan was made, but not written to `path`.
+        PlanInterrupted: Ctrl-C; its `plan`, which is written to `path`, is the best so far. The same call goes on.
         AutotuneError: something else failed; the message says what.
 
     Example:
@@ -90,7 +94,11 @@ def plan(
     if replay is None:
         resolved, profile = _resolve_on_hardware(request, options, on_event)
         request = resolved.request
-        result = make_plan(resolved, profile, on_event)
+        try:
+            result = make_plan(resolved, profile, on_event)
+        except PlanInterrupted as stopped:
+            _offer(stopped.plan, options.get("path"), on_event)
+            raise
         _remember(result, profile, on_event)
     else:
         recording = read_recording(Path(replay))
@@ -264,9 +272,14 @@ def request_for(model: str | None, data: str | Path | None, options: PlanOptions
         name: value for name, value in asked.items() if name in JobOverrides.__annotations__ and name != "num_frames"
     }
     study, join = options.get("study"), options.get("join")
+    name, parts = split_reference(base.model if model is None else str(model))
+    if "base" in asked:
+        if not is_single_file(name):
+            raise InvalidInput(f"{name} is no single file, so it takes no base", hint="leave the base out")
+        parts["base"] = str(asked["base"])
     return replace(
         base,
-        model=base.model if model is None else model,
+        model=model_reference(name, parts),
         workload_overrides=_overrides(base.workload_overrides, asked),
         job_overrides=job if data is None else {**job, "data": str(data)},
         pins=_pairs(asked["pins"]) if "pins" in asked else base.pins,
@@ -322,6 +335,15 @@ def _remember(result: PlanningResult, profile: HardwareProfile, on_event: OnEven
     except AutotuneError as error:
         text = f"not kept for the next search: {error.message}"
         on_event(Notice(text=text, topic="profiles", level="warning"))
+
+
+def _offer(plan: TrainingPlan, path: str | Path | None, on_event: OnEvent) -> None:
+    """Write the best plan of a search that was stopped, if there is a file for it, and say so."""
+    if path is not None:
+        _write(plan, Path(path))
+        number = len(plan.frozen.trials)
+        tried = f"the best of {number} trials" if number > 1 else "what the only trial ran"
+        on_event(Notice(text=f"stopped: {tried} is written to {path}, and can be trained", level="warning"))
 
 
 def _write(plan: TrainingPlan, path: Path) -> None:

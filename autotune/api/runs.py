@@ -1,7 +1,7 @@
 """`train` and `sample`: run a plan, and look at what came of it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -9,12 +9,15 @@ from autotune.api.options import require_known
 from autotune.api.places import Place, find_place
 from autotune.api.plan_files import load_plan
 from autotune.api.reports import RunPage
+from autotune.errors import InvalidInput
 from autotune.families import is_on_hub
 from autotune.hardware import lock_for_run
 from autotune.hardware import probe as read_machine
-from autotune.runtime import cache_path, silence_progress_bars
+from autotune.runtime import cache_path, silence_progress_bars, started_by_launcher
 from autotune.schema import (
+    RUN_PLAN_FILE,
     HardwareProfile,
+    Job,
     JobOverrides,
     Notice,
     OnEvent,
@@ -26,7 +29,15 @@ from autotune.schema import (
     read_variants,
     with_job,
 )
-from autotune.training import SampleRequest, check_inputs, fetch_weights, prepare, sample_run, train_in_processes
+from autotune.training import (
+    SampleRequest,
+    check_folder,
+    check_inputs,
+    fetch_weights,
+    prepare,
+    sample_run,
+    train_in_processes,
+)
 from autotune.training import train as train_in_process
 
 ENCODED = "encoded"
@@ -34,7 +45,7 @@ ENCODED = "encoded"
 
 
 def train(
-    plan: TrainingPlan | str | Path,
+    plan: TrainingPlan | str | Path | None = None,
     *,
     model: str | None = None,
     data: str | Path | None = None,
@@ -48,12 +59,14 @@ def train(
 ) -> RunReport:
     """Train exactly what a plan says, in as many processes as it says.
 
-    A predicted plan is tried once on this machine first; the measured plan is written beside its file. If torchrun,
-    `accelerate launch`, srun or a PyTorchJob started this process, it is one of the plan's; else it starts them.
+    Without a plan, `model` and `data` are planned first, as `autotune.plan` does, or with `resume` the plan in the
+    output folder is taken. A predicted plan is tried once on this machine first; the measured plan is written beside
+    its file. If torchrun, `accelerate launch`, srun or a PyTorchJob started this process, it is one of the plan's;
+    else it starts them.
 
     Args:
         plan: a plan, or its file.
-        model: another folder or hub id of the same architecture.
+        model: another folder or hub id of the same architecture; without a plan, as for `plan`.
         data: another data folder.
         resume: go on from the newest checkpoint, if there is one.
         trace: write a profile of a few steps to `trace.json` in the output folder.
@@ -75,9 +88,13 @@ def train(
     Example:
         >>> report = autotune.train("plan.yaml", output="first-run")
         >>> report.final_loss, report.images_per_second
+        >>> autotune.train(model="qwen-image", data="photos")
     """
     require_known(job, JobOverrides.__annotations__, "argument of train")
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
+    if plan is None:
+        is_alone = nodes is None and node_rank is None and rdzv_endpoint is None and not started_by_launcher()
+        plan = _plan_first(changes, on_event, resume=resume, is_alone=is_alone)
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else _plan_here(Path(plan))
     chosen = with_job(given, **changes)
     place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)
@@ -95,6 +112,24 @@ def train(
     return report
 
 
+def _plan_first(changes: Mapping[str, Any], on_event: OnEvent, *, resume: bool, is_alone: bool) -> TrainingPlan:
+    """The plan of the run in the output folder that is resumed, else a new one for what the arguments say."""
+    output = Path(changes.get("output") or Job.model_fields["output"].default)
+    if (file := output / RUN_PLAN_FILE).exists():
+        earlier = load_plan(file)
+        if resume:
+            return with_job(earlier, output=str(output))
+        check_folder(with_job(earlier, output=str(output)), resume=False)  # before a search
+    if not is_alone:
+        hint = "plan once, then start all with its file: autotune plan ..., autotune train plan.yaml"
+        raise InvalidInput("processes that train together need a plan file", hint=hint)
+    from autotune.api.plans import plan as make_plan  # not for every run: the search's libraries take 14 MiB
+
+    if changes["data"] is None:
+        raise InvalidInput("there is no data to train on", hint="name a folder with --data, or a plan that has one")
+    return make_plan(**{name: value for name, value in changes.items() if value is not None}, on_event=on_event)
+
+
 def _plan_here(file: Path) -> tuple[TrainingPlan, Path]:
     """The plan of a file for this machine, and the file beside which it is written once it is measured."""
     if len(read_variants(file)) == 1:
@@ -109,7 +144,7 @@ def _ready(
 ) -> TrainingPlan:
     """The plan with its weights on this machine, and measured here if it was predicted."""
     is_predicted = plan.frozen.expected.evidence == "predicted"
-    if is_predicted or is_on_hub(plan.job.model):  # else there is no long work yet
+    if is_predicted or is_on_hub(plan.job.pinned_model):  # else there is no long work yet
         check_inputs(plan, resume=resume)
     fetched = fetch_weights(plan, hardware, place.nodes)
     if not is_predicted:
@@ -150,7 +185,8 @@ def sample(
         seed: seed of the first picture.
         num_steps: denoising steps; the job's by default.
         control: control images, for edit models.
-        path: PNG file to write, with a number added if there are several; in `run` by default.
+        path: file to write, with a number added if there are several; in `run` by default. A video model writes an mp4;
+            a name that ends otherwise gets the first frame as a PNG.
         on_event: listener to progress.
 
     Raises:

@@ -1,5 +1,6 @@
 """Commands that tell about machine and models and change nothing."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -7,7 +8,7 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli.options import Json
-from autotune.cli.output import print_result
+from autotune.cli.output import print_result, show_events
 
 
 def doctor(as_json: Json = False) -> None:
@@ -20,8 +21,21 @@ def doctor(as_json: Json = False) -> None:
 
 def models(
     hardware: Annotated[str | None, typer.Option(help="Tell what fits this GPU, e.g. 4090 (see probe --list).")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--model", help="Tell which of them a single file is.", metavar="FILE")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the models that can be planned and trained; with --hardware, what a GPU is predicted to do with each."""
-    found = autotune.list_models(hardware)
+    found = autotune.list_models(hardware, file=file)
     print_result(found, as_json, lambda models: reporting.model_lines(models, hardware))
+
+
+def fetch(
+    model: Annotated[str, typer.Option(help="A known name or a hub id, with @REVISION for a certain commit.")],
+    as_json: Json = False,
+) -> None:
+    """Download a model and verify its files, so that plan and train need no network."""
+    with show_events() as show:
+        fetched = autotune.fetch(model, on_event=show)
+    print_result(fetched, as_json, reporting.fetched_lines)

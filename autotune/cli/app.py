@@ -17,7 +17,7 @@ import typer
 import autotune
 from autotune import reporting
 from autotune.cli import data, profiles, weights
-from autotune.cli.about import doctor, models
+from autotune.cli.about import doctor, fetch, models
 from autotune.cli.compare import compare
 from autotune.cli.configs import audit, export_config, import_config
 from autotune.cli.demo import demo
@@ -66,7 +66,7 @@ def top(
         raise typer.Exit
 
 
-PLANS = (probe, doctor, models, estimate, compare, plan, check, explain, diff, report)
+PLANS = (probe, doctor, models, fetch, estimate, compare, plan, check, explain, diff, report)
 for command in (*PLANS, train, job_script, sample, demo, import_config, export_config, audit):
     app.command()(command)
 for name, group in (("data", data.app), ("profiles", profiles.app), ("weights", weights.app)):

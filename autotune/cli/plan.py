@@ -30,9 +30,9 @@ from autotune.cli.output import Progress, print_out, print_result, show_events
 class PlanOptions:
     """What `autotune plan` can be asked beside the job; the names are those of `autotune.plan`. None: not given."""
 
-    model: Annotated[str | None, typer.Option(help="A folder in the diffusers layout, a known name, or a hub id.")] = (
-        None
-    )
+    model: Annotated[
+        str | None, typer.Option(help="A folder in the diffusers layout, a known name, a hub id, or a single file.")
+    ] = None
     data: Data = None
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Make this plan again; other options replace what it was made for.")

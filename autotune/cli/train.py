@@ -8,7 +8,7 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Data, JobOptions, Json, PlanFile, given, takes
+from autotune.cli.options import Data, JobOptions, Json, given, takes
 from autotune.cli.output import print_out, print_remark, print_result, show_events
 
 
@@ -16,8 +16,13 @@ from autotune.cli.output import print_out, print_remark, print_result, show_even
 class TrainOptions:
     """What `autotune train` can be asked beside the job; the names are those of `autotune.train`."""
 
-    plan_file: PlanFile
-    model: Annotated[str | None, typer.Option(help="The same architecture from another folder.")] = None
+    plan_file: Annotated[
+        Path | None,
+        typer.Argument(help="A plan made by `autotune plan`; without one, --model is planned first.", metavar="[PLAN]"),
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="The same architecture from another folder; without PLAN, what to train.")
+    ] = None
     data: Data = None
     output: Annotated[str | None, typer.Option(help="Folder for the adapter, samples and report.")] = None
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False
@@ -37,11 +42,16 @@ class TrainOptions:
 def train(options: TrainOptions, job: JobOptions) -> None:
     """Train exactly what a plan says; options override its job."""
     arguments = {**given(options, but=("plan_file", "as_json", "gate")), **job.values()}
+    if options.plan_file is None and not options.resume:
+        if options.model is None:
+            raise typer.BadParameter("name a plan, or what to plan for: --model and --data", param_hint="PLAN")
+        autotune.require_gpu(options.model, options.data)
     with show_events() as show:
         report = autotune.train(options.plan_file, on_event=show, **arguments)
     if not autotune.is_first_process():
         return
-    planned = autotune.load_plan(options.plan_file).job
+    folder = options.output or autotune.Job.model_fields["output"].default
+    planned = autotune.load_plan(options.plan_file or Path(folder) / "run-plan.yaml").job
     output = Path(options.output or planned.output)
     if (options.nodes or 1) > 1 and not (output / report.adapter).exists():
         print_remark(f"the run has ended; its output is on the first node, {options.rdzv_endpoint}")
@@ -71,7 +81,9 @@ def sample(
     control: Annotated[
         list[Path] | None, typer.Option(help="Control image of an edit model; repeat for more.", metavar="FILE")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="PNG file; in RUN by default.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File, .mp4 for a clip; in RUN by default.")
+    ] = None,
 ) -> None:
     """Sample from a trained adapter, through the model's stock pipeline."""
     with show_events() as show:

@@ -6,7 +6,9 @@ from autotune.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from autotune.families.adapter import ADAPTER_NAME, add_adapter, disable_dropout, find_dropout_layers
+    from autotune.families.architecture import build_on_meta
     from autotune.families.base import Batch, Family, Sample, unwrap_model
+    from autotune.families.fetching import FetchedModel, fetch_whole
     from autotune.families.levers import LEVERS, missing_levers
     from autotune.families.loss import denoising_loss
     from autotune.families.modulation import ModulationLayers
@@ -16,12 +18,13 @@ if TYPE_CHECKING:
     from autotune.families.registry import FAMILIES, find_published, get_family
     from autotune.families.resolve import (
         ResolvedModel,
-        build_on_meta,
         check_weights,
         fetch_model,
         is_on_hub,
+        is_single_file,
         read_parts,
         resolve_model,
     )
+    from autotune.families.single_file import open_single_file, recognize
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,38 +1,43 @@
 """From the name that the user gives a model to what it is: its family, its configuration, its size, its files."""
 
-import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 
-from autotune.errors import InvalidInput, first_line, suggest_nearest
+from autotune.errors import InvalidInput, suggest_nearest
+from autotune.families.architecture import build_on_meta, build_spec, public_config
 from autotune.families.base import Family
 from autotune.families.noise import NoiseProcess
 from autotune.families.published import Parts
 from autotune.families.registry import FAMILIES, find_published
-from autotune.schema import ModelSpec, digest_of
+from autotune.families.single_file import SUFFIXES, find_config, open_single_file, recognize
+from autotune.schema import ModelSpec, split_reference
 from autotune.weights import (
+    BadWeights,
+    WeightSource,
     build_empty_component,
     component_class,
     fetch,
-    limit_tensors,
     missing_files,
     open_weights,
     read_config,
     read_model_index,
     snapshot_in_cache,
+    view_as,
 )
 
-CHECK_CONFIG = "check the config.json of what is trained, or update diffusers"
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on the hub."""
+NAME_BASE = (
+    "name a folder or a hub id that has VAE, text encoders and tokenizers in the diffusers layout: --base; the "
+    "transformer's weights are not needed there"
+)
 REVISION = re.compile(r"\w[\w./-]*")
 
 
@@ -50,6 +55,10 @@ class ResolvedModel:
     """Folder with configurations and tokenizers, or None if only the architecture is known."""
     revision: str | None = None
     """Commit of the files on the hub."""
+    file: Path | None = None
+    """The file that holds the transformer, if it is not in `folder`."""
+    base: str | None = None
+    """Folder or hub id that the other parts come from, if there is such a file."""
 
     @property
     def noise(self) -> NoiseProcess:
@@ -67,15 +76,27 @@ class ResolvedModel:
             )
         return self.folder
 
+    @property
+    def transformer_file(self) -> Path:
+        """The folder or file of the transformer's weights. Raises InvalidInput if they are not on this machine."""
+        return self.file or self.weights / self.family.denoiser
+
+    def open_transformer(self) -> WeightSource:
+        """The transformer's weights under the names of its class. Raises InvalidInput or BadWeights."""
+        source = open_weights(self.transformer_file)
+        return view_as(source, build_on_meta(self.family, self.config)) if self.file else source
+
 
 def resolve_model(model: str) -> ResolvedModel:
     """Find out what `model` is, from what is on this machine, without the network.
 
     It may be a folder in the diffusers layout, a family's name, or a hub id; the last two with `@REVISION` for a
-    certain commit, whose files are then taken from the hub's cache.
+    certain commit, whose files are then taken from the hub's cache. Or a single file, see `model_reference`.
 
     Raises InvalidInput if it is none of these, or the folder lacks something or belongs to no known family.
     """
+    if is_single_file(model):
+        return _resolve_single_file(model, _locate)
     if not is_on_hub(model):
         folder = _expand(model)
         return _resolve_folder(folder, Path(os.path.realpath(folder)).name)
@@ -90,7 +111,7 @@ def resolve_model(model: str) -> ResolvedModel:
         hint = f"{suggest_nearest(model, names)}; or a hub id, owner/name"
         raise InvalidInput(f"{model!r} is neither a folder nor a known model", hint=hint)
     family, published = found
-    return ResolvedModel(family, published.config, _build_spec(family, published.config, repo), None)
+    return ResolvedModel(family, published.config, build_spec(family, published.config, repo), None)
 
 
 def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
@@ -104,6 +125,8 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
     """
     if not is_on_hub(model):
         return resolve_model(model)
+    if is_single_file(model):
+        return _resolve_single_file(model, lambda base: _fetch_base(base, weights=weights))
     family, repo, revision = _parse_name(model)
     if not REPO.fullmatch(repo):
         return resolve_model(model)
@@ -115,8 +138,80 @@ def fetch_model(model: str, *, weights: bool = True) -> ResolvedModel:
 
 
 def is_on_hub(model: str) -> bool:
-    """Whether `model` names something on the hub rather than a folder."""
+    """Whether `model`, or the base of a single file, names something on the hub rather than a folder."""
+    if is_single_file(model):
+        base = split_reference(model)[1].get("base")
+        return base is None or is_on_hub(base)
     return not _expand(model).is_dir()
+
+
+def is_single_file(model: str) -> bool:
+    """Whether `model` names a file rather than a folder or something on the hub."""
+    path = _expand(split_reference(model)[0])
+    return path.suffix in SUFFIXES and not path.is_dir()
+
+
+def _resolve_single_file(model: str, locate: Callable[[str], Path | None]) -> ResolvedModel:
+    """The model in a file, with its other parts in the folder that `locate` finds for its base, if it does."""
+    name, parts = split_reference(model)
+    file = Path(os.path.realpath(_expand(name)))
+    source = open_single_file(_expand(name))
+    base = parts.get("base")
+    if base is None:
+        base = recognize(source)[0][1].hub_id
+    folder = locate(base)
+    known, revision = find_published(base.partition("@")[0]), folder.name if folder and is_on_hub(base) else None
+    if folder is None and known is None:
+        raise InvalidInput(f"the base {base} is no folder, and not on this machine", hint=NAME_BASE)
+    family = _detect_family(folder) if folder else known[0]  # type: ignore[index]  # one of them is there
+    configs = [published.config for published in family.models]
+    if folder and (path := folder / family.denoiser / "config.json").is_file():
+        configs.insert(0, public_config(read_config(path)))
+    config = find_config(source, family, configs)
+    others = [part for part in family.components if part != family.denoiser]
+    lacking = [part for part in others if folder and not (folder / part).is_dir()]
+    if folder and lacking and not revision:
+        raise InvalidInput(f"the base {folder} has no {lacking[0]}/", hint=NAME_BASE)
+    is_complete = folder and not lacking and not (revision and missing_files(folder, others))
+    return ResolvedModel(
+        family,
+        config,
+        build_spec(family, config, Path(name).stem),
+        folder if is_complete else None,
+        config_folder=None if lacking else folder,
+        revision=revision,
+        file=file,
+        base=base.partition("@")[0] if is_on_hub(base) else base,
+    )
+
+
+def _locate(base: str) -> Path | None:
+    """The folder of a base on this machine, complete or not."""
+    if not is_on_hub(base):
+        return _expand(base)
+    _, repo, revision = _parse_name(base)
+    return snapshot_in_cache(repo, revision or "main") if REPO.fullmatch(repo) else None
+
+
+def _fetch_base(base: str, *, weights: bool) -> Path | None:
+    """The folder of a base after fetching it from the hub: all but the transformer's weights.
+
+    Raises HubError, MissingWeights or PickledWeights with a hint that another base may be named.
+    """
+    family, repo, revision = _parse_name(base)
+    try:
+        if family is None:
+            index = fetch(repo, revision=revision or "main", components=())
+            family, revision = _detect_family(index), index.name
+        folder = fetch(repo, revision=revision or "main", components=family.components, weights=False)
+        if weights:
+            others = [part for part in family.components if part != family.denoiser]
+            folder = fetch(repo, revision=folder.name, components=others)
+    except BadWeights as error:
+        raise type(error)(
+            f"{error.message}; the file's other parts come from there", hint=f"{error.hint}; or {NAME_BASE}"
+        ) from error
+    return folder
 
 
 def _expand(model: str) -> Path:
@@ -139,8 +234,9 @@ def check_weights(model: ResolvedModel) -> None:
         InvalidInput: the weights are not on this machine.
         BadWeights: a file is missing, cut off or damaged.
     """
-    for part in (model.family.denoiser, "vae", *model.family.text_encoders):
+    for part in ("vae", *model.family.text_encoders):
         open_weights(model.weights / part)
+    open_weights(model.transformer_file)
 
 
 def read_parts(model: ResolvedModel) -> Parts | None:
@@ -153,9 +249,7 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     family, folder = model.family, model.folder
     if folder is None:
         name = model.spec.name
-        return next(
-            (each.parts for each in family.models if _build_spec(family, each.config, name) == model.spec), None
-        )
+        return next((each.parts for each in family.models if build_spec(family, each.config, name) == model.spec), None)
     vae_class = component_class(folder, "vae")[1]
     with torch.device("meta"):
         build_empty_component(folder, "vae", dtype=torch.float32)
@@ -163,13 +257,8 @@ def read_parts(model: ResolvedModel) -> Parts | None:
     return Parts(
         text_encoder_parameters=tuple(sum(math.prod(entry.shape) for _, entry in encoder) for encoder in encoders),
         vae_class=vae_class,
-        vae_config=_public(read_config(folder / "vae" / "config.json")),
+        vae_config=public_config(read_config(folder / "vae" / "config.json")),
     )
-
-
-def _public(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a constructor, without what diffusers notes about itself."""
-    return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def _resolve_folder(folder: Path, name: str, revision: str | None = None) -> ResolvedModel:
@@ -180,9 +269,9 @@ def _resolve_folder(folder: Path, name: str, revision: str | None = None) -> Res
                 f"the model folder {folder} is incomplete: it has no {part}/",
                 hint="download the whole model again; a pipeline in the diffusers layout has one folder per component",
             )
-    config = _public(read_config(folder / family.denoiser / "config.json"))
+    config = public_config(read_config(folder / family.denoiser / "config.json"))
     is_complete = revision is None or not missing_files(folder, family.components)
-    spec = _build_spec(family, config, name)
+    spec = build_spec(family, config, name)
     return ResolvedModel(family, config, spec, folder if is_complete else None, config_folder=folder, revision=revision)
 
 
@@ -198,36 +287,3 @@ def _detect_family(folder: Path) -> Family:
         message = f"{folder} holds a {pipeline}, and no known family has that pipeline"
         raise InvalidInput(message, hint=f"known: {', '.join(known)}")
     return family
-
-
-def _build_spec(family: Family, config: Mapping[str, Any], name: str) -> ModelSpec:
-    transformer = build_on_meta(family, config)
-    num_blocks = len(family.blocks(transformer))
-    if not num_blocks:
-        message = f"the transformer's configuration builds a {family.transformer_class} without blocks"
-        raise InvalidInput(message, hint=CHECK_CONFIG)
-    full = json.loads(json.dumps(_public(transformer.config)))
-    return ModelSpec(
-        family=family.name,
-        architecture=digest_of({"class": family.transformer_class, "config": full}),
-        num_parameters=sum(parameter.numel() for parameter in transformer.parameters()),
-        num_blocks=num_blocks,
-        name=name,
-    )
-
-
-def build_on_meta(family: Family, config: Mapping[str, Any]) -> Any:
-    """Build the transformer with all parameters and buffers on the meta device.
-
-    Raises InvalidInput if the class refuses the configuration.
-    """
-    getattr(diffusers, family.transformer_class)  # an error of this import would not be the configuration's
-    try:
-        with torch.device("meta"), limit_tensors():
-            return family.build_transformer(config)
-    except Exception as error:  # classes raise anything for a configuration that makes no sense
-        reason = first_line(error)
-        raise InvalidInput(
-            f"the transformer's configuration does not build a {family.transformer_class}: {reason}",
-            hint=CHECK_CONFIG,
-        ) from error

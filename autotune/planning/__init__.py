@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         select_gpus,
     )
     from autotune.planning.elsewhere import CatalogPrediction, NoGpu
-    from autotune.planning.planner import PlanningResult, make_plan
+    from autotune.planning.planner import PlanInterrupted, PlanningResult, make_plan
     from autotune.planning.problem import list_choices, require_devices
     from autotune.planning.published_models import ModelSummary, summarize_models
     from autotune.planning.recording import read_recording, recording_of, replayed, write_recording

@@ -65,6 +65,7 @@ from autotune.search import (
     score_predictions,
     score_trials,
     search_cost_seconds,
+    take_snapshot,
 )
 from autotune.sharing import NO_WARM_START, StoreMatches, WarmStart, build_warm_start
 
@@ -86,6 +87,14 @@ class PlanningResult:
     """For each trial of the plan, how far it was from its prediction."""
 
 
+class PlanInterrupted(KeyboardInterrupt):
+    """A search was stopped by Ctrl-C or another signal after something ran; `plan` is the best of what it had tried."""
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
 def make_plan(
     asked: PlanRequest | ResolvedRequest,
     hardware: HardwareProfile,
@@ -100,6 +109,7 @@ def make_plan(
         InvalidInput: the model or the data cannot be used, or the study is about another question or machine.
         NothingFits: no settings run here.
         AutotuneError: the study's storage failed.
+        PlanInterrupted, KeyboardInterrupt: the search was stopped after, or before, a trial ran. It can go on.
     """
     backend = backend or PlannerBackend()
     on_event(StatusChanged(text="reading model and data"))
@@ -125,9 +135,15 @@ def make_plan(
             matches, warm_start = _find_warm_start(problem, backend, on_event)
             trials = _follow_recording(problem, backend.recorded_trials, on_event)
             if backend.recorded_trials is None:
-                trials = _search(problem, backend, warm_start, study, on_event)
-                if not warm_start.is_reproduced(trials):  # else a record has confirmed them
-                    trials = _confirm(problem, backend, trials, study, on_event)
+                try:
+                    trials = _search(problem, backend, warm_start, study, on_event)
+                    if not warm_start.is_reproduced(trials):  # else a record has confirmed them
+                        trials = _confirm(problem, backend, trials, study, on_event)
+                except KeyboardInterrupt:
+                    known = take_snapshot(study).results
+                    if any(trial.outcome == "ok" for trial in known):
+                        raise PlanInterrupted(_plan(problem, backend.autotune_version, (), known, warm_start)) from None
+                    raise
             for line in warm_start.contradictions(trials):
                 on_event(Notice(text=line, topic="profiles"))
             own = _plan(problem, backend.autotune_version, (), trials, warm_start).model_dump_json()

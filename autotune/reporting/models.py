@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from autotune.families import LEVERS
+from autotune.families import LEVERS, FetchedModel
 from autotune.planning import ModelSummary
 from autotune.reporting.text import memory_text, seconds_text, wrapped
 
@@ -58,3 +58,16 @@ def _rest(model: ModelSummary, is_for_gpu: bool) -> str:
     if model.prediction.step_seconds is None:
         return f"{'does not fit':>12}"
     return f"{seconds_text(model.prediction.step_seconds):>12}{memory_text(model.prediction.run_memory_bytes):>14}"
+
+
+def fetched_lines(model: FetchedModel) -> list[str]:
+    """Where a fetched model is, and how its files are known to be whole."""
+    verified = f"{model.num_verified} files have the hub's checksums"
+    return [
+        f"{model.name} at {model.revision}",
+        f"family: {model.family}",
+        f"folder: {model.folder}",
+        f"size: {memory_text(model.size_bytes)}; "
+        + (verified if model.num_verified is not None else "complete, not verified: the hub is out of reach"),
+        f"next: autotune plan --model {model.name}@{model.revision} --data FOLDER",
+    ]

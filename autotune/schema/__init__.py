@@ -51,7 +51,20 @@ if TYPE_CHECKING:
         Rate,
         Versions,
     )
-    from autotune.schema.job import MAX_PREVIEW_PROMPTS, Job, JobOverrides, TimestepSampling, Weighting, num_previews
+    from autotune.schema.job import (
+        MAX_PREVIEW_PROMPTS,
+        ClipChoice,
+        Crop,
+        Job,
+        JobOverrides,
+        LossMask,
+        SaveDtype,
+        TimestepSampling,
+        Weighting,
+        model_reference,
+        num_previews,
+        split_reference,
+    )
     from autotune.schema.migration import SCHEMA_VERSION, NewerSchema, from_schema_1, migrate
     from autotune.schema.plan import (
         CheckResult,

@@ -1,14 +1,20 @@
 """The user's part of a plan: what is trained and for how long, never how it fits the machine."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, TypedDict
+from urllib.parse import parse_qsl, urlencode
 
 from pydantic import AfterValidator, Field
 
 from autotune.schema.base import Frozen, PositiveInt
 
 Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plateau"]
+SaveDtype = Literal["bf16", "fp16", "fp32"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr"]
 TimestepSampling = Literal["logit_normal", "uniform"]
+Crop = Literal["center", "top"]
+LossMask = Literal["none", "files", "alpha"]
+ClipChoice = Literal["head", "all"] | Annotated[int, Field(ge=1, le=64)]
 
 
 def _in_utf8(text: str) -> str:
@@ -28,6 +34,21 @@ PREVIEW_EVERY = 250
 """Training steps between previews, by default."""
 
 
+SINGLE_FILE = ".safetensors"
+"""What the name of a model in one file ends with."""
+
+
+def model_reference(model: str, parts: Mapping[str, str]) -> str:
+    """One text for a model in a single file and where its other parts are: `FILE?base=...`; another model as it is."""
+    return f"{model}?{urlencode(parts, safe='/@:')}" if parts and model.endswith(SINGLE_FILE) else model
+
+
+def split_reference(reference: str) -> tuple[str, dict[str, str]]:
+    """The inverse of `model_reference`."""
+    file, mark, query = reference.rpartition(f"{SINGLE_FILE}?")
+    return (file + SINGLE_FILE, dict(parse_qsl(query))) if mark else (reference, {})
+
+
 class Job(Frozen):
     """The user's part of a plan: may be edited or overridden while shapes stay in the planned class.
 
@@ -35,9 +56,12 @@ class Job(Frozen):
     """
 
     model: Place
-    """Folder in the diffusers layout, a family's name, or a hub id."""
+    """Folder in the diffusers layout, a family's name, a hub id, or a file with a DiT or UNet alone."""
+    base: Place | None = None
+    """What such a file's other parts come from: a folder or a hub id; None for the model that the file is recognized
+    as."""
     revision: Words | None = None
-    """Commit on the hub that `model` is taken at; None for a folder, or until it is first fetched."""
+    """Commit on the hub that `model`, or `base`, is taken at; None for a folder, or until it is first fetched."""
     data: Place | None
     """Folder of images with same-stem `.txt` captions; None until `train --data` names one."""
     control: Place | None = None
@@ -47,8 +71,15 @@ class Job(Frozen):
     trigger: Words | None = None
     """Word put in front of every caption that lacks it."""
     num_frames: int = Field(default=1, ge=1)
-    """Frames of a clip. Above 1, each subfolder of the data is a clip."""
+    """Frames of a clip. Above 1, videos and subfolders of images in the data are clips."""
+    clips: ClipChoice = "head"
+    """Which clips of that length are taken of a video: the first, `all` one after the other, or so many, evenly spread
+    from its start to its end."""
     output: Place = "output"
+    from_adapter: Place | None = None
+    """File of an adapter, in any format that is known, whose training goes on; None begins a new one."""
+    save_dtype: SaveDtype = "bf16"
+    """Of the adapter's file; training and checkpoints keep fp32."""
     num_steps: int = PositiveInt
     """Number of optimizer steps, each of the effective batch."""
     num_train_epochs: int | None = Field(default=None, ge=1)
@@ -71,6 +102,21 @@ class Job(Frozen):
     """How the loss weighs images by their noise."""
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of captions that are replaced by the empty one, drawn anew each time."""
+    shuffle_tags: int = Field(default=0, ge=0, le=100)
+    """Orders of a caption's comma-separated tags that are seen, the written one among them; each time one is drawn."""
+    keep_tags: int = Field(default=0, ge=0, le=100)
+    """Number of first tags that stay in front of any order."""
+    flip: bool = False
+    """Whether images are seen mirrored half of the time."""
+    crop: Crop = "center"
+    """Which part stays of an image that is cropped to its shape."""
+    loss_mask: LossMask = "none"
+    """Whether the loss counts parts of an image alone: those that are white in `NAME.mask.png` (`files`) or opaque
+    (`alpha`)."""
+    mask_floor: float = Field(default=0.0, ge=0, le=1)
+    """Weight of the loss where a mask is black."""
+    cache: Literal["disk", "memory"] = "disk"
+    """Where encoded captions and images are kept; from `memory` they are gone when the run ends."""
     seed: int = Field(ge=0, lt=2**63)
     """Seed of initial weights, order and noise. torch's generators take 63 bits."""
     checkpointing_steps: int = Field(default=250, ge=0)
@@ -90,8 +136,11 @@ class Job(Frozen):
 
     @property
     def pinned_model(self) -> str:
-        """The model at its revision, as `resolve_model` takes it."""
-        return self.model if self.revision is None else f"{self.model}@{self.revision}"
+        """The model at its revision, or a file with its base at its revision, as `resolve_model` takes it."""
+        at = "" if self.revision is None else f"@{self.revision}"
+        if self.model.endswith(SINGLE_FILE):
+            return model_reference(self.model, {"base": self.base + at} if self.base else {})
+        return self.model + at
 
     def steps_on(self, images_per_epoch: int, effective_batch_size: int) -> int:
         """Number of optimizer steps if an epoch has so many images: by its epochs if it names any, else `num_steps`."""
@@ -114,12 +163,16 @@ def num_previews(num_steps: int, every: int = PREVIEW_EVERY, num_prompts: int = 
 class JobOverrides(TypedDict, total=False):
     """Fields of `Job` that may be given as keyword arguments; `Job` documents each. What is left out stays."""
 
+    base: str
     revision: str
     control: str
     caption: str
     trigger: str
     num_frames: int
+    clips: ClipChoice
     output: str
+    from_adapter: str
+    save_dtype: SaveDtype
     num_steps: int
     num_train_epochs: int
     learning_rate: float
@@ -132,6 +185,13 @@ class JobOverrides(TypedDict, total=False):
     guidance_scale: float
     weighting_scheme: Weighting
     caption_dropout: float
+    shuffle_tags: int
+    keep_tags: int
+    flip: bool
+    crop: Crop
+    loss_mask: LossMask
+    mask_floor: float
+    cache: Literal["disk", "memory"]
     seed: int
     checkpointing_steps: int
     checkpoints_total_limit: int

@@ -286,7 +286,9 @@ def job_from(before: Mapping[str, object], said: Mapping[str, object]) -> Job:
     Raises:
         InvalidPlan: a value is out of range.
     """
-    gone: dict[str, object] = {"revision": None} if "model" in said else {}  # a commit of another repository
+    gone: dict[str, object] = (
+        {"revision": None} if said.keys() & {"model", "base"} else {}
+    )  # a commit of another repository
     if "num_steps" in said:
         gone["num_train_epochs"] = None
     try:

@@ -1,18 +1,25 @@
-"""The trained adapter: saved in full precision under the keys that diffusers loads, then read back and judged."""
+"""The trained adapter: saved under the keys that diffusers loads, then read back and judged."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from peft.utils import get_peft_model_state_dict
 
 from autotune.families import ADAPTER_NAME
-from autotune.schema import AdapterVerdict, Workload
+from autotune.schema import AdapterVerdict, SaveDtype, Workload
 from autotune.training.model import TrainingModel
 from autotune.training.step import AdapterOptimizer
 from autotune.weights import AdapterInfo, LoraLayer, read_adapter, save_adapter
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 """The name that diffusers looks for in a folder."""
+SAVE_DTYPES: Mapping[SaveDtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 
 
 def save_trained(
@@ -22,10 +29,13 @@ def save_trained(
     workload: Workload,
     plan_digest: str,
     training_steps: int,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the adapter's fp32 master weights atomically, with where they come from in the file's metadata."""
+    """Write the adapter's fp32 master weights in `dtype`, atomically, with where they come from in the metadata."""
     masters = dict(zip(map(id, model.adapter), optimizer.masters, strict=True))
-    named = {name: masters[id(p)].detach() for name, p in model.transformer.named_parameters() if id(p) in masters}
+    named = {
+        name: masters[id(p)].detach().to(dtype) for name, p in model.transformer.named_parameters() if id(p) in masters
+    }
     info = AdapterInfo(
         model=workload.model.name,
         transformer=model.family.transformer_class,

@@ -25,10 +25,8 @@ from autotune.weights import (
     check_source,
     draw_random,
     fill_random,
-    find_weights,
     from_pretrained_dtypes,
     load_into,
-    open_weights,
     stream_tensors,
 )
 
@@ -136,7 +134,7 @@ def load_transformer(
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in fp32, in trials and training alike
     transformer = build_empty(lambda: family.build_transformer(model.config), dtype=dtype)
     policy = from_pretrained_dtypes(transformer, dtype)
-    source = None if model.folder is None else open_weights(find_weights(model.folder / family.denoiser))
+    source = None if model.folder is None else model.open_transformer()
     if settings.modulation == "ahead":
         source = _leave_modulation(family, transformer, source, settings.loader, device, policy)
     if shards > 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from autotune.data import Dataset, DatasetOptions, read_dataset
+from autotune.data import Dataset, make_options, read_dataset
 from autotune.errors import InvalidInput
 from autotune.families import (
     ResolvedModel,
@@ -15,6 +15,7 @@ from autotune.families import (
     build_on_meta,
     check_weights,
     fetch_model,
+    get_family,
     is_on_hub,
     resolve_model,
 )
@@ -27,6 +28,7 @@ from autotune.training.fit import data_misfits, hardware_misfits, key_misfits, m
 from autotune.training.folder import check_folder, claim_folder, require_separate_output
 from autotune.training.metrics import require_tracker
 from autotune.training.processes import card_misfits
+from autotune.training.start import starting_values
 from autotune.weights import open_weights, weights_digest
 
 
@@ -63,7 +65,7 @@ def prepare(
     check_weights(model)
     workload = describe_workload(model, dataset, overrides_from(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
-    weights = weights_digest(open_weights(model.weights / model.family.denoiser))
+    weights = weights_digest(open_weights(model.transformer_file))
     if resume:
         require_same_weights(Path(job.output), weights)
     needed_bytes = _output_bytes(plan, model, dataset)
@@ -91,8 +93,8 @@ def _read_data(plan: TrainingPlan) -> Dataset:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
     require_even_shares(plan.frozen.workload, plan.frozen.hardware.num_processes)
     require_tracker(job.report_to)
-    control = Path(job.control) if job.control else None
-    return read_dataset(Path(job.data), DatasetOptions(job.caption, job.trigger, control, num_frames=job.num_frames))
+    family = get_family(plan.frozen.workload.model.family)
+    return read_dataset(Path(job.data), make_options(dict(job), family, job.num_frames))
 
 
 def _require_machine(
@@ -124,7 +126,7 @@ def fetch_weights(plan: TrainingPlan, hardware: HardwareProfile, nodes: NodeGrou
         BadWeights: the repository does not exist, its license is not accepted, or offline files are missing.
     """
     job = plan.job
-    if not is_on_hub(job.model):
+    if not is_on_hub(job.pinned_model):
         return plan
     measured = plan.frozen.expected.evidence == "measured"  # a predicted plan may still switch to settings that fit
     _require_machine(plan, hardware, hardware_misfits if measured else _kind_misfits, nodes)
@@ -138,7 +140,10 @@ def _kind_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: 
 def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) -> int:
     """Size of the adapter and all checkpoints: fp32 weights, in a checkpoint with two moments for each."""
     workload, job = plan.frozen.workload, plan.job
-    adapter = add_adapter(model.family, build_on_meta(model.family, model.config), workload, torch.float32)
+    transformer = build_on_meta(model.family, model.config)
+    adapter = add_adapter(model.family, transformer, workload, torch.float32)
+    if job.from_adapter is not None:  # before any long work
+        starting_values(Path(job.from_adapter), transformer)
     adapter_bytes = sum(parameter.numel() for parameter in adapter) * 4
     num_steps = job.steps_on(dataset.epoch_size, workload.effective_batch_size)
     num_permanent = job.checkpoints_keep_every and num_steps // max(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from PIL.Image import Image
 
-from autotune.data import Cache, EncodedDataset, Encoders, encode_dataset
+from autotune.data import Cache, EncodedDataset, Encoders, MemoryCache, encode_dataset
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs import configure_allocator
 from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
@@ -27,7 +27,7 @@ from autotune.schema import (
     digest_of,
     ignore_event,
 )
-from autotune.training.adapter_file import ADAPTER_FILE, judge_adapter, save_trained
+from autotune.training.adapter_file import ADAPTER_FILE, SAVE_DTYPES, judge_adapter, save_trained
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
 from autotune.training.files import REPORT_FILE, comparison_file, preview_file
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
@@ -36,10 +36,11 @@ from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
 from autotune.training.monitor import PhaseWatch
-from autotune.training.pictures import ComparedPictures, make_sheet, save_image
+from autotune.training.pictures import ComparedPictures, make_sheet, save_frames, save_image
 from autotune.training.preparation import PreparedRun, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
 from autotune.training.processes import Processes, explain_lost_peer, join_processes
+from autotune.training.start import start_from
 
 TRACE_FILE = "trace.json"
 
@@ -78,7 +79,8 @@ def train(
                     text = f"this run has taken all of its {report.num_steps} steps: nothing is left to do"
                     on_event(Notice(text=text))
                     return report
-                run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event, processes, guard)
+                cache = MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
+                run = _Run(plan, prepared, hardware, cache, on_event, processes, guard)
                 return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.lock.release()
@@ -170,6 +172,8 @@ class _Run:
         processes, settings = self.processes, self.plan.frozen.settings
         model, workload, seed = self.prepared.model, self.prepared.workload, self.plan.job.seed
         trained = load_model(model, workload, settings, processes.device, seed, shards=processes.num_shards)
+        if (started_from := self.plan.job.from_adapter) is not None:
+            start_from(Path(started_from), trained.transformer)
         if self.previews:
             self.sampler.attach(trained.transformer)
         return trained
@@ -199,6 +203,8 @@ class _Run:
             self.prepared.workload.buckets,
             self.cache,
             caption_dropout=self.plan.job.caption_dropout,
+            flip=self.plan.job.flip,
+            mask_floor=self.plan.job.mask_floor,
             on_progress=lambda done, total: self.on_event(Progressed(name="encoding", done=done, total=total)),
         )
         for problem in encoded.problems:
@@ -215,9 +221,17 @@ class _Run:
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
                     path = self.output / preview_file(step, number)
-                    save_image(frames[0], path, preview.facts(self.plan, adapter=f"after step {step}"))
+                    self._save_frames(frames, path, preview, f"after step {step}")
         if self.previews:
             self.on_event(PreviewsWritten(step=step))
+
+    def _save_compared(self, name: str, number: int, frames: list[Image]) -> None:
+        if self.processes.is_first:
+            self._save_frames(frames, self.output / comparison_file(name, number), self.previews[number], name)
+
+    def _save_frames(self, frames: list[Image], path: Path, preview: Preview, adapter: str) -> None:
+        fps = self.prepared.model.family.defaults.frames_per_second
+        save_frames(frames, path, preview.facts(self.plan, adapter=adapter), fps)
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:
@@ -246,7 +260,8 @@ class _Run:
         if self.processes.is_first:  # before anything that may still fail
             with self.watch.phase("saving"):
                 workload = self.plan.frozen.workload
-                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps)
+                dtype = SAVE_DTYPES[self.plan.job.save_dtype]
+                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps, dtype)
         adapter_loss = loop.evaluate()
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = loop.evaluate()
@@ -267,13 +282,9 @@ class _Run:
         self._start_phase("sampling with and without the adapter")
         pairs: list[tuple[Image, Image]] = []
         with self._drop_failing_previews(), self.watch.phase("previews"):
-            pairs = self.sampler.compare_adapter(adapter, self.previews)
+            pairs = self.sampler.compare_adapter(adapter, self.previews, self._save_compared)
         if not self.processes.is_first or not pairs:
             return
-        for number, (pair, preview) in enumerate(zip(pairs, self.previews, strict=True)):
-            for name, image in zip(("without", "with"), pair, strict=True):
-                file = self.output / comparison_file(name, number)
-                save_image(image, file, preview.facts(self.plan, adapter=name))
         rows = [
             ComparedPictures(*pair, each.prompt, each.seed) for pair, each in zip(pairs, self.previews, strict=True)
         ]

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     )
     from autotune.weights.errors import BadWeights, MissingWeights
     from autotune.weights.files import read_header
-    from autotune.weights.hub import fetch, missing_files, snapshot_in_cache
+    from autotune.weights.hub import fetch, missing_files, snapshot_in_cache, verify
     from autotune.weights.inspection import FileSummary, TensorSummary, inspect_file
     from autotune.weights.loaders import LOADERS, has_gds, load_file
     from autotune.weights.lora_layer import LoraLayer
     from autotune.weights.resharding import is_model_path, reshard
     from autotune.weights.saving import save_file
+    from autotune.weights.single_file import first_names, view_as
     from autotune.weights.sources import WeightSource, find_weights, open_weights, weights_digest
     from autotune.weights.streaming import (
         Transform,

@@ -69,6 +69,15 @@ class TensorEntry:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
     @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """(offset from the beginning of the file, number of bytes) of each run of its bytes, in order."""
+        return ((self.start, self.size_bytes),)
+
+    def finished(self, stored: "torch.Tensor") -> "torch.Tensor":
+        """The tensor that the stored one stands for."""
+        return stored
+
+    @property
     def torch_dtype(self) -> "torch.dtype":
         """The dtype in torch; imports torch."""
         import torch
@@ -127,7 +136,7 @@ def refuse_pickle(path: Path) -> None:
     if path.suffix in {".pt", ".pth", ".bin", ".ckpt", ".pkl"}:
         raise PickledWeights(
             f"{path} is a pickled file, which can run any code when it is read",
-            hint="a cache: delete it and it is built again; a model: "
+            hint="a cache: delete it and it is built again; a model: take it as .safetensors where it is published, or "
             "save it with save_pretrained(..., safe_serialization=True)",
         )
 

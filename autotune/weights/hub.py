@@ -6,6 +6,7 @@ This module selects the files, and turns errors into ones that say what to do.
 """
 
 import errno
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from autotune.runtime import require_free_disk
 from autotune.weights.errors import HubError, MissingWeights, PickledWeights
 from autotune.weights.sources import PICKLES, PIPELINE_INDEX, STEMS, find_weights, read_index
 
@@ -56,10 +58,12 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
     Returns the pipeline's folder there, whose name is the commit, 40 hexadecimal digits: what a plan records.
     Without `weights` only configurations and tokenizers are downloaded: some megabytes, enough to plan with.
 
-    If the hub is out of reach, or with HF_HUB_OFFLINE=1, the cache is used if it is complete.
+    Before weights are downloaded, access and free disk space are checked. If the hub is out of reach, or with
+    HF_HUB_OFFLINE=1, the cache is used if it is complete.
 
     Raises:
         HubError: no such repository or revision, or its license has not been accepted.
+        AutotuneError: the disk of the cache has too little room.
         MissingWeights: a component is not in the repository, or offline a file is not in the cache: it says which.
         PickledWeights: a component has pickled weights only.
     """
@@ -75,6 +79,9 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
     try:
         # The hub describes a gated repository to everyone, and refuses its files.
         with _translate_refusals(repo, revision):
+            if weights:
+                huggingface_hub.HfApi().auth_check(repo)
+                _require_room(repo, revision, files)
             return Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files)))
     except UNREACHABLE as error:
         first = str(error).splitlines()[0]
@@ -82,6 +89,40 @@ def fetch(repo: str, *, revision: str = "main", components: Iterable[str], weigh
         make_room = "free space, or set HF_HOME to a larger disk, and " if is_disk_full else ""
         hint = f"{make_room}run the same command again: complete files are not downloaded twice"
         raise HubError(f"the download of {repo} broke off: {first}", hint=hint) from error
+
+
+def _require_room(repo: str, revision: str, files: tuple[str, ...]) -> None:
+    """Raise AutotuneError unless the cache's disk has room for those of the files that are not there yet."""
+    planned = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(files), dry_run=True)
+    needed_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE).expanduser().absolute()
+    folder = next(place for place in (cache, *cache.parents) if place.is_dir())
+    hint = "free space, or set HF_HOME to a larger disk"
+    require_free_disk(folder, needed_bytes, f"what is to be downloaded of {repo}", hint=hint)
+
+
+def verify(repo: str, folder: Path) -> int | None:
+    """Compare the files in a pipeline's `folder` of the cache with the hub's checksums; returns how many there are.
+
+    None if the hub is out of reach. A damaged file is deleted, so that fetching again brings it anew.
+
+    Raises HubError if a file is damaged.
+    """
+    try:
+        with _translate_refusals(repo, folder.name):
+            found = huggingface_hub.HfApi().verify_repo_checksums(repo, revision=folder.name)
+    except UNREACHABLE:
+        return None
+    for damaged in found.mismatches:
+        link = folder / damaged["path"]
+        blob = Path(os.path.realpath(link))
+        link.unlink()
+        blob.unlink(missing_ok=True)
+    if found.mismatches:
+        first, more = found.mismatches[0]["path"], len(found.mismatches) - 1
+        message = f"{first} of {repo}{f' and {more} more' if more else ''} did not have the hub's checksum"
+        raise HubError(message, hint="it is deleted: run the same command again, which fetches it anew")
+    return found.checked_count
 
 
 def select_files(files: Iterable[str], components: Iterable[str], *, weights: bool = True) -> tuple[str, ...]:

@@ -99,28 +99,32 @@ class PreadLoader:
         for file in source.files:
             with file.path.open("rb") as opened, ThreadPoolExecutor(READ_THREADS, thread_name_prefix="pread") as pool:
                 for entry in file.entries:
-                    yield entry.name, _read(opened.fileno(), file, entry, pool).to(device)
+                    yield entry.name, entry.finished(_read(opened.fileno(), file, entry, pool).to(device))
 
 
 def read_tensor(file: WeightFile, entry: TensorEntry) -> "Tensor":
     """Read one tensor to the CPU. Raises TruncatedFile if the file has shrunk since its header was read."""
     with file.path.open("rb") as opened:
-        return _read(opened.fileno(), file, entry)
+        return entry.finished(_read(opened.fileno(), file, entry))
 
 
 def _read(descriptor: int, file: WeightFile, entry: TensorEntry, pool: ThreadPoolExecutor | None = None) -> "Tensor":
     """Read one tensor by the threads of `pool`, which share a large one, or by this thread."""
     tensor, buffer = _allocate(entry)
 
-    def read_piece(start: int) -> None:
-        end = min(start + PIECE_BYTES, entry.size_bytes)
+    def read_piece(piece: tuple[int, int, int]) -> None:
+        offset, start, end = piece
         while start < end:
-            count = os.preadv(descriptor, [buffer[start:end]], entry.start + start)
+            count = os.preadv(descriptor, [buffer[start:end]], offset)
             if count == 0:
                 raise TruncatedFile(f"{file.path} ended while its tensors were read", hint=CHECK_FILE_SIZE)
-            start += count
+            start, offset = start + count, offset + count
 
-    pieces = range(0, entry.size_bytes, PIECE_BYTES)
+    pieces, filled = [], 0
+    for offset, size in entry.extents:
+        parts = range(0, size, PIECE_BYTES)
+        pieces += [(offset + at, filled + at, filled + min(at + PIECE_BYTES, size)) for at in parts]
+        filled += size
     for _ in pool.map(read_piece, pieces) if pool and len(pieces) > 1 else map(read_piece, pieces):
         pass
     return tensor

@@ -32,6 +32,8 @@ class WeightSource:
     path: Path
     """The folder or file that the user named."""
     files: tuple[WeightFile, ...]
+    is_view: bool = False
+    """Whether tensors are other than the stored ones: parts of them or scaled. Only the loader `pread` reads these."""
 
     @cached_property
     def locations(self) -> dict[str, tuple[WeightFile, TensorEntry]]:
@@ -48,7 +50,7 @@ class WeightSource:
         chosen = (
             replace(file, entries=tuple(entry for entry in file.entries if keep(entry.name))) for file in self.files
         )
-        return WeightSource(self.path, tuple(file for file in chosen if file.entries))
+        return replace(self, files=tuple(file for file in chosen if file.entries))
 
     def __iter__(self) -> Iterator[tuple[WeightFile, TensorEntry]]:
         """Files and entries in reading order."""

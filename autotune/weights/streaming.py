@@ -22,7 +22,7 @@ from autotune.runtime import drop_mapped_pages, trim_heap
 from autotune.weights.building import DtypePolicy
 from autotune.weights.errors import BadWeights, DtypeMismatch, KeyMismatch, ShapeMismatch
 from autotune.weights.files import TensorEntry
-from autotune.weights.loaders import MappedLoader, get_loader
+from autotune.weights.loaders import MappedLoader, PreadLoader, get_loader
 from autotune.weights.sources import WeightSource
 
 Transform = Callable[[str, nn.Module], nn.Module | None]
@@ -57,6 +57,7 @@ def load_into(
         InvalidInput: the loader is unknown or cannot be used on this machine.
     """
     target = torch.device(device)
+    loader = _loader_for(source, loader)
     stream_from = get_loader(loader, target).stream
     slots = _find_slots(model)
     names = {stored: rename(stored) if rename else stored for stored in source.locations}
@@ -100,11 +101,17 @@ def stream_tensors(
 
     Hardly more than one is in memory, unless the caller keeps them.
     """
+    loader = _loader_for(source, loader)
     with closing(get_loader(loader, device).stream(source, device)) as stream:
         for name, tensor in stream:
             yield name, tensor.to(dtype_policy(name, tensor.dtype))
             if loader == MappedLoader.name:
                 drop_mapped_pages(tensor)
+
+
+def _loader_for(source: WeightSource, loader: str) -> str:
+    """The loader that is asked for, if it can read the source."""
+    return PreadLoader.name if source.is_view else loader
 
 
 def _return_memory(converted: list[Tensor]) -> None:

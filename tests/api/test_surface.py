@@ -17,15 +17,16 @@ from autotune.schema.events import Event, event_line, parse_event
 
 FUNCTIONS = """
     audit check check_data compare convert_weights doctor estimate event_line explain_error export_config
-    export_records find_record import_config import_records inspect_weights is_first_process job_script judge_lesson
-    list_choices list_gpus list_models list_records load_plan load_variants make_demo plan plan_from_config
+    export_records fetch find_record import_config import_records inspect_weights is_first_process job_script
+    judge_lesson list_choices list_gpus list_models list_records load_plan load_variants make_demo plan plan_from_config
     plan_text plan_variants prepare_process probe prune_records pull_records push_records read_record report
     require_gpu sample save_plan shipped_profiles train verify_records
 """
 OBJECTS = """
     Audit Candidate CatalogGpu CatalogPrediction CheckResult ComparedGpu Comparison ConceptFidelity ConfigLine
     DataReport Demo
-    Estimate ExportedConfig FileSummary Finding HardwareProfile ImportedConfig Job JobOverrides ModelSpec ModelSummary
+    Estimate ExportedConfig FetchedModel FileSummary Finding HardwareProfile ImportedConfig Job JobOverrides
+    ModelSpec ModelSummary
     PlanFromConfig PlanOptions Prediction Record RecordList RecordSummary RecordVerdict RunReport SearchSpace
     TrainingPlan Transfer TrialResult Workload WorkloadOptions
 """
@@ -34,10 +35,12 @@ EVENTS = """
     StatusChanged StepFinished TrialFinished TrialStarted
 """
 ERRORS = """
-    AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanNotWritten Preempted
+    AutotuneError DoesNotFit InvalidInput InvalidPlan NoGpu NoSuchFolder NothingFits PlanInterrupted
+    PlanNotWritten Preempted
 """
 MAIN = """
-    probe estimate plan train sample load_plan load_variants check doctor list_gpus list_models save_plan list_choices
+    probe estimate fetch plan train sample load_plan load_variants check doctor list_gpus list_models save_plan
+    list_choices
     import_config plan_from_config export_config audit compare plan_variants report
 """
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from autotune.families.adapter import add_adapter
+from autotune.families.architecture import build_on_meta
 from autotune.families.loss import denoising_loss
-from autotune.families.resolve import build_on_meta, resolve_model
+from autotune.families.resolve import resolve_model
 from autotune.schema.workload import Bucket
 from tests.families.small import CAPTIONS, Small
 

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from autotune.cost.model import TracedModel
 from autotune.errors import InvalidInput
+from autotune.families.architecture import build_on_meta
 from autotune.families.registry import FAMILIES, get_family
-from autotune.families.resolve import build_on_meta, read_parts, resolve_model
+from autotune.families.resolve import read_parts, resolve_model
 from autotune.schema.workload import Bucket
 from tests.builders import workload
 from tests.families.published import CONFIGS

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autotune.families.architecture import build_on_meta
 from autotune.families.registry import FAMILIES, get_family
-from autotune.families.resolve import build_on_meta
 from autotune.knobs.base import TuningContext
 from autotune.knobs.modulation import MAX_WINDOW_BYTES, MAX_WINDOW_DRAWS, Modulation, window_steps
 from autotune.knobs.modulation_ahead import ModulationPart, find_modulation_ahead, take_loaded_layers

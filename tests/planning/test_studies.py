@@ -14,6 +14,7 @@ import pytest
 from optuna.exceptions import StorageInternalError
 
 from autotune.errors import AutotuneError, InvalidInput, NothingFits
+from autotune.planning.planner import PlanInterrupted
 from autotune.planning.problem import PlanningProblem
 from autotune.planning.recording import read_recording, recording_of, replayed, write_recording
 from autotune.planning.request import PlanRequest
@@ -100,8 +101,11 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanRequest:
 def test_without_a_name_too_an_interrupted_search_goes_on_until_it_has_its_plan(asked: PlanRequest) -> None:
     tried: list[Candidate] = []
     notes: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(PlanInterrupted) as stopped:
         make_plan(asked, HARDWARE, backend=interrupted_after(3, tried))
+    so_far = stopped.value.plan.frozen
+    assert [trial.candidate for trial in so_far.trials] == tried
+    assert so_far.settings == min(so_far.trials, key=lambda trial: trial.median_step_seconds or 0).candidate
     other = dataclasses.replace(
         asked, job_overrides={"learning_rate": 3e-4, "output": "elsewhere"}
     )  # another job, the same settings

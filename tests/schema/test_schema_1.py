@@ -18,6 +18,7 @@ from autotune.families.registry import get_family
 from autotune.hardware.store import load_profile
 from autotune.schema.base import digest_of
 from autotune.schema.candidate import Candidate
+from autotune.schema.job import Job
 from autotune.schema.plan_file import parse_plan, read_plan
 from autotune.search.study import published_plan
 from autotune.sharing.files import LocalFiles
@@ -81,9 +82,12 @@ def test_plans_are_read_checked_and_explained(name: Path, command: Command) -> N
     plan = read_plan(path)
     assert (written["frozen"]["schema_version"], plan.frozen.schema_version) == (1, 2)
     assert (plan.identity, plan.digest) == (written["digest"], digest_of(plan.frozen))
-    later = {name: field.default for name, field in Candidate.model_fields.items() if not field.is_required()}
+    later, later_job = (
+        {name: field.get_default() for name, field in model.model_fields.items() if not field.is_required()}
+        for model in (Candidate, Job)
+    )
     assert plan.frozen.settings.model_dump(mode="json") == {**later, **written["frozen"]["settings"]}
-    assert plan.job.model_dump(mode="json") == written["job"]
+    assert {**later_job, **written["job"]} == {**later_job, **plan.job.model_dump(mode="json")}
     explained = command("explain", path)
     assert explained.returncode == 0, explained.stderr
     assert f"quantization = {plan.frozen.settings.quantization}" in explained.stdout
@@ -208,7 +212,8 @@ def test_an_interrupted_run_goes_on_to_the_same_adapter(command: Command, materi
         pytest.skip(f"the run's key covers what is different here: {other or differing(ENCODING_STACK)}")
     output = tmp_path / "run"
     shutil.copytree(SCHEMA_1 / "run", output)
-    resumed = command("train", SCHEMA_1 / "plan-measured.yaml", "--output", output, "--resume", "--json")
+    plan = SCHEMA_1 / "plan-measured.yaml"
+    resumed = command("train", plan, "--output", output, "--resume", "--save-dtype", "fp32", "--json")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["resumed_at"] == 26
     folders = (output, SCHEMA_1 / "run-finished")

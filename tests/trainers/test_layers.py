@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
+from autotune.families.architecture import build_on_meta
 from autotune.families.registry import FAMILIES
-from autotune.families.resolve import build_on_meta
 from autotune.trainers.layers import find_target_set, layers_of, linear_layers
 from autotune.trainers.registry import trainers
 

@@ -38,6 +38,16 @@ class FakeHub:
         ]
 
 
+def describe_file(path: Path, name: str) -> dict[str, Any]:
+    """An entry of the hub's listing: large files have a SHA-256, others git's SHA-1."""
+    content = path.read_bytes()
+    entry = {"type": "file", "path": name, "size": len(content)}
+    if path.suffix == ".safetensors":
+        sha = hashlib.sha256(content).hexdigest()
+        return {**entry, "oid": sha[:40], "lfs": {"oid": sha, "size": len(content), "pointerSize": 134}}
+    return {**entry, "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
+
+
 @contextmanager
 def fake_hub() -> Iterator[tuple[FakeHub, str]]:
     """The hub, and its address for HF_ENDPOINT."""
@@ -59,7 +69,7 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
             path = self.path.split("?")[0]
             hub.requests.append((self.command, path, self.headers.get("Range")))
             name = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
-            if name in hub.gated and "/resolve/" in path:
+            if name in hub.gated and ("/resolve/" in path or path.endswith("/auth-check")):
                 self.reply(403, b"{}", GATED)
             elif name not in hub.repos:
                 self.reply(404, b"{}", ABSENT)
@@ -76,8 +86,7 @@ def fake_hub() -> Iterator[tuple[FakeHub, str]]:
             found = sorted(path for path in hub.repos[name].rglob("*") if path.is_file())
             files = [file.relative_to(hub.repos[name]).as_posix() for file in found]
             if "/tree/" in path:
-                sizes = [file.stat().st_size for file in found]
-                tree = [{"type": "file", "path": f, "size": s, "oid": f} for f, s in zip(files, sizes, strict=True)]
+                tree = [describe_file(path, name) for path, name in zip(found, files, strict=True)]
                 self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
                 return
             info = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}

@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from autotune.errors import InvalidInput
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.families.fetching import fetch_whole
 from autotune.families.resolve import fetch_model, resolve_model
+from autotune.schema import ignore_event
 from autotune.weights.errors import HubError, MissingWeights
 from autotune.weights.hub import fetch
 from tests.families.conftest import one_thread, small_pipelines  # noqa: F401 - fixtures
@@ -88,6 +91,55 @@ def test_a_disk_that_becomes_full_during_a_download_is_no_broken_connection(
     with pytest.raises(HubError, match="No space left") as caught:
         fetch(repo, components=["vae"])
     assert "HF_HOME" in caught.value.hint
+
+
+def test_a_disk_without_room_is_told_before_anything_is_downloaded(
+    hub: FakeHub, repo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = shutil._ntuple_diskusage(SIZE, 0, SIZE - 1)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
+    with pytest.raises(AutotuneError, match="team/small needs") as caught:
+        fetch(repo, components=["vae"])
+    assert "HF_HOME" in caught.value.hint
+    assert not hub.downloads
+
+
+def test_a_license_that_is_not_accepted_is_told_before_anything_is_downloaded(hub: FakeHub, repo: str) -> None:
+    hub.gated.add(repo)
+    with pytest.raises(HubError, match="license"):
+        fetch(repo, components=["vae"])
+    assert not hub.downloads
+
+
+def test_a_whole_model_is_verified_and_a_damaged_file_fetched_anew(
+    hub: FakeHub,
+    small_pipelines,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from huggingface_hub import constants
+
+    from autotune.cli.app import app
+
+    hub.repos["team/small"] = small_pipelines("flux1-dev").folder
+    fetched = fetch_whole("team/small", ignore_event)
+    files = [path for path in fetched.folder.rglob("*") if path.is_file()]
+    assert (fetched.family, fetched.revision, fetched.num_verified) == ("flux1-dev", COMMIT, len(files))
+    damaged = fetched.folder / "vae" / f"{STEM}.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(HubError, match=r"vae/\S+ of team/small did not have"):
+        fetch_whole("team/small", ignore_event)
+    hub.requests.clear()
+    assert fetch_whole("team/small", ignore_event).num_verified == len(files)
+    assert hub.downloads == [f"vae/{STEM}.safetensors"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch_whole("team/small", ignore_event) == fetched.changed(num_verified=None)
+    app(["fetch", "--model", "team/small", "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["revision"] == COMMIT
+    with pytest.raises(InvalidInput, match="nothing to fetch"):
+        fetch_whole(str(fetched.folder), ignore_event)
 
 
 @pytest.mark.parametrize(("name", "word"), [("team/small", "license"), ("team/absent", "spelling")])

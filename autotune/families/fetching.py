@@ -1,0 +1,47 @@
+"""A model of the hub, brought to this machine whole and compared with the hub's checksums.
+
+`autotune models` imports this module, so torch is imported inside functions.
+"""
+
+from pathlib import Path
+
+from autotune.errors import InvalidInput
+from autotune.schema import Frozen, NaturalInt, OnEvent, StatusChanged
+
+
+class FetchedModel(Frozen):
+    """A model of the hub that is on this machine."""
+
+    name: str
+    """Its hub id."""
+    family: str
+    revision: str
+    """Its commit; `NAME@REVISION` means exactly these files."""
+    folder: Path
+    """Where the hub's cache keeps it."""
+    size_bytes: int = NaturalInt
+    num_verified: int | None
+    """Number of files that have the hub's checksums; None if the hub was out of reach."""
+
+
+def fetch_whole(model: str, on_event: OnEvent) -> FetchedModel:
+    """Fetch `model` with its weights and verify its files; errors as `autotune.fetch`."""
+    from autotune.families.resolve import fetch_model, is_on_hub
+    from autotune.weights import verify
+
+    if not is_on_hub(model):
+        raise InvalidInput(f"{model} is on this machine: there is nothing to fetch", hint="name a model of the hub")
+    on_event(StatusChanged(text=f"fetching {model}"))
+    found = fetch_model(model)
+    if found.revision is None:  # neither known nor a repository's name
+        raise InvalidInput(f"{model} is on no hub", hint="name a model of the hub: owner/name")
+    on_event(StatusChanged(text="comparing checksums"))
+    files = [path for path in found.weights.rglob("*") if path.is_file()]
+    return FetchedModel(
+        name=found.spec.name,
+        family=found.family.name,
+        revision=found.revision,
+        folder=found.weights,
+        size_bytes=sum(path.stat().st_size for path in files),
+        num_verified=verify(found.spec.name, found.weights),
+    )

@@ -1,0 +1,90 @@
+"""What a single file holds: of which family its DiT or UNet is, and of which configuration."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InvalidInput
+from autotune.families.architecture import build_on_meta
+from autotune.families.base import Family
+from autotune.families.published import PublishedModel
+from autotune.families.registry import FAMILIES
+from autotune.weights import BadWeights, WeightSource, check_source, first_names, open_weights, view_as
+
+SUFFIXES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
+"""Endings of files that people have models in."""
+
+
+def open_single_file(path: Path) -> WeightSource:
+    """The tensors of a file that a user named. Raises BadWeights if it is absent, damaged or of another format."""
+    if path.suffix == ".gguf":
+        raise BadWeights(
+            f"{path} is a GGUF file, whose quantized weights cannot be trained on",
+            hint="take the same model as .safetensors in bf16, fp16 or fp8; autotune quantizes by itself: "
+            "--quality compact",
+        )
+    return open_weights(path)
+
+
+def recognize(source: WeightSource) -> tuple[tuple[Family, PublishedModel], ...]:
+    """The published models whose architecture the file has; those of one architecture cannot be told apart.
+
+    Raises BadWeights if there is none; the message says what comes nearest.
+    """
+    found, refusals = [], {}
+    for family in FAMILIES.values():
+        if not _may_be(source, family):
+            continue
+        for model in family.models:
+            try:
+                check_source(*_view(source, family, model.config))
+            except BadWeights as error:
+                refusals[model.name or family.name] = error
+            else:
+                found.append((family, model))
+    if not found:
+        raise BadWeights(f"{source.path} holds no model that is known: {_describe(source, refusals)}", hint=NOT_KNOWN)
+    return tuple(found)
+
+
+def _may_be(source: WeightSource, family: Family) -> bool:
+    """Whether the file's names begin as those of the family's class: much quicker than to look at all shapes."""
+    tiny = build_on_meta(family, {**family.transformer_config, **family.tiny_config})
+    try:
+        names = first_names(source, family.transformer_class, {**tiny.config, **family.transformer_config})
+    except BadWeights:
+        return False
+    return {name.partition(".")[0] for name in tiny.state_dict()} <= names
+
+
+NOT_KNOWN = "a DiT or UNet of `autotune models` is understood; if it is one of other sizes, name its folder: --base"
+
+
+def _describe(source: WeightSource, refusals: Mapping[str, BadWeights]) -> str:
+    """What speaks against the file: that it is something else, or what its nearest model lacks."""
+    names = list(source.locations)
+    if any(".lora_" in name or "_lora." in name for name in names):
+        return "it is an adapter"
+    for name, error in refusals.items():
+        return f"compared with {name}, {error.message}"
+    return f"its tensors are called {', '.join(names[:2]) or 'nothing'} ..."
+
+
+def find_config(source: WeightSource, family: Family, configs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The first of the configurations whose transformer is in the file. Raises BadWeights if none is."""
+    refusal: BadWeights | None = None
+    for config in configs:
+        try:
+            check_source(*_view(source, family, config))
+        except BadWeights as error:
+            refusal = refusal or error
+        else:
+            return config
+    if refusal is None:
+        raise InvalidInput(f"nothing says how a {family.name} is built", hint="name a folder with --base")
+    raise refusal
+
+
+def _view(source: WeightSource, family: Family, config: Mapping[str, Any]) -> tuple[Any, WeightSource]:
+    transformer = build_on_meta(family, config)
+    return transformer, view_as(source, transformer)

@@ -1,0 +1,216 @@
+"""Single-file models of ComfyUI, Kohya and Civitai, seen as the tensors of a diffusers model, without a copy of any.
+
+Such files have the authors' names, and fuse what diffusers keeps apart. diffusers' own conversion runs on markers,
+whose values say which row of which stored tensor they stand for, so it tells of every tensor of the model which stored
+rows it is. Rows are bytes one after the other: they are read from where they lie.
+
+    source = view_as(open_weights(file), transformer)      # nothing is read but scales
+    load_into(transformer, source)
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from autotune.errors import first_line
+from autotune.weights.errors import BadWeights, KeyMismatch
+from autotune.weights.files import TensorEntry, WeightFile
+from autotune.weights.loaders import read_tensor
+from autotune.weights.sources import WeightSource
+
+UNET_PREFIX = "model.diffusion_model."
+PREFIXES = (UNET_PREFIX, "diffusion_model.")
+"""What the names of a DiT or UNet begin with in a checkpoint that may hold other components as well."""
+SCALES = (".scale_weight", ".weight_scale")
+"""Endings of the scales of fp8 weights, which are the stored values times the scale: ComfyUI's, before and since it
+marks each layer with `.comfy_quant`."""
+UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
+"""Endings of what such files hold for 8-bit products of activations."""
+DROPPED = frozenset({"norm_final.weight"})
+"""What conversions leave out on purpose: Z-Image's file has a layer that the model does not use."""
+FIXED_WIDTHS = {"FluxTransformer2DModel": ("img_in.weight", 3072)}
+"""The tensor with as many rows as the model is wide, and the width at which diffusers' conversion splits all models."""
+MAX_ROWS = 1 << 20
+"""Of one tensor, far above any DiT's or UNet's: a marker has 8 bytes for each."""
+ROW_BITS = 32
+
+NAME_BASE = "name the folder or repository that the file belongs to, by --base; or take another file"
+Run = tuple[str, int, int]
+"""Rows of a stored tensor: its name, the first one, and how many."""
+
+
+@dataclass(frozen=True)
+class TensorView(TensorEntry):
+    """A tensor made of rows of stored ones."""
+
+    pieces: tuple[tuple[int, int], ...] = ()
+    """(offset from the beginning of the file, number of bytes) of each run of rows."""
+    scale: Tensor | None = field(default=None, compare=False)
+    """Factor of each row; None if the stored values are the weights."""
+
+    @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        return self.pieces
+
+    def finished(self, stored: Tensor) -> Tensor:
+        if self.scale is None:
+            return stored
+        return stored.float() * self.scale.to(stored.device).view(-1, *[1] * (stored.ndim - 1))
+
+
+def view_as(source: WeightSource, model: nn.Module) -> WeightSource:
+    """The DiT or UNet of a single file under the names of `model`, a diffusers model, which may be on meta.
+
+    Its shapes are not checked: `load_into` and `check_source` do. A file that has the model's own names is taken as it
+    is, but for a prefix and scales.
+
+    Raises:
+        KeyMismatch: the file holds another model.
+        BadWeights: it is stored in a way that is not understood, or diffusers has no conversion for the class.
+    """
+    (file,) = source.files
+    tensors, scales = _split_scales(file, _denoiser_part(file))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if shapes.keys() <= tensors.keys():
+        runs = {name: [(name, 0, max(1, *entry.shape[:1]))] for name, entry in tensors.items()}
+    else:
+        runs = _convert(source, tensors, type(model).__name__, cast(Any, model).config)
+    unknown = sorted(tensors.keys() - {stored for found in runs.values() for stored, _, _ in found} - DROPPED)
+    if unknown:
+        raise KeyMismatch(f"{source.path} has, but the model has no place for, {unknown[0]}", hint=NAME_BASE)
+    views = [_view(name, shapes.get(name), found, tensors, scales) for name, found in runs.items()]
+    views.sort(key=lambda view: view.pieces)
+    return WeightSource(source.path, (replace(file, entries=tuple(views)),), is_view=True)
+
+
+def first_names(source: WeightSource, kind: str, config: Mapping[str, Any]) -> set[str]:
+    """The first parts of the names that the file's tensors have in a diffusers model of class `kind`: a quick look.
+
+    Raises BadWeights as `view_as`; if diffusers has no conversion, names are taken as they are.
+    """
+    (file,) = source.files
+    tensors, _ = _split_scales(file, _denoiser_part(file))
+    try:
+        names: Iterable[str] = _convert(source, tensors, kind, config)
+    except KeyMismatch:
+        raise
+    except BadWeights:
+        names = tensors
+    return {name.partition(".")[0] for name in names}
+
+
+def _denoiser_part(file: WeightFile) -> dict[str, TensorEntry]:
+    """The entries of the DiT or UNet, by their names without a prefix."""
+    for prefix in PREFIXES:
+        found = {name.removeprefix(prefix): entry for name, entry in file.by_name.items() if name.startswith(prefix)}
+        if found:
+            return found
+    return dict(file.by_name)
+
+
+def _split_scales(
+    file: WeightFile, entries: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], dict[str, Tensor]]:
+    """Weights, and the scales of those that have one, by the name of the weight; scales are read."""
+    tensors = {name: entry for name, entry in entries.items() if not name.endswith((*SCALES, *UNUSED))}
+    scales: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        if not name.endswith(SCALES):
+            continue
+        weight = f"{name.rpartition('.')[0]}.weight"
+        stored = tensors.get(weight)
+        if stored is None or not stored.dtype.startswith("F8_E") or entry.shape not in _scale_shapes(stored):
+            message = f"{file.path}: {weight} is quantized in a way that is not understood"
+            raise BadWeights(message, hint="take the file in bf16, fp16 or scaled fp8; autotune quantizes by itself")
+        scales[weight] = read_tensor(file, entry).float().reshape(-1)
+    return tensors, scales
+
+
+def _scale_shapes(stored: TensorEntry) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a scale: one for all, or one for each row."""
+    rows = stored.shape[:1]
+    return (), (1,), (1,) * len(stored.shape), rows, rows + (1,) * (len(stored.shape) - 1)
+
+
+def _convert(
+    source: WeightSource, tensors: Mapping[str, TensorEntry], kind: str, config: Mapping[str, Any]
+) -> dict[str, list[Run]]:
+    """The stored rows of each tensor of the model, by running diffusers' conversion on markers.
+
+    Raises:
+        KeyMismatch: the conversion does not find what it needs.
+        BadWeights: there is no conversion, or it does more than to rename and to rearrange rows.
+    """
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    if kind not in SINGLE_FILE_LOADABLE_CLASSES:
+        raise BadWeights(f"diffusers reads no single file as a {kind}", hint="use a folder in the diffusers layout")
+    order, unit = list(tensors), _unit(kind, tensors)
+    prefix = UNET_PREFIX if kind == "UNet2DConditionModel" else ""
+    markers = {prefix + name: _mark(number, tensors[name], unit) for number, name in enumerate(order)}
+    try:
+        found = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"](checkpoint=markers, config=config)
+    except (LookupError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        message = f"{source.path} does not hold a {kind}: {type(error).__name__}: {first_line(error)[:80]}"
+        raise KeyMismatch(message, hint=NAME_BASE) from error
+    return {name: _runs(name, marker, order, unit, tensors) for name, marker in found.items()}
+
+
+def _unit(kind: str, tensors: Mapping[str, TensorEntry]) -> int:
+    """How many rows of a marker stand for one of a stored tensor: more than one for narrower models than published."""
+    name, width = FIXED_WIDTHS.get(kind, ("", 1))
+    rows = tensors[name].shape[:1] if name in tensors else ()
+    return max(1, width // rows[0]) if rows and rows[0] else 1
+
+
+def _mark(number: int, entry: TensorEntry, unit: int) -> Tensor:
+    """A tensor of as many dimensions, all but the rows of size 1, whose values are `number` and the row."""
+    rows = entry.shape[0] if entry.shape else 1
+    if not 0 < rows <= MAX_ROWS:
+        raise KeyMismatch(f"{entry.name} has {rows} rows, which no DiT or UNet has", hint=NAME_BASE)
+    return ((number << ROW_BITS) + torch.arange(rows * unit)).view(-1, *[1] * (len(entry.shape) - 1))
+
+
+def _runs(name: str, marker: Tensor, order: list[str], unit: int, tensors: Mapping[str, TensorEntry]) -> list[Run]:
+    """The stored rows that a converted marker stands for. Raises BadWeights if it does not consist of whole rows."""
+    flat = marker.reshape(-1)
+    source = tensors[order[int(flat[0]) >> ROW_BITS]]
+    if len(source.shape) > 1 and len(flat) != len(marker):
+        raise BadWeights(f"{name} is {source.name} in another order than by rows", hint=NAME_BASE)
+    starts = [0, *((flat.diff() != 1).nonzero().flatten() + 1).tolist()]
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(flat)], strict=True):
+        number, row = divmod(int(flat[start]), 1 << ROW_BITS)
+        if row % unit or (end - start) % unit:
+            raise BadWeights(f"{name} is no rows of {order[number]}", hint=NAME_BASE)
+        found.append((order[number], row // unit, (end - start) // unit))
+    return found
+
+
+def _view(
+    name: str,
+    shape: tuple[int, ...] | None,
+    runs: list[Run],
+    tensors: Mapping[str, TensorEntry],
+    scales: Mapping[str, Tensor],
+) -> TensorView:
+    """The tensor that is made of these rows; in the model's `shape` if it has as many elements."""
+    first, num_rows = tensors[runs[0][0]], sum(count for _, _, count in runs)
+    if any((tensors[stored].dtype, tensors[stored].shape[1:]) != (first.dtype, first.shape[1:]) for stored, *_ in runs):
+        raise BadWeights(f"{name} is made of tensors that differ in dtype or width", hint=NAME_BASE)
+    pieces, factors = [], []
+    for stored, row, count in runs:
+        entry = tensors[stored]
+        row_bytes = entry.size_bytes // (entry.shape[0] if entry.shape else 1)
+        pieces.append((entry.start + row * row_bytes, count * row_bytes))
+        factor = scales.get(stored, torch.ones(1))
+        factors.append(factor.expand(count) if len(factor) == 1 else factor[row : row + count])
+    as_stored = (num_rows, *first.shape[1:]) if first.shape else ()
+    scale = torch.cat(factors) if any(stored in scales for stored, *_ in runs) else None
+    if shape is None or math.prod(shape) != math.prod(as_stored):
+        shape = as_stored  # which is refused later, with both shapes
+    return TensorView(name, first.dtype, shape, pieces[0][0], tuple(pieces), scale)

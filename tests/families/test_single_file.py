@@ -1,0 +1,149 @@
+"""A model in one file, with a folder or a repository for its other parts, is planned, trained and told apart."""
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import autotune
+from autotune.errors import InvalidInput
+from autotune.families.architecture import build_on_meta
+from autotune.families.registry import FAMILIES, find_published
+from autotune.families.resolve import fetch_model, is_on_hub, resolve_model
+from autotune.families.single_file import open_single_file, recognize
+from autotune.schema.job import model_reference, split_reference
+from autotune.training.model import load_transformer
+from autotune.weights.errors import BadWeights, HubError, PickledWeights
+from tests.training.small import SETTINGS, machine, make_plan, write_model_and_images
+from tests.weights.fake_hub import COMMIT, hub_in_this_process
+from tests.weights.original_layouts import LAYOUTS, State
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def in_one_file(family: str, folder: Path, file: Path) -> Path:
+    """Move the transformer's weights out of a pipeline's folder into a file of their own, in the authors' layout."""
+    weights = folder / FAMILIES[family].denoiser / "diffusion_pytorch_model.safetensors"
+    save_file({name: each.contiguous() for name, each in LAYOUTS[family](load_file(weights)).items()}, file)
+    weights.unlink()
+    return file
+
+
+def header_only(state: State, file: Path) -> Path:
+    """A file of the right size and header, with nothing in it: sparse."""
+    header, end = {}, 0
+    for name, tensor in state.items():
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(file, 8 + len(text) + end)
+    return file
+
+
+@pytest.mark.parametrize("family", ["flux1-dev", "qwen-image", "sdxl", "wan-2.1", "z-image"])
+def test_a_file_and_a_base_are_the_model_that_the_folder_was(family: str, small_pipelines: Any, tmp_path: Path) -> None:
+    small = small_pipelines(family)
+    shutil.copytree(small.folder, tmp_path / "base")
+    file = in_one_file(family, tmp_path / "base", tmp_path / "model.safetensors")
+    model, whole = (
+        resolve_model(model_reference(str(file), {"base": str(tmp_path / "base")})),
+        resolve_model(str(small.folder)),
+    )
+    assert (model.family, model.spec.architecture, model.spec.name) == (whole.family, whole.spec.architecture, "model")
+    got, expected = (load_transformer(each, SETTINGS, torch.device("cpu"))[0].state_dict() for each in (model, whole))
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+
+
+def test_training_from_a_file_gives_the_very_adapter_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, images = write_model_and_images(tmp_path, "z-image")
+    plan = make_plan(folder, images, machine(), output=str(tmp_path / "from-folder"), num_steps=2)
+    autotune.train(plan)
+    file = in_one_file("z-image", folder, tmp_path / "z_image.safetensors")
+    autotune.train(plan, model=str(file), base=str(folder), output=str(tmp_path / "from-file"))
+    adapters = [load_file(tmp_path / run / "pytorch_lora_weights.safetensors") for run in ("from-folder", "from-file")]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
+    assert autotune.train(plan, model=str(file), base=str(folder), output=str(tmp_path / "from-file"), resume=True)
+
+
+def test_a_plan_remembers_file_and_base(tmp_path: Path) -> None:
+    folder, images = write_model_and_images(tmp_path, "z-image")
+    file = in_one_file("z-image", folder, tmp_path / "my model?.safetensors")
+    plan = make_plan(folder, images, machine()).job.changed(model=str(file), base=str(folder))
+    assert split_reference(plan.pinned_model) == (str(file), {"base": str(folder)})
+    assert resolve_model(plan.pinned_model).base == str(folder)
+    with pytest.raises(InvalidInput, match="is no single file"):
+        autotune.plan(str(folder), str(images), base=str(folder))
+
+
+@pytest.mark.parametrize("name", ["flux1-dev", "sdxl", "wan-2.1-14b", "z-image", "qwen-image"])
+def test_published_models_are_recognized_by_their_files(name: str, tmp_path: Path) -> None:
+    found = find_published(name)
+    assert found
+    family, model = found
+    state = LAYOUTS[family.name](dict(build_on_meta(family, model.config).state_dict()))
+    known = recognize(open_single_file(header_only(state, tmp_path / "model.safetensors")))
+    assert (family, model) in known
+    assert {each.transformer_class for each, _ in known} == {family.transformer_class}
+    if name == "flux1-dev":
+        listed = autotune.list_models(file=tmp_path / "model.safetensors")
+        assert [each.name for each in listed] == ["flux1-dev"]
+        offline = resolve_model(str(tmp_path / "model.safetensors"))
+        assert (offline.folder, offline.base, offline.spec.name) == (None, model.hub_id, "model")
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "words"),
+    [
+        ("model.gguf", BadWeights, "--quality compact"),
+        ("model.ckpt", PickledWeights, "safetensors"),
+        ("gone.safetensors", BadWeights, "path"),
+    ],
+)
+def test_other_formats_are_refused_with_the_way_out(
+    file: str, kind: type[BadWeights], words: str, tmp_path: Path
+) -> None:
+    if file != "gone.safetensors":
+        (tmp_path / file).write_bytes(b"GGUF" * 8)
+    with pytest.raises(kind) as caught:
+        resolve_model(str(tmp_path / file))
+    assert words in caught.value.hint
+
+
+def test_an_adapter_is_no_model_and_says_so(tmp_path: Path) -> None:
+    save_file({"diffusion_model.layers.0.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter.safetensors")
+    with pytest.raises(BadWeights, match="it is an adapter"):
+        resolve_model(str(tmp_path / "adapter.safetensors"))
+
+
+def test_of_a_base_on_the_hub_all_but_the_transformers_weights_is_fetched(small_pipelines: Any, tmp_path: Path) -> None:
+    small = small_pipelines("flux1-dev")
+    shutil.copytree(small.folder, tmp_path / "repo")
+    file = in_one_file("flux1-dev", tmp_path / "repo", tmp_path / "model.safetensors")
+    reference = model_reference(str(file), {"base": "team/small"})
+    with hub_in_this_process(tmp_path / "cache") as hub:
+        hub.repos["team/small"] = small.folder
+        assert is_on_hub(reference)
+        planned = fetch_model(reference, weights=False)
+        assert (planned.folder, planned.revision, planned.base) == (None, COMMIT, "team/small")
+        model = fetch_model(model_reference(str(file), {"base": f"team/small@{COMMIT}"}))
+        assert model.folder is not None
+        assert "transformer/diffusion_pytorch_model.safetensors" not in hub.downloads
+        assert resolve_model(model_reference(str(file), {"base": f"team/small@{COMMIT}"})) == model
+        with pytest.raises(HubError) as caught:
+            fetch_model(model_reference(str(file), {"base": "team/absent"}))
+        assert "--base" in caught.value.hint

@@ -1,0 +1,275 @@
+"""Weights of diffusers models under the names that their authors and ComfyUI give them, fused as they fuse them.
+
+Written from the authors' model definitions, as the inverse of what is tested; it shares nothing with it.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def qwen_image(state: State) -> State:
+    return dict(state)
+
+
+Z_IMAGE = [
+    (r"^all_(final_layer|x_embedder)\.2-1\.", r"\1."),
+    (r"\.attention\.to_out\.0\.", ".attention.out."),
+    (r"\.attention\.norm_([qk])\.", r".attention.\1_norm."),
+]
+
+
+def _renamed(name: str, patterns: list[tuple[str, str]]) -> str:
+    for pattern, to in patterns:
+        name = re.sub(pattern, to, name)
+    return name
+
+
+def z_image(state: State) -> State:
+    made: State = {"norm_final.weight": torch.ones(8)}
+    for name, tensor in state.items():
+        if match := re.fullmatch(r"(.*\.attention)\.to_([qkv])\.weight", name):
+            if match[2] == "q":
+                parts = [state[f"{match[1]}.to_{part}.weight"] for part in "qkv"]
+                made[f"{match[1]}.qkv.weight"] = torch.cat(parts)
+            continue
+        made[_renamed(name, Z_IMAGE)] = tensor
+    return made
+
+
+WAN = [
+    (r"^condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
+    (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
+    (r"^condition_embedder\.time_proj", "time_projection.1"),
+    (r"^scale_shift_table$", "head.modulation"),
+    (r"^proj_out", "head.head"),
+    (r"\.scale_shift_table$", ".modulation"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.to_([qkv])\.", r".\1."),
+    (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
+    (r"\.ffn\.net\.2\.", ".ffn.2."),
+    (r"\.norm2\.", ".normX."),
+    (r"\.norm3\.", ".norm2."),
+    (r"\.normX\.", ".norm3."),
+]
+
+
+def wan(state: State) -> State:
+    return {_renamed(name, WAN): tensor for name, tensor in state.items()}
+
+
+FLUX_OUTSIDE = {
+    "time_text_embed.timestep_embedder.linear_": "time_in.",
+    "time_text_embed.text_embedder.linear_": "vector_in.",
+    "time_text_embed.guidance_embedder.linear_": "guidance_in.",
+}
+FLUX_DOUBLE = {
+    "norm1.linear": "img_mod.lin", "norm1_context.linear": "txt_mod.lin", "attn.to_out.0": "img_attn.proj",
+    "attn.to_add_out": "txt_attn.proj", "ff.net.0.proj": "img_mlp.0", "ff.net.2": "img_mlp.2",
+    "ff_context.net.0.proj": "txt_mlp.0", "ff_context.net.2": "txt_mlp.2",
+}  # fmt: skip
+FLUX_NORMS = {
+    "norm_q": "img_attn.norm.query_norm", "norm_k": "img_attn.norm.key_norm",
+    "norm_added_q": "txt_attn.norm.query_norm", "norm_added_k": "txt_attn.norm.key_norm",
+}  # fmt: skip
+
+
+FLUX_FUSED = {"img": ("to_q", "to_k", "to_v"), "txt": ("add_q_proj", "add_k_proj", "add_v_proj")}
+
+
+def flux1(state: State) -> State:
+    made: State = {}
+    take = state.__getitem__
+    for kind in ("weight", "bias"):
+        for ours, theirs in FLUX_OUTSIDE.items():
+            for number, layer in ((1, "in_layer"), (2, "out_layer")):
+                if f"{ours}{number}.{kind}" in state:
+                    made[f"{theirs}{layer}.{kind}"] = take(f"{ours}{number}.{kind}")
+        made[f"txt_in.{kind}"], made[f"img_in.{kind}"] = take(f"context_embedder.{kind}"), take(f"x_embedder.{kind}")
+        made[f"final_layer.linear.{kind}"] = take(f"proj_out.{kind}")
+        scale, shift = take(f"norm_out.linear.{kind}").chunk(2)
+        made[f"final_layer.adaLN_modulation.1.{kind}"] = torch.cat([shift, scale])
+        for number in _numbers(state, "transformer_blocks"):
+            ours, theirs = f"transformer_blocks.{number}", f"double_blocks.{number}"
+            for ours_part, theirs_part in FLUX_DOUBLE.items():
+                made[f"{theirs}.{theirs_part}.{kind}"] = take(f"{ours}.{ours_part}.{kind}")
+            for stream, parts in FLUX_FUSED.items():
+                fused = torch.cat([take(f"{ours}.attn.{part}.{kind}") for part in parts])
+                made[f"{theirs}.{stream}_attn.qkv.{kind}"] = fused
+            for norm, scale_name in FLUX_NORMS.items():
+                made[f"{theirs}.{scale_name}.scale"] = take(f"{ours}.attn.{norm}.weight")
+        for number in _numbers(state, "single_transformer_blocks"):
+            ours, theirs = f"single_transformer_blocks.{number}", f"single_blocks.{number}"
+            parts = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+            made[f"{theirs}.linear1.{kind}"] = torch.cat([take(f"{ours}.{part}.{kind}") for part in parts])
+            made[f"{theirs}.linear2.{kind}"] = take(f"{ours}.proj_out.{kind}")
+            made[f"{theirs}.modulation.lin.{kind}"] = take(f"{ours}.norm.linear.{kind}")
+            made[f"{theirs}.norm.query_norm.scale"] = take(f"{ours}.attn.norm_q.weight")
+            made[f"{theirs}.norm.key_norm.scale"] = take(f"{ours}.attn.norm_k.weight")
+    return made
+
+
+def _numbers(state: State, blocks: str) -> list[int]:
+    return sorted({int(name.split(".")[1]) for name in state if name.startswith(f"{blocks}.")})
+
+
+FLUX2 = [
+    (r"^x_embedder\.", "img_in."),
+    (r"^context_embedder\.", "txt_in."),
+    (r"^time_guidance_embed\.timestep_embedder\.linear_1\.", "time_in.in_layer."),
+    (r"^time_guidance_embed\.timestep_embedder\.linear_2\.", "time_in.out_layer."),
+    (r"^time_guidance_embed\.guidance_embedder\.linear_1\.", "guidance_in.in_layer."),
+    (r"^time_guidance_embed\.guidance_embedder\.linear_2\.", "guidance_in.out_layer."),
+    (r"_modulation(_img|_txt|)\.linear\.", r"_modulation\1.lin."),
+    (r"^proj_out\.", "final_layer.linear."),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0\.", r"double_blocks.\1.img_attn.proj."),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_add_out\.", r"double_blocks.\1.txt_attn.proj."),
+    (r"^transformer_blocks\.(\d+)\.attn\.norm_q\.weight", r"double_blocks.\1.img_attn.norm.query_norm.scale"),
+    (r"^transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"double_blocks.\1.img_attn.norm.key_norm.scale"),
+    (r"^transformer_blocks\.(\d+)\.attn\.norm_added_q\.weight", r"double_blocks.\1.txt_attn.norm.query_norm.scale"),
+    (r"^transformer_blocks\.(\d+)\.attn\.norm_added_k\.weight", r"double_blocks.\1.txt_attn.norm.key_norm.scale"),
+    (r"^transformer_blocks\.(\d+)\.ff\.linear_in\.", r"double_blocks.\1.img_mlp.0."),
+    (r"^transformer_blocks\.(\d+)\.ff\.linear_out\.", r"double_blocks.\1.img_mlp.2."),
+    (r"^transformer_blocks\.(\d+)\.ff_context\.linear_in\.", r"double_blocks.\1.txt_mlp.0."),
+    (r"^transformer_blocks\.(\d+)\.ff_context\.linear_out\.", r"double_blocks.\1.txt_mlp.2."),
+    (r"^single_transformer_blocks\.(\d+)\.attn\.to_qkv_mlp_proj\.", r"single_blocks.\1.linear1."),
+    (r"^single_transformer_blocks\.(\d+)\.attn\.to_out\.", r"single_blocks.\1.linear2."),
+    (r"^single_transformer_blocks\.(\d+)\.attn\.norm_q\.weight", r"single_blocks.\1.norm.query_norm.scale"),
+    (r"^single_transformer_blocks\.(\d+)\.attn\.norm_k\.weight", r"single_blocks.\1.norm.key_norm.scale"),
+]
+
+
+def flux2(state: State) -> State:
+    scale, shift = state["norm_out.linear.weight"].chunk(2)
+    made = {"final_layer.adaLN_modulation.1.weight": torch.cat([shift, scale])}
+    for number in _numbers(state, "transformer_blocks"):
+        for stream, parts in FLUX_FUSED.items():
+            fused = [state[f"transformer_blocks.{number}.attn.{part}.weight"] for part in parts]
+            made[f"double_blocks.{number}.{stream}_attn.qkv.weight"] = torch.cat(fused)
+    done = re.compile(r"norm_out\.|transformer_blocks\.\d+\.attn\.(to_[qkv]|add_[qkv]_proj)\.")
+    return made | {_renamed(name, FLUX2): tensor for name, tensor in state.items() if not done.match(name)}
+
+
+KREA = [
+    (r"^img_in\.", "first."),
+    (r"^time_embed\.linear_1\.", "tmlp.0."),
+    (r"^time_embed\.linear_2\.", "tmlp.2."),
+    (r"^time_mod_proj\.", "tproj.1."),
+    (r"^txt_in\.norm\.weight", "txtmlp.0.scale"),
+    (r"^txt_in\.linear_1\.", "txtmlp.1."),
+    (r"^txt_in\.linear_2\.", "txtmlp.3."),
+    (r"^text_fusion\.", "txtfusion."),
+    (r"^transformer_blocks\.", "blocks."),
+    (r"^final_layer\.linear\.", "last.linear."),
+    (r"^final_layer\.norm\.weight", "last.norm.scale"),
+    (r"^final_layer\.scale_shift_table", "last.modulation.lin"),
+    (r"\.scale_shift_table$", ".mod.lin"),
+    (r"\.attn\.to_([qkv])\.", r".attn.w\1."),
+    (r"\.attn\.to_out\.0\.", ".attn.wo."),
+    (r"\.attn\.to_gate\.", ".attn.gate."),
+    (r"\.attn\.norm_([qk])\.weight", r".attn.qknorm.\1norm.scale"),
+    (r"\.ff\.", ".mlp."),
+    (r"\.norm1\.weight", ".prenorm.scale"),
+    (r"\.norm2\.weight", ".postnorm.scale"),
+]
+
+
+def krea2(state: State) -> State:
+    """Modulations of the blocks are flat."""
+    flat = {name: tensor.flatten() if name.startswith("transformer_blocks.") and name.endswith("_table") else tensor
+            for name, tensor in state.items()}  # fmt: skip
+    return {_renamed(name, KREA): tensor for name, tensor in flat.items()}
+
+
+RESNET = {
+    "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",
+    "conv2": "out_layers.3", "conv_shortcut": "skip_connection",
+}  # fmt: skip
+UNET_OUTSIDE = {
+    "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
+}  # fmt: skip
+
+
+def sdxl_unet(state: State) -> State:
+    """The UNet of CompVis and Stability: blocks numbered from the first to the last, whatever they hold."""
+    stages = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("down_blocks."))
+    layers = 1 + max(int(name.split(".")[3]) for name in state if re.match(r"down_blocks\.\d+\.resnets", name))
+    places = dict(UNET_OUTSIDE)
+    number = 1
+    for stage in range(stages):
+        for layer in range(layers):
+            places[f"down_blocks.{stage}.resnets.{layer}"] = f"input_blocks.{number}.0"
+            places[f"down_blocks.{stage}.attentions.{layer}"] = f"input_blocks.{number}.1"
+            number += 1
+        places[f"down_blocks.{stage}.downsamplers.0.conv"] = f"input_blocks.{number}.0.op"
+        number += 1
+    for layer in range(2):
+        places[f"mid_block.resnets.{layer}"] = f"middle_block.{2 * layer}"
+    places["mid_block.attentions.0"] = "middle_block.1"
+    for stage in range(stages):
+        for layer in range(layers + 1):
+            number = stage * (layers + 1) + layer
+            places[f"up_blocks.{stage}.resnets.{layer}"] = f"output_blocks.{number}.0"
+            places[f"up_blocks.{stage}.attentions.{layer}"] = f"output_blocks.{number}.1"
+        attends = any(name.startswith(f"up_blocks.{stage}.attentions.") for name in state)
+        places[f"up_blocks.{stage}.upsamplers.0.conv"] = f"output_blocks.{number}.{2 if attends else 1}.conv"
+    return {_place(name, places): tensor for name, tensor in state.items()}
+
+
+def _place(name: str, places: dict[str, str]) -> str:
+    ours = next(place for place in _beginnings(name) if place in places)
+    rest = name.removeprefix(f"{ours}.")
+    if ".resnets." in ours:
+        layer, _, kind = rest.rpartition(".")
+        rest = f"{RESNET[layer]}.{kind}"
+    return f"{places[ours]}.{rest}"
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+
+
+LAYOUTS: dict[str, Callable[[State], State]] = {
+    "qwen-image": qwen_image,
+    "flux1-dev": flux1,
+    "flux2-klein": flux2,
+    "krea-2": krea2,
+    "sdxl": sdxl_unet,
+    "wan-2.1": wan,
+    "wan-2.2": wan,
+    "z-image": z_image,
+}
+
+
+def in_checkpoint(state: State, **others: Any) -> State:
+    """As part of a full checkpoint, beside other components."""
+    return {f"model.diffusion_model.{name}": tensor for name, tensor in state.items()} | others
+
+
+def scaled_fp8(state: State, *, newer: bool = False) -> State:
+    """Matrices in fp8 with one scale each, as ComfyUI writes them: in the older or the newer way."""
+    made: State = {} if newer else {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for name, tensor in state.items():
+        if tensor.ndim != 2:
+            made[name] = tensor
+            continue
+        scale = tensor.float().abs().max() / 448
+        module = name.removesuffix(".weight")
+        made[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        made[f"{module}.{'weight_scale' if newer else 'scale_weight'}"] = scale if newer else scale.reshape(1)
+        if newer:
+            quant = torch.tensor(list(b'{"format": "float8_e4m3fn"}'), dtype=torch.uint8)
+            made[f"{module}.comfy_quant"] = quant
+    return made
