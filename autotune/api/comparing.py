@@ -93,12 +93,10 @@ def compare(
     """
     require_known(options, PlanOptions.__annotations__.keys() - {*LOCAL}, "argument of compare")
     asked: Any = options
-    gpus = _gpus(hardware)
-    listed = _prices(prices)
-    price_of = _price_by_gpu(listed, prices)
+    gpus, found = _gpus(hardware), []
+    price_of = _price_by_gpu(listed := _prices(prices), prices)
     resolved = ResolvedRequest.build(request_for(model, data, asked), needs_weights=False).model
     download_seconds = _download_seconds(resolved, download_rate)
-    found = []
     for done, gpu in enumerate(gpus):
         on_event(Progressed(name="comparing", done=done, total=len(gpus)))
         try:
@@ -106,8 +104,8 @@ def compare(
         except NothingFits as error:
             found.append(ComparedGpu(gpu=gpu.id, memory_gb=gpu.memory_nominal_gb, misfit=error.message))
             continue
-        about, price = (gpu.id, gpu.memory_nominal_gb, made), price_of.get(gpu.id)
-        found.append(compared_gpu(*about, download_seconds=download_seconds, price_per_hour=price))
+        price = price_of.get(gpu.id)
+        found.append(compared_gpu(gpu, made, download_seconds=download_seconds, price_per_hour=price))
     on_event(Progressed(name="comparing", done=len(gpus), total=len(gpus)))
     selected = select_gpus(found, max_cost=max_cost, max_hours=max_hours, order=order)
     return Comparison(

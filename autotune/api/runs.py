@@ -90,15 +90,14 @@ def train(
             no longer finite, or a search uses the device.
 
     Example:
-        >>> report = autotune.train("plan.yaml", output="first-run")
-        >>> report.final_loss, report.images_per_second
+        >>> autotune.train("plan.yaml", output="first-run").final_loss
         >>> autotune.train(model="qwen-image", data="photos")
     """
     require_known(job, JobOverrides.__annotations__, "argument of train")
     changes: dict[str, Any] = {"model": model, "data": None if data is None else str(data), **job}
     if plan is None:
-        is_alone = nodes is None and node_rank is None and rdzv_endpoint is None and not started_by_launcher()
-        plan = _plan_first(changes, on_event, resume=resume, is_alone=is_alone)
+        is_alone = (nodes, node_rank, rdzv_endpoint) == (None,) * 3
+        plan = _plan_first(changes, on_event, resume=resume, is_alone=is_alone and not started_by_launcher())
     given, file = (plan, None) if isinstance(plan, TrainingPlan) else _plan_here(Path(plan))
     chosen = with_job(given, **changes)
     place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)

@@ -142,24 +142,9 @@ def encode_dataset(
     """
     cache.refuse_pickles()
     cache.remove_stale()
-    bucket_indices, identity = assign_buckets(dataset, buckets), encoders.identity
-    planned: dict[int, ItemEntries] = {}
-    failures: dict[int, str] = {}
-    masks: dict[str, Tensor] = {}
-    digest = lru_cache(maxsize=None)(file_digest)  # of a video with many clips once
-    for index, (item, bucket) in enumerate(zip(dataset.items, bucket_indices, strict=True)):
-        try:
-            entries = make_item_entries(
-                item, buckets[bucket], identity, with_empty=caption_dropout > 0, with_flipped=flip, digest=digest
-            )
-            if item.mask_path:
-                size = _latent_size(encoders.model, buckets[bucket])
-                key, mask = find_mask(cache, item, item.mask_path, buckets[bucket], size)
-                entries, masks[key] = replace(entries, mask_key=key), mask
-        except OSError as error:
-            failures[index] = f"cannot be read: {error.strerror or error}"
-        else:
-            planned[index] = entries
+    bucket_indices, with_empty = assign_buckets(dataset, buckets), caption_dropout > 0
+    of_items = [buckets[index] for index in bucket_indices]
+    planned, masks, failures = _plan_entries(encoders, dataset, of_items, cache, with_empty=with_empty, flip=flip)
     needed = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
     store = _EntryStore(cache, len(needed), on_progress)
     unreadable = _encode_missing(encoders, store, needed.values())
@@ -184,6 +169,33 @@ def encode_dataset(
         masks=masks,
         mask_floor=mask_floor,
     )
+
+
+def _plan_entries(
+    encoders: Encoders, dataset: Dataset, buckets: Sequence[Bucket], cache: Cache, *, with_empty: bool, flip: bool
+) -> tuple[dict[int, ItemEntries], dict[str, Tensor], dict[int, str]]:
+    """What each item needs, by its number; masks by their keys; and why an item's files cannot be read.
+
+    `buckets` has one for each item.
+    """
+    planned: dict[int, ItemEntries] = {}
+    failures: dict[int, str] = {}
+    masks: dict[str, Tensor] = {}
+    digest = lru_cache(maxsize=None)(file_digest)  # of a video with many clips once
+    for index, (item, bucket) in enumerate(zip(dataset.items, buckets, strict=True)):
+        try:
+            entries = make_item_entries(
+                item, bucket, encoders.identity, with_empty=with_empty, with_flipped=flip, digest=digest
+            )
+            if item.mask_path:
+                size = _latent_size(encoders.model, bucket)
+                key, mask = find_mask(cache, item, item.mask_path, bucket, size)
+                entries, masks[key] = replace(entries, mask_key=key), mask
+        except OSError as error:
+            failures[index] = f"cannot be read: {error.strerror or error}"
+        else:
+            planned[index] = entries
+    return planned, masks, failures
 
 
 def _latent_size(model: ResolvedModel, bucket: Bucket) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import computed_field
 
 from autotune.families import Parts
+from autotune.hardware import CatalogGpu
 from autotune.schema import Candidate, Frozen, TrainingPlan
 from autotune.search import SearchLimits
 
@@ -85,19 +86,14 @@ class Comparison(Frozen):
 
 
 def compared_gpu(
-    gpu: str,
-    memory_gb: float,
-    plan: TrainingPlan,
-    *,
-    download_seconds: float,
-    price_per_hour: float | None,
+    gpu: CatalogGpu, plan: TrainingPlan, *, download_seconds: float, price_per_hour: float | None
 ) -> ComparedGpu:
     """A GPU that the job fits, from the plan that was predicted for it."""
     expected, workload = plan.frozen.expected, plan.frozen.workload
     limits = SearchLimits(max_trials=1, num_steps=plan.job.num_steps)
     return ComparedGpu(
-        gpu=gpu,
-        memory_gb=memory_gb,
+        gpu=gpu.id,
+        memory_gb=gpu.memory_nominal_gb,
         settings=plan.frozen.settings,
         num_steps=plan.job.num_steps,
         step_seconds=expected.step_seconds,
