@@ -126,8 +126,7 @@ class WeightFormat(Entry):
     stored_dtype: str = ""
     """torch's name of the dtype that is converted before each product; the probe measures conversions by it."""
     product_dtype: str = ""
-    """`int8` or `fp8` if products have factors of 8 bits; the probe measures them, and the cost model charges them.
-    Empty if weights are converted first."""
+    """`int8` or `fp8` if products have factors of 8 bits, which the probe measures; empty if weights are converted."""
     quantizing_slices: float | None = None
     """How many slices' bytes (`autotune.quantization.SLICE_BYTES`) quantizing takes for a moment beside the layer; None
     if it does not work in slices and takes several times the layer."""

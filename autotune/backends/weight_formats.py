@@ -30,13 +30,25 @@ PLAIN_ON_CPU = (
     "on a CPU its products are plain operations in fp32 that need 16 bytes an output for a moment; torchao-int8 "
     "stores as little and multiplies at once"
 )
-EIGHT_BITS = Requirements(("cuda", "cpu"), (7, 5), compiles_on=("cuda",))
-"""torch's own products; what surrounds them would take the time that they save, if it were not compiled."""
+EIGHT_BITS = Requirements(("cuda", "cpu"), (7, 5), compiles_on=("cuda",))  # for what surrounds the products
+SLOW_FP8 = "a CPU has no float8 units: a layer took two to seven times fp32's time, with int8 half of it"
 
 
-def _skip_slow_fp8(hardware: HardwareProfile) -> str | None:
-    slow = "a CPU has no float8 units: a product took two to four times fp32's time, int8's a third"
-    return slow if hardware.device.kind == "cpu" else None
+def _multiplied(dtype: str, torch_name: str, needs: Requirements, tolerance: float, why: str) -> WeightFormat:
+    return WeightFormat(
+        f"{dtype}-matmul",
+        f"{torch_name} weights and activations, multiplied as they are",
+        needs,
+        quality="compact",
+        bytes_per_parameter=1.0,
+        quantize=f"autotune.quantization.product_layer:quantize_{torch_name}",
+        product_dtype=dtype,
+        quantizing_slices=4,
+        tolerance=tolerance,
+        tolerance_reason=f"{why} for weights, activations and gradients",
+        hides_dtype=True,
+        skip_reason=lambda hardware: SLOW_FP8 if dtype == "fp8" and hardware.device.kind == "cpu" else None,
+    )
 
 
 WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
@@ -81,33 +93,8 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
         hides_dtype=True,
         skip_reason=_skip_for_int8(FAR_FROM_REAL, "cuda", "cpu"),
     ),
-    WeightFormat(
-        "int8-matmul",
-        "int8 weights and activations, multiplied as they are",
-        EIGHT_BITS,
-        quality="compact",
-        bytes_per_parameter=1.0,
-        quantize="autotune.quantization.product_layer:quantize_int8",
-        product_dtype="int8",
-        quantizing_slices=4,
-        tolerance=0.08,
-        tolerance_reason="8 bits per row for weights, activations and gradients",
-        hides_dtype=True,
-    ),
-    WeightFormat(
-        "fp8-matmul",
-        "float8 weights and activations, multiplied as they are",
-        replace(EIGHT_BITS, compute_capability=(8, 9)),
-        quality="compact",
-        bytes_per_parameter=1.0,
-        quantize="autotune.quantization.product_layer:quantize_float8",
-        product_dtype="fp8",
-        quantizing_slices=4,
-        tolerance=0.3,
-        tolerance_reason="3 bits of mantissa for weights, activations and gradients",
-        hides_dtype=True,
-        skip_reason=_skip_slow_fp8,
-    ),
+    _multiplied("int8", "int8", EIGHT_BITS, 0.08, "8 bits per row"),
+    _multiplied("fp8", "float8", replace(EIGHT_BITS, compute_capability=(8, 9)), 0.3, "3 bits of mantissa"),
     WeightFormat(
         "bnb-int8",
         "LLM.int8",
@@ -142,7 +129,6 @@ WEIGHT_FORMATS: Registry[WeightFormat] = Registry(
     ),
 )
 """Errors of gradients, as measured on tiny models of all families: 1 to 2% of int8, 6 to 11% and 6 to 12% of the
-float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%. With products in 8 bits 2 to 5% of int8, 7
-to 16% of float8; of Krea 2's 7 to 11% and 22 to 26%. Slices, as measured on CPUs: nf4 7.4,
-float8 6.5, LLM.int8 5 and int8 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's
-count)."""
+float8s, 22 to 38% of nf4, by weights alone; of Krea 2's 16 and 17% and 54%. Of products in 8 bits 2 to 5% and 7 to 16%;
+of Krea 2's 7 to 11% and 22 to 26%. Slices, as measured on CPUs: nf4 7.4, float8 6.5, LLM.int8 5, int8 and products in 8
+bits 4 in bf16, all 2 to 2.7 in fp32 (weights of 256 x 256 to 2048 x 4096, the profiler's count)."""
