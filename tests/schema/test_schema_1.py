@@ -18,6 +18,7 @@ from autotune.families.registry import get_family
 from autotune.hardware.store import load_profile
 from autotune.schema.base import digest_of
 from autotune.schema.candidate import Candidate
+from autotune.schema.job import Job
 from autotune.schema.plan_file import parse_plan, read_plan
 from autotune.search.study import published_plan
 from autotune.sharing.files import LocalFiles
@@ -83,7 +84,8 @@ def test_plans_are_read_checked_and_explained(name: Path, command: Command) -> N
     assert (plan.identity, plan.digest) == (written["digest"], digest_of(plan.frozen))
     later = {name: field.default for name, field in Candidate.model_fields.items() if not field.is_required()}
     assert plan.frozen.settings.model_dump(mode="json") == {**later, **written["frozen"]["settings"]}
-    assert plan.job.model_dump(mode="json") == written["job"]
+    defaults = {name: field.default for name, field in Job.model_fields.items() if not field.is_required()}
+    assert plan.job.model_dump(mode="json") == {**defaults, **written["job"]}
     explained = command("explain", path)
     assert explained.returncode == 0, explained.stderr
     assert f"quantization = {plan.frozen.settings.quantization}" in explained.stdout
