@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from autotune.api.plan_files import load_plan
+from autotune.data import is_list
 from autotune.errors import InvalidInput
 from autotune.runtime import write_text_atomic
 from autotune.schema import TrainingPlan, with_job
@@ -63,6 +64,11 @@ def export_config(
         >>> exported.files.keys(), exported.differences
     """
     made = plan if isinstance(plan, TrainingPlan) else load_plan(plan, hardware=hardware)
+    if made.job.data is not None and is_list(made.job.data):
+        raise InvalidInput(
+            f"{made.job.data} lists several folders, and only one is carried to another trainer",
+            hint="name one folder as the plan's data, export, and add the others to the files",
+        )
     folders = {name: folder for name in ("data", "control") if (folder := getattr(made.job, name)) is not None}
     places = {name: str(Path(one).absolute()) if Path(one).is_dir() else one for name, one in folders.items()}
     exported = export_plan(with_job(made, **places), get_trainer(to), strict=strict)

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Unpack, get_args
 
 from autotune.api.amounts import MemoryAmount, memory_bytes
-from autotune.data import DataReport, DatasetOptions, check_dataset
+from autotune.api.options import require_known
+from autotune.data import MAX_CROP, MAX_UPSCALING, DataReport, Item, check_dataset, make_contact_sheet, make_options
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import build_on_meta, get_family, resolve_model
-from autotune.schema import OnEvent, Progressed, StatusChanged, ignore_event
+from autotune.runtime import atomic_write, require_writable
+from autotune.schema import Bucket, JobOverrides, OnEvent, Progressed, StatusChanged, ignore_event
 from autotune.weights import (
     AdapterFormat,
     FileSummary,
@@ -25,23 +27,23 @@ def check_data(
     *,
     model: str = "qwen-image",
     resolution_px: int | None = None,
-    num_frames: int | None = None,
-    caption: str | None = None,
-    trigger: str | None = None,
-    control: str | Path | None = None,
+    max_upscaling: float = MAX_UPSCALING,
+    max_crop: float = MAX_CROP,
+    sheet: str | Path | None = None,
     on_event: OnEvent = ignore_event,
+    **job: Unpack[JobOverrides],
 ) -> DataReport:
     """Look at every file of a data folder as training would, and name what is broken, tiny, duplicate or captionless.
 
     Args:
-        folder: images with same-stem `.txt` captions.
+        folder: images with same-stem `.txt` captions, or a YAML file that lists such folders.
         model: name of the model family whose sizes count.
         resolution_px: side of the square whose area every image is resized to; the family's by default.
-        num_frames: frames of a clip, for video models.
-        caption: caption of images that have none.
-        trigger: word put in front of every caption that lacks it.
-        control: folder of control images, for edit models.
+        max_upscaling: factor per side above which enlarged images are counted.
+        max_crop: share of an image's area above which cropped images are named.
+        sheet: PNG file to write, with every image as it is cropped, and its caption.
         on_event: listener to progress.
+        job: fields of the job that decide what is read, e.g. `num_frames=81`, `trigger="sks"`.
 
     Raises:
         InvalidInput: there is no such folder or family.
@@ -50,18 +52,27 @@ def check_data(
         >>> report = autotune.check_data("photos")
         >>> report.can_train, report.problems
     """
+    require_known(job, JobOverrides.__annotations__, "argument of check_data")
     family = get_family(model)
-    if num_frames is not None:
-        family.check_num_frames(num_frames)
-    control_folder = None if control is None else Path(control)
-    return check_dataset(
+    num_frames = job.get("num_frames", family.defaults.num_frames)
+    family.check_num_frames(num_frames)
+    pairs: list[tuple[Item, Bucket]] = []
+    report = check_dataset(
         Path(folder),
-        DatasetOptions(caption, trigger, control_folder, num_frames=num_frames or family.defaults.num_frames),
+        make_options(job, family, num_frames),
         resolution_px=resolution_px or family.defaults.resolution_px,
         multiple_px=family.size_multiple_px,
         max_side_px=family.max_side_px,
+        max_upscaling=max_upscaling,
+        max_crop=max_crop,
+        on_pairs=pairs.extend,
         on_progress=_progress_to(on_event, "reading"),
     )
+    if sheet is not None:
+        require_writable(Path(sheet))
+        with atomic_write(Path(sheet)) as part:
+            make_contact_sheet(pairs).save(part, format="PNG")
+    return report
 
 
 def inspect_weights(path: str | Path, *, count_values: bool = True, on_event: OnEvent = ignore_event) -> FileSummary:

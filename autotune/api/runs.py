@@ -185,7 +185,8 @@ def sample(
         seed: seed of the first picture.
         num_steps: denoising steps; the job's by default.
         control: control images, for edit models.
-        path: PNG file to write, with a number added if there are several; in `run` by default.
+        path: file to write, with a number added if there are several; in `run` by default. A video model writes an mp4;
+            a name that ends otherwise gets the first frame as a PNG.
         on_event: listener to progress.
 
     Raises:

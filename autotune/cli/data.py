@@ -1,5 +1,6 @@
 """`autotune data`: look at training data before training on it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 import autotune
 from autotune import reporting
-from autotune.cli.options import Caption, Control, Frames, Json, Trigger
+from autotune.cli.options import DataOptions, Frames, Json, given, takes
 from autotune.cli.output import print_result, show_events
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
@@ -18,29 +19,37 @@ def group() -> None:
     """Look at training data before training on it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """What `autotune data check` can be asked beside how the data is read; the names are those of `check_data`."""
+
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of images with same-stem .txt captions, or a data.yaml.", metavar="DIR")
+    ]
+    model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image"
+    resolution_px: Annotated[
+        int | None, typer.Option("--resolution", min=1, help="Side of a square image, in pixels.")
+    ] = None
+    num_frames: Frames = None
+    max_upscaling: Annotated[
+        float | None, typer.Option(min=1, help="Count images enlarged by more, per side; default 1.5.")
+    ] = None
+    max_crop: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Name images that lose more of their area; default 0.25.")
+    ] = None
+    sheet: Annotated[
+        Path | None, typer.Option(help="PNG to write: every image as it is cropped, with its caption.", metavar="FILE")
+    ] = None
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 if there is anything to complain of.")] = False
+    as_json: Json = False
+
+
 @app.command()
-def check(
-    folder: Annotated[Path, typer.Argument(help="Folder of images with same-stem .txt captions.", metavar="DIR")],
-    model: Annotated[str, typer.Option(help="Family whose sizes count.")] = "qwen-image",
-    resolution: Annotated[int | None, typer.Option(min=1, help="Side of a square image, in pixels.")] = None,
-    num_frames: Frames = None,
-    caption: Caption = None,
-    trigger: Trigger = None,
-    control: Control = None,
-    as_json: Json = False,
-) -> None:
+@takes(CheckOptions, DataOptions)
+def check(options: CheckOptions, data: DataOptions) -> None:
     """Name every broken, tiny, duplicate or captionless file, and show what training will make of the rest."""
     with show_events() as show:
-        report = autotune.check_data(
-            folder,
-            model=model,
-            resolution_px=resolution,
-            num_frames=num_frames,
-            caption=caption,
-            trigger=trigger,
-            control=control,
-            on_event=show,
-        )
-    print_result(report, as_json, reporting.data_report_lines)
-    if not report.can_train:
+        report = autotune.check_data(**given(options, but=("as_json", "strict")), **data.values(), on_event=show)
+    print_result(report, options.as_json, reporting.data_report_lines)
+    if not (report.is_clean if options.strict else report.can_train):
         raise typer.Exit(2)

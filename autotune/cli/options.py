@@ -26,7 +26,9 @@ PlanFile = Annotated[Path, typer.Argument(help="A plan made by `autotune plan`."
 Variant = Annotated[
     str | None, typer.Option("--hardware", help="Of a file with variants for several machines, whose to take.")
 ]
-Data = Annotated[str | None, typer.Option(help="Folder of images with same-stem .txt captions.")]
+Data = Annotated[
+    str | None, typer.Option(help="Folder of images with same-stem .txt captions, or a data.yaml that lists folders.")
+]
 Control = Annotated[Path | None, typer.Option(help="Folder of control images, for edit models.")]
 Caption = Annotated[str | None, typer.Option(help="Caption of images that have none.")]
 Trigger = Annotated[str | None, typer.Option(help="Word put in front of every caption that lacks it.")]
@@ -45,20 +47,58 @@ Price = Annotated[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JobOptions:
+class DataOptions:
+    """How a job's data is read, by the names of `Job`. None, empty: not given."""
+
+    control: Control = None
+    caption: Caption = None
+    trigger: Trigger = None
+    clips: Annotated[
+        str | None, typer.Option(help="Clips of a video: head (default), all, or a number of them, evenly spread.")
+    ] = None
+    shuffle_tags: Annotated[
+        int | None, typer.Option(min=0, help="Orders of a caption's tags that are seen; default 0: as written.")
+    ] = None
+    keep_tags: Annotated[int | None, typer.Option(min=0, help="First tags that stay in front; default 0.")] = None
+    flip: Annotated[bool | None, typer.Option("--flip/--no-flip", help="Mirror images half of the time.")] = None
+    crop: Annotated[str | None, typer.Option(help="What stays of a cropped image: center (default) or top.")] = None
+    loss_mask: Annotated[
+        str | None, typer.Option(help="What the loss counts: none (default: all), files (NAME.mask.png) or alpha.")
+    ] = None
+
+    def values(self) -> dict[str, Any]:
+        """The fields of a job that the user gave.
+
+        Raises:
+            BadParameter: a job cannot have a value.
+        """
+        values = given(self)
+        values |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        values |= {name: _parsed(values[name], kind) for name, kind in NUMBER_OR_NAME.items() if name in values}
+        for name, value in values.items():
+            _require_valid(name, value)
+        return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobOptions(DataOptions):
     """How a job trains, by the names of `Job`: what a plan starts with and a run may change. None, empty: not given."""
 
     base: Annotated[
         str | None, typer.Option(help="For a --model in one file: folder or hub id that its other parts come from.")
     ] = None
-    control: Control = None
-    caption: Caption = None
-    trigger: Trigger = None
     caption_dropout: Annotated[float | None, typer.Option(help="Share of captions left out; default 0.")] = None
     from_adapter: Annotated[
         Path | None, typer.Option(help="Go on with this adapter: diffusers', ComfyUI's or kohya's.", metavar="FILE")
     ] = None
     save_dtype: Annotated[str | None, typer.Option(help="Of the adapter: bf16 (default), fp16 or fp32.")] = None
+    mask_floor: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Weight of the loss where a mask is black; default 0.")
+    ] = None
+    cache: Annotated[
+        str | None, typer.Option(help="Where encoded data is kept: disk (default) or memory, until the run ends.")
+    ] = None
     num_steps: Steps = None
     num_train_epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Epochs, instead of steps.")] = None
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of the job.")] = None
@@ -95,14 +135,7 @@ class JobOptions:
         """
         if self.num_steps and self.num_train_epochs:
             raise typer.BadParameter("epochs take the place of steps", param_hint=option_of("num_train_epochs"))
-        values = given(self)
-        values |= {name: str(value) for name, value in values.items() if isinstance(value, Path)}
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        if self.timestep_shift:
-            values["timestep_shift"] = _shift(self.timestep_shift)
-        for name, value in values.items():
-            _require_valid(name, value)
-        return values
+        return DataOptions.values(self)
 
 
 def one_of(option: str, value: str | None, known: Sequence[str]) -> str | None:
@@ -168,8 +201,12 @@ def takes(*options: type) -> Callable[[Callable[..., None]], Callable[..., None]
     return command_of
 
 
-def _shift(text: str) -> float | str:
+NUMBER_OR_NAME: dict[str, type[int] | type[float]] = {"timestep_shift": float, "clips": int}
+"""Options that take a number or a name."""
+
+
+def _parsed(text: str, kind: type[int] | type[float]) -> float | str:
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
         return text

@@ -81,7 +81,9 @@ def sample(
     control: Annotated[
         list[Path] | None, typer.Option(help="Control image of an edit model; repeat for more.", metavar="FILE")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="PNG file; in RUN by default.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File, .mp4 for a clip; in RUN by default.")
+    ] = None,
 ) -> None:
     """Sample from a trained adapter, through the model's stock pipeline."""
     with show_events() as show:

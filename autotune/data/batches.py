@@ -17,24 +17,42 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, groupby, pairwise
+from typing import NamedTuple
 
+FLIP_SHARE = 0.5
+"""Share of images that are mirrored, with `flip`."""
 PLANNED_STEPS = 32
 """Steps planned at once: planning a single step right after a model pass took four times as long."""
 
-Chunk = Sequence[tuple[int, bool]]
-"""Images as (index, whether the caption is dropped)."""
+
+class Draw(NamedTuple):
+    """One image as it is seen once."""
+
+    item: int
+    """Its index."""
+    dropped: bool = False
+    """Whether its caption is dropped."""
+    caption: int = 0
+    """Which of its captions it has."""
+    flipped: bool = False
+    """Whether it is mirrored."""
+
+
+Chunk = Sequence[Draw]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Samples that go through the model together."""
 
-    indices: tuple[int, ...]
-    dropped: tuple[bool, ...]
-    """For each sample, whether its caption is dropped."""
+    draws: tuple[Draw, ...]
     weight: float
     """Share of this process's part of the step: the factor of its mean loss. The weights of a step sum to 1 on every
     process, and averaging gradients over processes then gives the mean over the effective batch."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(draw.item for draw in self.draws)
 
 
 @dataclass(frozen=True)
@@ -47,6 +65,8 @@ class BatchOrder:
         effective_batch_size: images per optimizer step, over all processes.
         seed: seed of the shuffle and of caption dropout.
         caption_dropout: probability that a caption is dropped, drawn anew each time an image is seen.
+        num_captions: captions of each item, one of which is drawn each time; empty if each has one.
+        flip: whether an image is mirrored half of the time.
     """
 
     groups: tuple[int, ...]
@@ -54,6 +74,8 @@ class BatchOrder:
     effective_batch_size: int
     seed: int
     caption_dropout: float = 0.0
+    num_captions: tuple[int, ...] = ()
+    flip: bool = False
 
     @cached_property
     def epoch_size(self) -> int:
@@ -65,8 +87,8 @@ class BatchOrder:
         """Optimizer steps that an epoch takes; the last of them may be shared with the next epoch."""
         return math.ceil(self.epoch_size / self.effective_batch_size)
 
-    def images(self, step: int) -> tuple[tuple[int, bool], ...]:
-        """(index, whether the caption is dropped) of every image of one step, in the order seen."""
+    def images(self, step: int) -> tuple[Draw, ...]:
+        """Every image of one step, in the order seen."""
         start, size = step * self.effective_batch_size, self.epoch_size
         positions = range(start, start + self.effective_batch_size)
         return tuple(self._epoch(position // size)[position % size] for position in positions)
@@ -87,10 +109,7 @@ class BatchOrder:
         images = sorted(self.images(step), key=self._group)
         parts = [self._cut(images[start : start + share], micro_batch_size) for start in range(0, len(images), share)]
         chunks = _split_to(parts[rank], max(len(part) for part in parts))
-        return tuple(
-            MicroBatch(tuple(index for index, _ in chunk), tuple(drop for _, drop in chunk), len(chunk) / share)
-            for chunk in chunks
-        )
+        return tuple(MicroBatch(tuple(chunk), len(chunk) / share) for chunk in chunks)
 
     def batches(
         self, steps: range, micro_batch_size: int, *, rank: int = 0, world_size: int = 1
@@ -103,8 +122,8 @@ class BatchOrder:
             ]
             yield from chain.from_iterable(planned)
 
-    def _group(self, image: tuple[int, bool]) -> int:
-        return self.groups[image[0]]
+    def _group(self, image: Draw) -> int:
+        return self.groups[image.item]
 
     def _cut(self, images: Chunk, micro_batch_size: int) -> list[Chunk]:
         """Images sorted by group, cut within each group into the fewest even parts of at most `micro_batch_size`."""
@@ -115,7 +134,9 @@ class BatchOrder:
 def _shuffle_epoch(order: BatchOrder, epoch: int) -> Chunk:
     """All images of one epoch in the order seen."""
     rng = random.Random(f"{order.seed} order {epoch}")
-    dropout = random.Random(f"{order.seed} dropout {epoch}")
+    dropout, captions, flips = (
+        random.Random(f"{order.seed} {name} {epoch}") for name in ("dropout", "captions", "flips")
+    )
     remaining: defaultdict[int, list[int]] = defaultdict(list)
     for index, (group, repeats) in enumerate(zip(order.groups, order.repeats, strict=True)):
         remaining[group] += [index] * repeats
@@ -129,7 +150,15 @@ def _shuffle_epoch(order: BatchOrder, epoch: int) -> Chunk:
         chosen = remaining[rng.choices(groups, [len(remaining[group]) for group in groups])[0]]
         sequence += chosen[:needed]
         del chosen[:needed]
-    return tuple((index, dropout.random() < order.caption_dropout) for index in sequence)
+    return tuple(
+        Draw(
+            index,
+            dropped=dropout.random() < order.caption_dropout,
+            caption=captions.randrange(order.num_captions[index]) if order.num_captions else 0,
+            flipped=order.flip and flips.random() < FLIP_SHARE,
+        )
+        for index in sequence
+    )
 
 
 def _even_parts(images: Chunk, number: int) -> list[Chunk]:

@@ -129,6 +129,30 @@ class Cache:
                 os.utime(path)
 
 
+class MemoryCache(Cache):
+    """Encoded tensors in this process's memory: nothing is written, and they are gone when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._entries: dict[str, Tensors] = {}
+
+    def read(self, key: str) -> Tensors | None:
+        return self._entries.get(key)
+
+    def write(self, key: str, tensors: Mapping[str, Tensor]) -> int:
+        self._entries[key] = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        return 0
+
+    def evict(self, keep: Collection[str]) -> int:
+        return 0
+
+    def remove_stale(self) -> None:
+        pass
+
+    def require_space(self, needed_bytes: int) -> None:
+        pass
+
+
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes, in hex."""
     digest = hashlib.sha256()

@@ -2,16 +2,20 @@
 
 import json
 import os
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autotune.data.files import Media
 from autotune.runtime import read_bounded
 
 METADATA = "metadata.jsonl"
 MAX_REPEATS = 1000
+MAX_CAPTIONS = 100
+"""Of one image."""
 MAX_METADATA_BYTES = 64 << 20
 MAX_CAPTION_BYTES = 1 << 20
 """Far above what any text encoder reads."""
@@ -28,6 +32,8 @@ class MetadataLine:
     """Caption; None leaves it to the file's own text file."""
     repeats: int | None = None
     """Number of times that the file is seen per epoch; None leaves it to its folder's name."""
+    other_texts: tuple[str, ...] = ()
+    """Further captions, if it has several."""
 
 
 class UnreadableCaption(ValueError):
@@ -73,15 +79,16 @@ def _parse_line(raw: bytes) -> tuple[str, MetadataLine]:
     if not isinstance(entry, dict) or not isinstance(entry.get("file_name"), str):
         raise ValueError("no `file_name`")
     text, repeats = entry.get("text"), entry.get("repeats")
-    if not isinstance(text, str) and not (text is None and "repeats" in entry):
+    texts: list[Any] = text if isinstance(text, list) and 0 < len(text) <= MAX_CAPTIONS else [text]
+    if not all(isinstance(one, str) for one in texts) and not (text is None and "repeats" in entry):
         raise ValueError("no `text`")
     if "repeats" in entry and (type(repeats) is not int or not 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"`repeats` is not a whole number from 1 to {MAX_REPEATS}")
-    return entry["file_name"].removeprefix("./"), MetadataLine(text, repeats)
+    return entry["file_name"].removeprefix("./"), MetadataLine(texts[0], repeats, tuple(texts[1:]))
 
 
-def read_caption(media: Media, metadata: Mapping[str, MetadataLine]) -> str:
-    """The caption of one image or clip as a single line, empty if it has none.
+def read_captions(media: Media, metadata: Mapping[str, MetadataLine]) -> tuple[str, ...]:
+    """The captions of one image or clip, each as a single line; a single empty one if it has none.
 
     Raises:
         UnreadableCaption: its text file is not UTF-8 or cannot be read.
@@ -95,7 +102,21 @@ def read_caption(media: Media, metadata: Mapping[str, MetadataLine]) -> str:
         except (OSError, UnicodeDecodeError) as error:
             reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not UTF-8 text"
             raise UnreadableCaption(f"its caption {file.name} {reason}") from error
-    return " ".join((text or "").split())
+    others = line.other_texts if line else ()
+    return tuple(" ".join((one or "").split()) for one in (text, *others))
+
+
+def order_tags(text: str, num_orders: int, keep: int, seed: int) -> tuple[str, ...]:
+    """A caption's comma-separated tags in up to `num_orders` orders, the written one first; `keep` tags stay in front.
+
+    A pure function of its arguments: each order is encoded once.
+    """
+    tags = [tag.strip() for tag in text.split(",")]
+    first, rest = tags[:keep], tags[keep:]
+    rng, orders = random.Random(f"{seed} tags {text}"), [text]
+    for _ in range(num_orders - 1 if len(rest) > 1 else 0):
+        orders.append(", ".join([*first, *rng.sample(rest, len(rest))]))
+    return tuple(dict.fromkeys(orders))
 
 
 def complete_caption(text: str, *, caption: str | None, trigger: str | None) -> str:

@@ -1,16 +1,19 @@
 """The dataset check before training: what a folder holds, what is wrong with it, and how training will use it."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autotune.data.buckets import assign_buckets, make_buckets
-from autotune.data.dataset import DatasetOptions, Item, OnProgress, PrintableStr, Problem, scan_dataset
+from autotune.data.dataset import OnProgress, scan_dataset
+from autotune.data.items import Item, PrintableStr, Problem
+from autotune.data.options import DatasetOptions
 from autotune.schema import Bucket, Frozen, NaturalInt, PositiveInt
 
 MAX_UPSCALING = 1.5
-"""Images enlarged by more than this factor (per side) are counted: blur is learned like any other feature."""
+"""By default images enlarged by more (per side) are counted: blur is learned like any other feature."""
 
 MAX_CROP = 0.25
-"""Images that lose more than this share of their area to the crop are named in the report."""
+"""By default images that lose more than this share of their area to the crop are named."""
 
 
 class DataReport(Frozen):
@@ -26,10 +29,12 @@ class DataReport(Frozen):
     num_with_controls: int = NaturalInt
     problems: tuple[Problem, ...]
     buckets: tuple[Bucket, ...]
+    max_upscaling: float = MAX_UPSCALING
+    max_crop: float = MAX_CROP
     num_enlarged: int = NaturalInt
-    """Images enlarged by more than `MAX_UPSCALING`."""
+    """Images enlarged by more than `max_upscaling`."""
     cropped: tuple[PrintableStr, ...]
-    """Names of images that lose more than `MAX_CROP` of their area."""
+    """Names of images that lose more than `max_crop` of their area."""
     caption_words: tuple[int, int, int] | None = None
     """Minimum, median and maximum number of words in a caption; None without any usable image."""
 
@@ -37,6 +42,11 @@ class DataReport(Frozen):
     def can_train(self) -> bool:
         """Whether `read_dataset` would accept the folder."""
         return self.num_usable > 0 and all(problem.kind != "captionless" for problem in self.problems)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is nothing to complain of: what a strict check asks for."""
+        return self.can_train and not (self.problems or self.num_enlarged or self.cropped or self.num_unverified)
 
 
 def check_dataset(
@@ -46,9 +56,12 @@ def check_dataset(
     resolution_px: int,
     multiple_px: int,
     max_side_px: int,
+    max_upscaling: float = MAX_UPSCALING,
+    max_crop: float = MAX_CROP,
+    on_pairs: Callable[[Sequence[tuple[Item, Bucket]]], None] = lambda pairs: None,
     on_progress: OnProgress | None = None,
 ) -> DataReport:
-    """Check every file as training would read it.
+    """Check every file as training would read it; `on_pairs` gets the usable items with their buckets.
 
     Raises:
         InvalidInput: a folder does not exist, or the resolution is too small.
@@ -58,6 +71,7 @@ def check_dataset(
     pairs = [
         (item, buckets[index]) for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
     ]
+    on_pairs(pairs)
     words = sorted(len(item.caption.split()) for item in dataset.items)
     return DataReport(
         folder=str(folder),
@@ -68,8 +82,10 @@ def check_dataset(
         num_with_controls=sum(bool(item.control_paths) for item in dataset.items),
         problems=dataset.problems,
         buckets=buckets,
-        num_enlarged=sum(_scale(item, bucket) > MAX_UPSCALING for item, bucket in pairs),
-        cropped=tuple(item.path.name for item, bucket in pairs if _lost_share(item, bucket) > MAX_CROP),
+        max_upscaling=max_upscaling,
+        max_crop=max_crop,
+        num_enlarged=sum(_scale(item, bucket) > max_upscaling for item, bucket in pairs),
+        cropped=tuple(item.path.name for item, bucket in pairs if _lost_share(item, bucket) > max_crop),
         caption_words=(words[0], words[len(words) // 2], words[-1]) if words else None,
     )
 

@@ -5,8 +5,8 @@ missing. Samples of a small dataset come from memory, those of a large one from 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from autotune.data.buckets import assign_buckets
 from autotune.data.cache import Cache, Tensors
-from autotune.data.dataset import Dataset, Item, OnProgress, Problem, file_digest
+from autotune.data.dataset import Dataset, OnProgress
 from autotune.data.encoders import Encoders
 from autotune.data.entries import CacheEntry, ItemEntries, make_item_entries
-from autotune.data.pixels import open_image, to_rgb
+from autotune.data.items import Item, Problem, file_digest
+from autotune.data.masks import find_mask, loss_weights
+from autotune.data.pixels import CENTERING, open_image, to_rgb
+from autotune.data.video import ClipSpan, read_clip
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.families import ResolvedModel, Sample
-from autotune.schema import Bucket
+from autotune.schema import Bucket, Crop
 
 MEMORY_BYTES = 512 * 1024**2
 """Encoded tensors up to this size stay in memory; the others are read from the cache for each batch."""
@@ -41,6 +44,19 @@ class EncodedDataset:
     """The cache entries of each item."""
     cache: Cache
     in_memory: Mapping[str, Tensors] = field(repr=False)
+    masks: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """Loss masks at the size of latents, by key."""
+    mask_floor: float = 0.0
+    """Weight of the loss where a mask is black."""
+
+    @cached_property
+    def num_captions(self) -> tuple[int, ...]:
+        """For each item the number of captions that it is seen with."""
+        return tuple(len(entries.prompts) for entries in self.entries)
+
+    @cached_property
+    def _is_weighted(self) -> bool:
+        return any(entries.mask_key for entries in self.entries) or any(item.weight != 1 for item in self.items)
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
@@ -51,18 +67,26 @@ class EncodedDataset:
         numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
         return tuple(numbers[shape] for shape in shapes)
 
-    def sample(self, index: int, *, dropped: bool = False) -> Sample:
-        """One sample; with `dropped`, conditioned on the empty caption instead of its own.
+    def sample(self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False) -> Sample:
+        """One sample as a `Draw` names it; with `dropped`, conditioned on the empty caption instead of its own.
 
         Raises:
             AutotuneError: the cache has lost the entry since it was made.
             ValueError: `dropped`, but the data was encoded without caption dropout.
         """
         entries = self.entries[index]
-        prompt = entries.empty_prompt if dropped else entries.prompt
+        prompt = entries.empty_prompt if dropped else entries.prompts[caption]
         if prompt is None:
             raise ValueError("the data was encoded without caption dropout")
-        pixels = {name: self._read(latents.key)["latents"] for name, latents in entries.latents.items()}
+        sources = entries.flipped_latents if flipped else entries.latents
+        pixels = {name: self._read(latents.key)["latents"] for name, latents in sources.items()}
+        if self._is_weighted:
+            height, width = pixels["latents"].shape[-2:]
+            mask = self.masks[entries.mask_key] if entries.mask_key else None
+            weight = self.items[index].weight
+            pixels["loss_weights"] = loss_weights(
+                mask, (height, width), floor=self.mask_floor, weight=weight, flipped=flipped
+            )
         return {**self._read(prompt.key), **pixels}
 
     def _read(self, key: str) -> Tensors:
@@ -82,6 +106,8 @@ def encode_dataset(
     cache: Cache,
     *,
     caption_dropout: float = 0.0,
+    flip: bool = False,
+    mask_floor: float = 0.0,
     on_progress: OnProgress | None = None,
 ) -> EncodedDataset:
     """Encode what the cache lacks, and give access to all.
@@ -96,6 +122,8 @@ def encode_dataset(
             images take the shape of the image they belong to.
         cache: where entries are stored.
         caption_dropout: above 0, the empty caption is encoded too.
+        flip: images are encoded mirrored, too.
+        mask_floor: weight of the loss where a mask is black.
         on_progress: called with (done, total) entries; those found in the cache count as done.
 
     Raises:
@@ -107,14 +135,24 @@ def encode_dataset(
     bucket_indices, identity = assign_buckets(dataset, buckets), encoders.identity
     planned: dict[int, ItemEntries] = {}
     failures: dict[int, str] = {}
+    masks: dict[str, Tensor] = {}
+    digest = lru_cache(maxsize=None)(file_digest)  # of a video with many clips once
     for index, (item, bucket) in enumerate(zip(dataset.items, bucket_indices, strict=True)):
         try:
-            planned[index] = make_item_entries(item, buckets[bucket], identity, with_empty=caption_dropout > 0)
+            entries = make_item_entries(
+                item, buckets[bucket], identity, with_empty=caption_dropout > 0, with_flipped=flip, digest=digest
+            )
+            if item.mask_path:
+                size = _latent_size(encoders.model, buckets[bucket])
+                key, mask = find_mask(cache, item, item.mask_path, buckets[bucket], size)
+                entries, masks[key] = replace(entries, mask_key=key), mask
         except OSError as error:
-            failures[index] = f"cannot be read: {error.strerror}"
-    entries = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
-    store = _EntryStore(cache, len(entries), on_progress)
-    unreadable = _encode_missing(encoders, store, entries.values())
+            failures[index] = f"cannot be read: {error.strerror or error}"
+        else:
+            planned[index] = entries
+    needed = {entry.key: entry for of_item in planned.values() for entry in of_item.all}
+    store = _EntryStore(cache, len(needed), on_progress)
+    unreadable = _encode_missing(encoders, store, needed.values())
     for index, of_item in planned.items():
         if keys := of_item.keys & unreadable.keys():
             failures[index] = unreadable[min(keys)]
@@ -133,7 +171,14 @@ def encode_dataset(
         entries=tuple(planned[index] for index in usable),
         cache=cache,
         in_memory=store.in_memory,
+        masks=masks,
+        mask_floor=mask_floor,
     )
+
+
+def _latent_size(model: ResolvedModel, bucket: Bucket) -> tuple[int, int]:
+    height, width = model.family.sample_shapes(model.config, bucket, 1)["latents"][-2:]
+    return height, width
 
 
 @dataclass
@@ -251,7 +296,10 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
     """
     groups = [entry.paths] if entry.caption is None else [(path,) for path in entry.paths]
     try:
-        pixels = [open_pixels(paths, entry.bucket.width_px, entry.bucket.height_px) for paths in groups]
+        size = (entry.bucket.width_px, entry.bucket.height_px)
+        pixels = [open_pixels(paths, *size, entry.span, crop=entry.crop) for paths in groups]
+        if entry.flipped:
+            pixels = [one.flip(-1) for one in pixels]
         has_changed = tuple(map(file_digest, entry.paths)) != entry.digests
     except Exception as error:  # decoders raise anything for damaged files
         raise _Unreadable(f"cannot be decoded: {error}") from error
@@ -263,14 +311,20 @@ def _open_files(entry: CacheEntry) -> list[Tensor]:
     return pixels
 
 
-def open_pixels(paths: Sequence[Path], width_px: int, height_px: int) -> Tensor:
-    """One image, or the frames of one clip, resized and center-cropped: float32 (3, frames, height, width) in [-1, 1].
+def open_pixels(
+    paths: Sequence[Path], width_px: int, height_px: int, span: ClipSpan | None = None, *, crop: Crop = "center"
+) -> Tensor:
+    """One image, or the frames of one clip, resized and cropped: float32 (3, frames, height, width) in [-1, 1].
 
     Raises:
         OSError: a file cannot be read or decoded.
     """
-    frames = []
-    for path in paths:
-        with open_image(path) as image:
-            frames.append(np.asarray(ImageOps.fit(to_rgb(image), (width_px, height_px), Image.Resampling.LANCZOS)))
-    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).to(torch.float32) / 127.5 - 1
+    images = read_clip(paths[0], span) if span else map(_open_rgb, paths)
+    size, sharp = (width_px, height_px), Image.Resampling.LANCZOS
+    frames = [np.asarray(ImageOps.fit(one, size, sharp, centering=CENTERING[crop])) for one in images]  # one at a time
+    return torch.from_numpy(np.stack(frames)).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1)
+
+
+def _open_rgb(path: Path) -> Image.Image:
+    with open_image(path) as image:
+        return to_rgb(image)

@@ -1,17 +1,18 @@
 """Which cache entries each item needs: what an entry is made from, which encoder makes it, and so its key."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
 from autotune.data.cache import entry_key
 from autotune.data.captions import EMPTY_CAPTION
-from autotune.data.dataset import Item, file_digest
+from autotune.data.items import Item, file_digest
+from autotune.data.video import ClipSpan
 from autotune.families import Family
-from autotune.schema import Bucket
+from autotune.schema import Bucket, Crop
 
 WEIGHT_SAMPLE_BYTES = 1024**2
 """Read from each end of a large file to recognize it: hashing a 16 GB text encoder would take half a minute."""
@@ -68,6 +69,11 @@ class CacheEntry:
     """Shape that the files are resized to."""
     caption: str | None = None
     """None for pixels."""
+    span: ClipSpan | None = None
+    """The part of a video; None for images."""
+    crop: Crop = "center"
+    flipped: bool = False
+    """Whether it is mirrored."""
 
     def __str__(self) -> str:
         return f"pixels of {self.paths[0]}" if self.caption is None else f"caption {self.caption[:80]!r}"
@@ -77,33 +83,55 @@ class CacheEntry:
 class ItemEntries:
     """All cache entries of one item."""
 
-    prompt: CacheEntry
+    prompts: tuple[CacheEntry, ...]
+    """One for each of its captions."""
     empty_prompt: CacheEntry | None
     """The empty caption; None unless captions may be dropped."""
     latents: Mapping[str, CacheEntry]
     """By name in the sample: `latents`, and `control_latents_1`, `control_latents_2` ... for its control images."""
+    flipped_latents: Mapping[str, CacheEntry]
+    """The same mirrored; empty unless images may be flipped."""
+    mask_key: str | None = None
+    """Key of its loss mask, if it has one."""
 
     @property
     def all(self) -> tuple[CacheEntry, ...]:
-        return (self.prompt, *([self.empty_prompt] if self.empty_prompt else []), *self.latents.values())
+        empty = (self.empty_prompt,) if self.empty_prompt else ()
+        return (*self.prompts, *empty, *self.latents.values(), *self.flipped_latents.values())
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset(entry.key for entry in self.all)
+        return frozenset(entry.key for entry in self.all) | ({self.mask_key} if self.mask_key else set())
 
 
-def make_item_entries(item: Item, bucket: Bucket, identity: EncoderIdentity, *, with_empty: bool) -> ItemEntries:
-    """The entries of one item whose images take the shape of `bucket`; `with_empty` adds the empty caption.
+def make_item_entries(
+    item: Item,
+    bucket: Bucket,
+    identity: EncoderIdentity,
+    *,
+    with_empty: bool,
+    with_flipped: bool = False,
+    digest: Callable[[Path], str] = file_digest,
+) -> ItemEntries:
+    """The entries of one item whose images take the shape of `bucket`.
+
+    `with_empty` adds the empty caption, and `with_flipped` its pixels mirrored. `digest` is `file_digest`, which the
+    caller may have remember large files.
 
     Raises:
         OSError: one of its files cannot be read.
     """
-    sources = {"latents": item.pixel_paths}
-    sources |= {f"control_latents_{number}": (path,) for number, path in enumerate(item.control_paths, start=1)}
+    controls = {f"control_latents_{number}": (path,) for number, path in enumerate(item.control_paths, start=1)}
     return ItemEntries(
-        prompt=make_prompt_entry(item.caption, item.control_paths, bucket, identity),
+        prompts=tuple(make_prompt_entry(one, item.control_paths, bucket, identity) for one in item.captions),
         empty_prompt=make_prompt_entry(EMPTY_CAPTION, item.control_paths, bucket, identity) if with_empty else None,
-        latents={name: _make_latents_entry(paths, bucket, identity) for name, paths in sources.items()},
+        latents={
+            "latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item),
+            **{name: _make_latents_entry(paths, bucket, identity, digest) for name, paths in controls.items()},
+        },
+        flipped_latents={"latents": _make_latents_entry(item.pixel_paths, bucket, identity, digest, item, flipped=True)}
+        if with_flipped
+        else {},
     )
 
 
@@ -117,7 +145,21 @@ def make_prompt_entry(
     return CacheEntry(key, control_paths, digests, bucket, caption)
 
 
-def _make_latents_entry(paths: tuple[Path, ...], bucket: Bucket, identity: EncoderIdentity) -> CacheEntry:
-    digests = tuple(map(file_digest, paths))
-    key = entry_key("latents", files=digests, size=(bucket.width_px, bucket.height_px), encoder=identity.vae)
-    return CacheEntry(key, paths, digests, bucket)
+def _make_latents_entry(
+    paths: tuple[Path, ...],
+    bucket: Bucket,
+    identity: EncoderIdentity,
+    digest: Callable[[Path], str],
+    item: Item | None = None,
+    *,
+    flipped: bool = False,
+) -> CacheEntry:
+    """Of the pixels of `item`, or of one of its control images, which are whole and never mirrored."""
+    digests = tuple(map(digest, paths))
+    span, crop = (item.span, item.crop) if item else (None, "center")
+    usual = {"clip": None, "crop": "center", "flipped": False}  # parts that keys have not always had
+    parts = {"clip": asdict(span) if span else None, "crop": crop, "flipped": flipped}
+    unusual = {name: value for name, value in parts.items() if value != usual[name]}
+    size = (bucket.width_px, bucket.height_px)
+    key = entry_key("latents", files=digests, size=size, encoder=identity.vae, **unusual)
+    return CacheEntry(key, paths, digests, bucket, span=span, crop=crop, flipped=flipped)

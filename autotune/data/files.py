@@ -1,5 +1,6 @@
-"""What lies in a data folder: images, clips of frames, control images. Looks at names only and opens nothing."""
+"""What lies in a data folder: images, videos, clips of frames, control images. Looks at names only."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -12,15 +13,23 @@ from autotune.schema import RUN_PLAN_FILE
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".mkv", ".webm", ".avi"})
+ANIMATION_SUFFIXES = frozenset({".gif", ".webp"})
 UNSUPPORTED_SUFFIXES = VIDEO_SUFFIXES | {".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl"}
-"""Images and videos that people expect to be read and that are not: they are named instead of ignored."""
+"""Files that people expect to be read: those that are not are named instead of ignored."""
+MASK_SUFFIX = ".mask.png"
+"""End of the name of a mask: `NAME.mask.png` is that of `NAME.*`."""
 REPEATS = re.compile(r"(\d{1,3})_.+")
 """A folder's name by which kohya's trainers show its images so many times per epoch, e.g. `10_dog`."""
 
 
+def has_video_decoder() -> bool:
+    """Whether PyAV is installed, which decodes video files."""
+    return importlib.util.find_spec("av") is not None
+
+
 @dataclass(frozen=True)
 class Media:
-    """One image, or one clip with its frames in order."""
+    """One image or video, or one clip with its frames in order."""
 
     name: str
     """Path below the data folder with forward slashes, as `metadata.jsonl` writes it."""
@@ -45,15 +54,17 @@ class Media:
 
 
 def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tuple[Media, ...]:
-    """Find the images below `folder`, sorted by name; with `clips`, each folder of images below it is one clip.
+    """Find the images below `folder`, sorted by name; with `clips` videos too, and each folder of images is one clip.
 
     Hidden files and folders are ignored, and so is everything below `exclude` (a control folder inside the data) or in
     the output folder of a run.
     """
-    paths = [path for path in _list_files(folder, exclude) if path.suffix.lower() in IMAGE_SUFFIXES]
+    suffixes = _readable_suffixes(clips=clips)
+    files = (path for path in _list_files(folder, exclude) if not path.name.endswith(MASK_SUFFIX))
+    paths = [path for path in files if path.suffix.lower() in suffixes]
     frames: defaultdict[Path, list[Path]] = defaultdict(list)
     for path in paths:
-        if clips and path.parent != folder:
+        if clips and path.parent != folder and path.suffix.lower() in IMAGE_SUFFIXES:
             frames[path.parent].append(path)
         else:
             frames[path] = [path]
@@ -64,17 +75,34 @@ def find_media(folder: Path, *, clips: bool, exclude: Path | None = None) -> tup
     return tuple(sorted(media, key=lambda one: one.name))
 
 
-def find_unsupported(folder: Path, *, exclude: Path | None = None) -> dict[str, str]:
-    """Media files in a format that is not read, by name, with what to do about each."""
-    paths = (path for path in _list_files(folder, exclude) if path.suffix.lower() in UNSUPPORTED_SUFFIXES)
-    return {path.relative_to(folder).as_posix(): _explain_unsupported(path) for path in paths}
+def _readable_suffixes(*, clips: bool) -> frozenset[str]:
+    videos = VIDEO_SUFFIXES if has_video_decoder() else frozenset[str]()
+    return IMAGE_SUFFIXES | ANIMATION_SUFFIXES | videos if clips else IMAGE_SUFFIXES
 
 
-def _explain_unsupported(path: Path) -> str:
+def find_unsupported(folder: Path, *, clips: bool, exclude: Path | None = None) -> dict[str, str]:
+    """Media files that are not read, by name, with what to do about each."""
+    suffixes = UNSUPPORTED_SUFFIXES - _readable_suffixes(clips=clips)
+    paths = (path for path in _list_files(folder, exclude) if path.suffix.lower() in suffixes)
+    return {path.relative_to(folder).as_posix(): _explain_unsupported(path, clips=clips) for path in paths}
+
+
+def _explain_unsupported(path: Path, *, clips: bool) -> str:
     if path.suffix.lower() not in VIDEO_SUFFIXES:
         return "its format is not read: convert it to png, jpeg or webp"
+    if not clips:
+        return "a video trains only models that make clips, with --frames above 1"
     file, frames = shlex.quote(str(path)), shlex.quote(str(path.with_suffix("")))
-    return f"videos are read as folders of frames: mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
+    return (
+        f"videos are read with PyAV, or as folders of frames: pip install 'lora-autotune[video]', or "
+        f"mkdir {frames} && ffmpeg -i {file} {frames}/%05d.png"
+    )
+
+
+def find_masks(folder: Path, *, exclude: Path | None = None) -> dict[str, Path]:
+    """Masks below `folder`, by the stem of what they belong to."""
+    masks = (path for path in _list_files(folder, exclude) if path.name.endswith(MASK_SUFFIX))
+    return {path.relative_to(folder).as_posix().removesuffix(MASK_SUFFIX): path for path in masks}
 
 
 def find_runs(folder: Path) -> tuple[Path, ...]:

@@ -62,6 +62,5 @@ class BatchLoader:
         return batch
 
     def _load(self, planned: MicroBatch) -> Batch:
-        pairs = zip(planned.indices, planned.dropped, strict=True)
-        batch = self.collate_fn([self.dataset.sample(index, dropped=dropped) for index, dropped in pairs])
+        batch = self.collate_fn([self.dataset.sample(*draw) for draw in planned.draws])
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch

@@ -14,7 +14,10 @@ TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 """Pillow goes by a file's content, whatever its name: one of its other decoders would start Ghostscript."""
+ANIMATED_FORMATS = ("GIF", "WEBP")
 
+CENTERING = {"center": (0.5, 0.5), "top": (0.5, 0.0)}
+"""Of a crop: the share of what is cut off that lies on the left, and at the top."""
 
 MAX_PIXELS = 1 << 26
 """Pixels of an image, 8,192 x 8,192: decoded, and converted band by band, it takes up to 600 MiB. Pillow itself opens
@@ -27,8 +30,8 @@ _large_image = threading.Lock()
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our limit is lower
 
 
-def open_image(path: Path) -> Image.Image:
-    """Open a png, jpeg or webp file; only its header is read.
+def open_image(path: Path, *, animated: bool = False) -> Image.Image:
+    """Open a png, jpeg or webp file, or with `animated` a gif or webp; only its header is read.
 
     Raises:
         OSError: it has another format, is too large, cannot be read, or is a pipe or device that might be read without
@@ -37,9 +40,10 @@ def open_image(path: Path) -> Image.Image:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path.name} is not a regular file")
     try:
-        image = Image.open(path, formats=FORMATS)
+        image = Image.open(path, formats=ANIMATED_FORMATS if animated else FORMATS)
     except UnidentifiedImageError as error:
-        raise OSError("it is not a png, jpeg or webp image") from error
+        kinds = "gif or webp" if animated else "png, jpeg or webp"
+        raise OSError(f"it is not a {kinds} image") from error
     if image.width * image.height > MAX_PIXELS:
         image.close()
         raise OSError(f"its {image.width} x {image.height} px are over {MAX_PIXELS >> 20} megapixels: make it smaller")

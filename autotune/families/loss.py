@@ -21,7 +21,8 @@ def denoising_loss(
     Args:
         family: predicts by the model.
         transformer: the model that it calls.
-        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning.
+        batch: collated samples; `latents` (batch, channels, frames, height, width) and the conditioning. If any has a
+            mask or a weight also `loss_weights` (batch, 1, 1, height, width), factors of the squared error.
         noise: standard normal, in the shape of the latents.
         levels: (batch,) of noise, as `process` counts them.
         process: the model's, by default the family's.
@@ -30,7 +31,11 @@ def denoising_loss(
     process, clean = process or family.noise, batch["latents"]
     noisy = process.add_noise(clean, noise, levels)
     predicted = family.predict(transformer, noisy, levels, batch)
-    if weighting == "none":
-        return nn.functional.mse_loss(predicted.float(), process.target(clean, noise, levels).float())
-    errors = (predicted.float() - process.target(clean, noise, levels).float()).square().flatten(1).mean(dim=1)
-    return (process.weights(levels, weighting) * errors).mean()
+    target = process.target(clean, noise, levels).float()
+    if weighting == "none" and "loss_weights" not in batch:
+        return nn.functional.mse_loss(predicted.float(), target)
+    errors = (predicted.float() - target).square()
+    if "loss_weights" in batch:
+        errors = errors * batch["loss_weights"].float()
+    errors = errors.flatten(1).mean(dim=1)
+    return errors.mean() if weighting == "none" else (process.weights(levels, weighting) * errors).mean()

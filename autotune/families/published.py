@@ -36,6 +36,8 @@ class Defaults:
     """Calls of the transformer per denoising step: with and without the prompt, unless guidance is an input of it."""
     num_frames: int = 1
     """Frames of a clip if there is no data yet."""
+    frames_per_second: float = 24.0
+    """Rate of the clips that the model makes."""
     training_guidance: float | None = None
     """Guidance that the transformer gets as an input in training; None if it has no such input."""
     shift_by_tokens: tuple[tuple[int, float], tuple[int, float]] | None = None

@@ -148,6 +148,7 @@ class Wan21(Wan):
         timestep_shift=3.0,
         preview_steps=30,
         sampling_guidance=5.0,
+        frames_per_second=16.0,
         num_frames=81,  # five seconds at 16 frames per second, and the first frame
         sources={"timestep_shift": "diffusers' example for 480p", "sampling_guidance": "the pipeline's default"},
     )

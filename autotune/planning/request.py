@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from autotune.data import Dataset, DatasetOptions, read_dataset
+from autotune.data import Dataset, make_options, read_dataset
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext
 from autotune.schema import Job, MemoryBudget, TrainingPlan, Workload, job_from, split_reference
@@ -114,8 +114,8 @@ def read_data(request: PlanRequest, model: ResolvedModel) -> Dataset | None:
     if folder is None:
         return None
     frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
-    caption, trigger = request.text("caption"), request.text("trigger")
-    return read_dataset(folder, DatasetOptions(caption, trigger, request.path("control"), num_frames=frames))
+    job = {**dict(request.job or {}), **request.job_overrides}
+    return read_dataset(folder, make_options(job, model.family, frames))
 
 
 def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from autotune.data import MAX_CROP, MAX_UPSCALING, DataReport
+from autotune.data import DataReport
 from autotune.reporting.text import capped, wrapped
 
 MAX_NAMED = 20
@@ -15,6 +15,8 @@ TITLES = {
     "duplicate": "the same as another, left out",
     "control": "without a control image, left out",
     "short": "too short for a clip, left out",
+    "variable": "of a variable rate",
+    "mask": "a mask that fits no image, or such an image, left out",
     "run": "the output of training, left out",
     "unsupported": "of a format that is not read, left out",
     "metadata": "wrong in metadata.jsonl",
@@ -54,10 +56,11 @@ def _texts(report: DataReport) -> Iterator[str]:
 
 def _remarks(report: DataReport) -> Iterator[str]:
     if report.num_enlarged:
-        yield f"  {report.num_enlarged} scaled up more than {MAX_UPSCALING}x: use larger originals or less resolution"
+        more = f"more than {report.max_upscaling:g}x"
+        yield f"  {report.num_enlarged} scaled up {more}: use larger originals or less resolution"
     if report.cropped:
         named = ", ".join(capped(report.cropped, 3, ""))
-        yield f"  {len(report.cropped)} cropped by more than {MAX_CROP:.0%} of the area: {named}"
+        yield f"  {len(report.cropped)} cropped by more than {report.max_crop:.0%} of the area: {named}"
     if report.num_unverified:
         yield f"  {report.num_unverified} not decoded for lack of time: damage shows when they are encoded"
 

@@ -53,8 +53,11 @@ if TYPE_CHECKING:
     )
     from autotune.schema.job import (
         MAX_PREVIEW_PROMPTS,
+        ClipChoice,
+        Crop,
         Job,
         JobOverrides,
+        LossMask,
         SaveDtype,
         TimestepSampling,
         Weighting,

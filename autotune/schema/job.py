@@ -12,6 +12,9 @@ Schedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "plat
 SaveDtype = Literal["bf16", "fp16", "fp32"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr"]
 TimestepSampling = Literal["logit_normal", "uniform"]
+Crop = Literal["center", "top"]
+LossMask = Literal["none", "files", "alpha"]
+ClipChoice = Literal["head", "all"] | Annotated[int, Field(ge=1, le=64)]
 
 
 def _in_utf8(text: str) -> str:
@@ -68,7 +71,10 @@ class Job(Frozen):
     trigger: Words | None = None
     """Word put in front of every caption that lacks it."""
     num_frames: int = Field(default=1, ge=1)
-    """Frames of a clip. Above 1, each subfolder of the data is a clip."""
+    """Frames of a clip. Above 1, videos and subfolders of images in the data are clips."""
+    clips: ClipChoice = "head"
+    """Which clips of that length are taken of a video: the first, `all` one after the other, or so many, evenly spread
+    from its start to its end."""
     output: Place = "output"
     from_adapter: Place | None = None
     """File of an adapter, in any format that is known, whose training goes on; None begins a new one."""
@@ -96,6 +102,21 @@ class Job(Frozen):
     """How the loss weighs images by their noise."""
     caption_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of captions that are replaced by the empty one, drawn anew each time."""
+    shuffle_tags: int = Field(default=0, ge=0, le=100)
+    """Orders of a caption's comma-separated tags that are seen, the written one among them; each time one is drawn."""
+    keep_tags: int = Field(default=0, ge=0, le=100)
+    """Number of first tags that stay in front of any order."""
+    flip: bool = False
+    """Whether images are seen mirrored half of the time."""
+    crop: Crop = "center"
+    """Which part stays of an image that is cropped to its shape."""
+    loss_mask: LossMask = "none"
+    """Whether the loss counts parts of an image alone: those that are white in `NAME.mask.png` (`files`) or opaque
+    (`alpha`)."""
+    mask_floor: float = Field(default=0.0, ge=0, le=1)
+    """Weight of the loss where a mask is black."""
+    cache: Literal["disk", "memory"] = "disk"
+    """Where encoded captions and images are kept; from `memory` they are gone when the run ends."""
     seed: int = Field(ge=0, lt=2**63)
     """Seed of initial weights, order and noise. torch's generators take 63 bits."""
     checkpointing_steps: int = Field(default=250, ge=0)
@@ -148,6 +169,7 @@ class JobOverrides(TypedDict, total=False):
     caption: str
     trigger: str
     num_frames: int
+    clips: ClipChoice
     output: str
     from_adapter: str
     save_dtype: SaveDtype
@@ -163,6 +185,13 @@ class JobOverrides(TypedDict, total=False):
     guidance_scale: float
     weighting_scheme: Weighting
     caption_dropout: float
+    shuffle_tags: int
+    keep_tags: int
+    flip: bool
+    crop: Crop
+    loss_mask: LossMask
+    mask_floor: float
+    cache: Literal["disk", "memory"]
     seed: int
     checkpointing_steps: int
     checkpoints_total_limit: int

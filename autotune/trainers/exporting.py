@@ -14,10 +14,10 @@ from autotune.trainers.rules import CannotExpress, Context, Rule, Values, count_
 from autotune.trainers.trainer import FILL_IN, KnownModel, Trainer
 
 LEARNING = (
-    *("resolution", "num_frames", "rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size"),
+    *("resolution", "num_frames", "clips", "rank", "lora_alpha", "lora_dropout", "targets", "effective_batch_size"),
     *("control", "caption", "trigger", "num_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps"),
     *("weight_decay", "max_grad_norm", "timestep_sampling", "timestep_shift", "guidance_scale", "weighting_scheme"),
-    "caption_dropout",
+    *("caption_dropout", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor"),
 )
 """Names that decide what is learned."""
 LOADING = ("loader", "data_workers", "batch_memory")

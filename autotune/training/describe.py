@@ -140,8 +140,9 @@ def _text_lengths(
     controls = [
         [sizes[index]] * len(item.control_paths)
         for item, index in zip(dataset.items, assign_buckets(dataset, buckets), strict=True)
+        for _ in item.captions
     ]
-    captions = [item.caption for item in dataset.items]
+    captions = [caption for item in dataset.items for caption in item.captions]
     if drops_captions:
         captions, controls = [*captions, EMPTY_CAPTION], [*controls, controls[0]]
     hint = "download the model again; a file is missing or damaged"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from autotune.data import Dataset, EncodedDataset
+from autotune.data import Dataset, EncodedDataset, list_places
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.runtime import PART_FILES, require_free_disk
 from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_of, read_plan, write_plan
@@ -21,11 +21,16 @@ from autotune.training.files import REPORT_FILE
 LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
-    {"model", "base", "revision", "data", "control", "caption", "trigger", "output", "save_dtype", "report_to"}
+    {"model", "base", "revision", "data", "control", "caption", "trigger", "output", "cache", "save_dtype", "report_to"}
     | {"preview_prompts", "preview_steps", "preview_every"}
     | {"checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
 """Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
+
+LATER_FIELDS = frozenset(
+    {"clips", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor", "from_adapter"}
+)
+"""Fields that jobs have not always had: at its default, one does not count, so that older runs are resumed."""
 
 OPEN_ENDED_SCHEDULERS = frozenset({"constant", "constant_with_warmup", "plateau"})
 """Learning rates that do not depend on the number of steps, so that a resumed run may be made longer."""
@@ -36,15 +41,19 @@ def list_fixed_fields(plan: TrainingPlan) -> dict[str, object]:
     job = plan.job.model_dump(mode="json")
     if plan.job.lr_scheduler in OPEN_ENDED_SCHEDULERS:
         job |= {"num_steps": None, "num_train_epochs": None}
-    if plan.job.from_adapter is None:
-        del job["from_adapter"]  # which runs of earlier versions did not know
-    return {"plan": plan.identity, **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS}}
+    unused = {name for name in LATER_FIELDS if getattr(plan.job, name) == Job.model_fields[name].get_default()}
+    return {
+        "plan": plan.identity,
+        **{name: value for name, value in job.items() if name not in CHANGEABLE_FIELDS | unused},
+    }
 
 
 def compute_run_key(plan: TrainingPlan, encoded: EncodedDataset) -> str:
     """Digest of everything that decides the result of a run: its checkpoints carry it."""
     pairs = zip(encoded.entries, encoded.items, strict=True)
-    items: list[object] = [[sorted(entries.keys), item.repeats] for entries, item in pairs]
+    items: list[object] = [
+        [sorted(entries.keys), item.repeats, *([item.weight] if item.weight != 1 else [])] for entries, item in pairs
+    ]
     return digest_of({**list_fixed_fields(plan), "items": items})
 
 
@@ -91,9 +100,10 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
 def require_separate_output(job: Job) -> None:
     """Raise InvalidInput if the output folder lies in the folder of the data, the control images or the model."""
     folder = Path(job.output)
-    for source in ("data", "control", "model"):
-        path = getattr(job, source)
-        if path and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
+    sources = [(source, path) for source in ("control", "model") if (path := getattr(job, source))]
+    sources += [("data", place) for place in (list_places(Path(job.data)) if job.data else ())]
+    for source, path in sources:
+        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise InvalidInput(
                 f"the output folder {folder} lies in the {source} folder, so what a run writes would be taken for "
                 f"{source}",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.backends import ATTENTION_BACKENDS
-from autotune.data import BatchLoader, BatchOrder, EncodedDataset
+from autotune.data import BatchLoader, BatchOrder, Draw, EncodedDataset
 from autotune.errors import AutotuneError, Preempted
 from autotune.families import Batch
 from autotune.knobs import find_modulation_ahead, reload_key
@@ -95,6 +95,8 @@ class TrainingLoop:
             effective_batch_size=plan.frozen.workload.effective_batch_size,
             seed=job.seed,
             caption_dropout=job.caption_dropout,
+            num_captions=encoded.num_captions,
+            flip=job.flip,
         )
         self.num_steps = job.steps_on(order.epoch_size, order.effective_batch_size)
         self.optimizer = AdapterOptimizer(
@@ -294,21 +296,19 @@ class TrainingLoop:
         ahead = find_modulation_ahead(self.model.transformer)
         if ahead is None:
             return None
-        processes, known = self.context.processes, dict[tuple[int, bool], ConditionedImage]()
+        processes, known = self.context.processes, dict[Draw, ConditionedImage]()
         share = self.order.effective_batch_size // processes.world_size
         rank, world_size = processes.rank, processes.world_size
 
-        def condition(index: int, is_dropped: bool) -> ConditionedImage:
-            if (index, is_dropped) not in known:  # so that each is read once in a run, and its prompt not kept
-                sample = self.encoded.sample(index, dropped=is_dropped)
-                known[index, is_dropped] = ConditionedImage(
-                    tuple(sample["latents"].shape), pick_inputs(self.model, sample)
-                )
-            return known[index, is_dropped]
+        def condition(draw: Draw) -> ConditionedImage:
+            if draw not in known:  # so that each is read once in a run, and its prompt not kept
+                sample = self.encoded.sample(*draw)
+                known[draw] = ConditionedImage(tuple(sample["latents"].shape), pick_inputs(self.model, sample))
+            return known[draw]
 
         def images(step: int) -> list[ConditionedImage]:
             planned = self.order.micro_batches(step, share, rank=rank, world_size=world_size)
-            return [condition(*image) for part in planned for image in zip(part.indices, part.dropped, strict=True)]
+            return [condition(draw) for part in planned for draw in part.draws]
 
         return ModulationWindows(self.model, ahead, self.noising, images, share, rank * share, self._to_device)
 
@@ -351,7 +351,7 @@ class TrainingLoop:
         if self.windows:
             self.windows.prepare(step)
         first = self.order.micro_batches(step, 1, rank=processes.rank, world_size=processes.world_size)[0]
-        sample = encoded.sample(first.indices[0], dropped=first.dropped[0])
+        sample = encoded.sample(*first.draws[0])
         batch = self._to_device(self.model.family.collate([sample]))
         position = processes.rank * (self.order.effective_batch_size // processes.world_size)
         return self.noising.loss(self.model.family, network, batch, step, position)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from autotune.data import Dataset, DatasetOptions, read_dataset
+from autotune.data import Dataset, make_options, read_dataset
 from autotune.errors import InvalidInput
 from autotune.families import (
     ResolvedModel,
@@ -15,6 +15,7 @@ from autotune.families import (
     build_on_meta,
     check_weights,
     fetch_model,
+    get_family,
     is_on_hub,
     resolve_model,
 )
@@ -92,8 +93,8 @@ def _read_data(plan: TrainingPlan) -> Dataset:
         raise InvalidInput("the plan names no data folder", hint="name one: autotune train plan.yaml --data FOLDER")
     require_even_shares(plan.frozen.workload, plan.frozen.hardware.num_processes)
     require_tracker(job.report_to)
-    control = Path(job.control) if job.control else None
-    return read_dataset(Path(job.data), DatasetOptions(job.caption, job.trigger, control, num_frames=job.num_frames))
+    family = get_family(plan.frozen.workload.model.family)
+    return read_dataset(Path(job.data), make_options(dict(job), family, job.num_frames))
 
 
 def _require_machine(

@@ -39,6 +39,10 @@ MIN_HALVED_SIDE_PX = 256
 """Images with a shorter side than this are not halved when memory is short."""
 
 
+OnFrames = Callable[[str, int, list[Image.Image]], None]
+"""Gets `with` or `without` the adapter, the number of the preview, and its frames."""
+
+
 class PreviewTooLarge(AutotuneError):
     """Memory is too short for a preview, even of the smallest size."""
 
@@ -219,16 +223,28 @@ class PreviewSampler:
             pipeline, preview.prompt, preview.bucket, num_steps=preview.num_steps, seed=preview.seed, controls=controls
         )
 
-    def compare_adapter(self, adapter: Path, previews: Sequence[Preview]) -> list[tuple[Image.Image, Image.Image]]:
+    def compare_adapter(
+        self, adapter: Path, previews: Sequence[Preview], on_frames: OnFrames
+    ) -> list[tuple[Image.Image, Image.Image]]:
         """First frames (without, with) of each preview; replaces the adapter in training by the one in the file.
+
+        All frames go to `on_frames`, clip by clip, so that one is in memory at a time.
 
         Raises:
             AutotuneError: the pipeline did not load the file.
         """
         self.transformer.delete_adapters(ADAPTER_NAME)
-        without = [self.sample(preview)[0] for preview in previews]
+        without = self._first_frames("without", previews, on_frames)
         self.load_adapter(adapter)
-        return list(zip(without, (self.sample(preview)[0] for preview in previews), strict=True))
+        return list(zip(without, self._first_frames("with", previews, on_frames), strict=True))
+
+    def _first_frames(self, name: str, previews: Sequence[Preview], on_frames: OnFrames) -> list[Image.Image]:
+        first = []
+        for number, preview in enumerate(previews):
+            frames = self.sample(preview)
+            on_frames(name, number, frames)
+            first.append(frames[0])
+        return first
 
     def load_adapter(self, adapter: Path) -> None:
         """Load an adapter file by the pipeline's own loader.

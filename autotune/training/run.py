@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from PIL.Image import Image
 
-from autotune.data import Cache, EncodedDataset, Encoders, encode_dataset
+from autotune.data import Cache, EncodedDataset, Encoders, MemoryCache, encode_dataset
 from autotune.errors import AutotuneError, InvalidInput, first_line
 from autotune.knobs import configure_allocator
 from autotune.runtime import is_out_of_memory, preempt_on_signal, reraise_disk_full, reraise_oom, write_text_atomic
@@ -36,7 +36,7 @@ from autotune.training.loop import RunContext, TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
 from autotune.training.monitor import PhaseWatch
-from autotune.training.pictures import ComparedPictures, make_sheet, save_image
+from autotune.training.pictures import ComparedPictures, make_sheet, save_frames, save_image
 from autotune.training.preparation import PreparedRun, prepare
 from autotune.training.preview import Preview, PreviewSampler, PreviewTooLarge
 from autotune.training.processes import Processes, explain_lost_peer, join_processes
@@ -79,7 +79,8 @@ def train(
                     text = f"this run has taken all of its {report.num_steps} steps: nothing is left to do"
                     on_event(Notice(text=text))
                     return report
-                run = _Run(plan, prepared, hardware, Cache(cache_folder), on_event, processes, guard)
+                cache = MemoryCache(cache_folder) if plan.job.cache == "memory" else Cache(cache_folder)
+                run = _Run(plan, prepared, hardware, cache, on_event, processes, guard)
                 return run.train(started, resume=resume, trace=trace)
     finally:
         prepared.lock.release()
@@ -202,6 +203,8 @@ class _Run:
             self.prepared.workload.buckets,
             self.cache,
             caption_dropout=self.plan.job.caption_dropout,
+            flip=self.plan.job.flip,
+            mask_floor=self.plan.job.mask_floor,
             on_progress=lambda done, total: self.on_event(Progressed(name="encoding", done=done, total=total)),
         )
         for problem in encoded.problems:
@@ -218,9 +221,17 @@ class _Run:
                     frames = self.sampler.sample(preview)
                 if self.processes.is_first:
                     path = self.output / preview_file(step, number)
-                    save_image(frames[0], path, preview.facts(self.plan, adapter=f"after step {step}"))
+                    self._save_frames(frames, path, preview, f"after step {step}")
         if self.previews:
             self.on_event(PreviewsWritten(step=step))
+
+    def _save_compared(self, name: str, number: int, frames: list[Image]) -> None:
+        if self.processes.is_first:
+            self._save_frames(frames, self.output / comparison_file(name, number), self.previews[number], name)
+
+    def _save_frames(self, frames: list[Image], path: Path, preview: Preview, adapter: str) -> None:
+        fps = self.prepared.model.family.defaults.frames_per_second
+        save_frames(frames, path, preview.facts(self.plan, adapter=adapter), fps)
 
     @contextlib.contextmanager
     def _drop_failing_previews(self) -> Iterator[None]:
@@ -271,13 +282,9 @@ class _Run:
         self._start_phase("sampling with and without the adapter")
         pairs: list[tuple[Image, Image]] = []
         with self._drop_failing_previews(), self.watch.phase("previews"):
-            pairs = self.sampler.compare_adapter(adapter, self.previews)
+            pairs = self.sampler.compare_adapter(adapter, self.previews, self._save_compared)
         if not self.processes.is_first or not pairs:
             return
-        for number, (pair, preview) in enumerate(zip(pairs, self.previews, strict=True)):
-            for name, image in zip(("without", "with"), pair, strict=True):
-                file = self.output / comparison_file(name, number)
-                save_image(image, file, preview.facts(self.plan, adapter=name))
         rows = [
             ComparedPictures(*pair, each.prompt, each.seed) for pair, each in zip(pairs, self.previews, strict=True)
         ]

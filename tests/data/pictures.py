@@ -1,7 +1,10 @@
 """Small image folders for the tests of the data room."""
 
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 from PIL import Image
 
@@ -21,3 +24,32 @@ def write_pictures(folder: Path, *sizes: tuple[int, int], first: int = 0) -> Pat
         picture(number, width, height).save(folder / f"{number:03}.png")
         (folder / f"{number:03}.txt").write_text(CAPTIONS[number % len(CAPTIONS)], encoding="utf-8")
     return folder
+
+
+STEP = 5
+"""Difference of brightness between a video's frames."""
+
+
+def write_video(
+    path: Path,
+    num_frames: int,
+    *,
+    fps: int = 24,
+    size: tuple[int, int] = (64, 48),
+    codec: str = "libx264",
+    times_ms: Sequence[int] = (),
+) -> Path:
+    """A video whose frame k has the brightness k * `STEP`; with `times_ms`, each frame is shown at its own time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        for number in range(num_frames):
+            shade = np.full((size[1], size[0], 3), number * STEP % 256, np.uint8)
+            frame = av.VideoFrame.from_ndarray(shade, format="rgb24")
+            if times_ms:
+                frame.pts, frame.time_base = times_ms[number], Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path

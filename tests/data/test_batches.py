@@ -26,7 +26,7 @@ def orders(draw: st.DrawFn, max_items: int = 25) -> BatchOrder:
 @given(orders())
 def test_every_image_is_seen_its_repeats_in_every_epoch(order: BatchOrder) -> None:
     num_steps = math.lcm(order.epoch_size, order.effective_batch_size) // order.effective_batch_size
-    row = [index for step in range(num_steps) for index, _ in order.images(step)]
+    row = [draw.item for step in range(num_steps) for draw in order.images(step)]
     for start in range(0, len(row), order.epoch_size):
         assert Counter(row[start : start + order.epoch_size]) == dict(enumerate(order.repeats))
 
@@ -36,7 +36,7 @@ def test_a_step_is_one_effective_batch_of_micro_batches_within_one_group(
     order: BatchOrder, step: int, size: int
 ) -> None:
     planned = order.micro_batches(step, size)
-    seen = [pair for micro in planned for pair in zip(micro.indices, micro.dropped, strict=True)]
+    seen = [draw for micro in planned for draw in micro.draws]
     assert Counter(seen) == Counter(order.images(step))
     assert len(seen) == order.effective_batch_size
     for micro in planned:
@@ -55,7 +55,7 @@ def test_processes_share_a_step_without_rest(order: BatchOrder, step: int, size:
         assert sum(micro.weight for micro in part) == pytest.approx(1)
         assert all(1 <= len(micro.indices) <= size for micro in part)
         assert all(len({order.groups[index] for index in micro.indices}) == 1 for micro in part)
-    seen = [pair for part in parts for micro in part for pair in zip(micro.indices, micro.dropped, strict=True)]
+    seen = [draw for part in parts for micro in part for draw in micro.draws]
     assert Counter(seen) == Counter(order.images(step))
 
 
@@ -67,7 +67,7 @@ def test_weighted_means_give_the_mean_over_the_effective_batch(order: BatchOrder
         for micro in order.micro_batches(step, size)
     )
     images = order.images(step)
-    assert weighted == pytest.approx(sum(losses[index] for index, _ in images) / len(images))
+    assert weighted == pytest.approx(sum(losses[draw.item] for draw in images) / len(images))
 
 
 @given(orders(), st.lists(st.integers(0, 50), max_size=8))
@@ -81,15 +81,15 @@ def test_a_step_is_the_same_whatever_was_asked_before(order: BatchOrder, steps: 
 @settings(max_examples=50)
 def test_steps_mix_groups_only_where_one_runs_out_or_epochs_meet(order: BatchOrder) -> None:
     num_steps = max(1, order.epoch_size // order.effective_batch_size)
-    extra = sum(len({order.groups[index] for index, _ in order.images(step)}) - 1 for step in range(num_steps))
+    extra = sum(len({order.groups[draw.item] for draw in order.images(step)}) - 1 for step in range(num_steps))
     assert extra <= 2 * len(set(order.groups))
 
 
 def test_dropout_happens_as_often_as_asked_and_does_not_disturb_the_order() -> None:
     plain, dropping = (BatchOrder((0,) * 500, (1,) * 500, 10, seed=3, caption_dropout=rate) for rate in (0.0, 0.2))
-    images = [pair for step in range(200) for pair in dropping.images(step)]
-    assert [index for index, _ in images] == [index for step in range(200) for index, _ in plain.images(step)]
-    assert sum(dropped for _, dropped in images) / len(images) == pytest.approx(0.2, abs=0.04)
+    images = [draw for step in range(200) for draw in dropping.images(step)]
+    assert [draw.item for draw in images] == [draw.item for step in range(200) for draw in plain.images(step)]
+    assert sum(draw.dropped for draw in images) / len(images) == pytest.approx(0.2, abs=0.04)
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -101,7 +101,7 @@ def test_epochs_and_seeds_differ() -> None:
 def test_the_order_never_changes_between_versions() -> None:
     """A run that was begun must be resumed with the same data by any later autotune."""
     order = BatchOrder((0, 0, 0, 1, 1), (1, 1, 1, 1, 2), 4, seed=7, caption_dropout=0.5)
-    assert [order.images(step) for step in range(3)] == [
+    assert [tuple((draw.item, draw.dropped) for draw in order.images(step)) for step in range(3)] == [
         ((4, True), (4, False), (3, True), (2, True)),
         ((1, True), (0, True), (4, True), (4, True)),
         ((3, True), (2, True), (1, False), (0, True)),

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.data.buckets import MAX_ASPECT_RATIO, assign_buckets, choose_bucket_size, list_bucket_sizes, make_buckets
-from autotune.data.dataset import Dataset, Item
+from autotune.data.dataset import Dataset
+from autotune.data.items import Item
 from autotune.errors import InvalidInput
 from autotune.schema.workload import Bucket
 

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from autotune.data.check import DataReport, check_dataset
-from autotune.data.dataset import DatasetOptions
+from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
 from tests.conftest import autotune_here
 from tests.data.pictures import write_pictures
@@ -49,9 +50,24 @@ def test_the_command_looks_at_clips_as_training_would(tmp_path: Path, capfd: pyt
     odd = autotune_here(capfd, *command, "--frames", 4)
     assert (odd.returncode, "use --frames 1 or --frames 5" in odd.stderr) == (2, True)
     short = autotune_here(capfd, *command)  # of the family's usual length
-    assert (short.returncode, "has 5 frames, 121 are needed" in " ".join(short.stdout.split())) == (2, True)
+    assert (short.returncode, "has 5 frames, 29 are needed" in " ".join(short.stdout.split())) == (2, True)
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no data folder"):
         check_dataset(tmp_path / "none", resolution_px=64, multiple_px=16, max_side_px=8192)
+
+
+def test_strict_limits_and_the_contact_sheet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_pictures(tmp_path / "data", (640, 640), (300, 40))
+    sheet = tmp_path / "sheet.png"
+    command = ("data", "check", tmp_path / "data", "--resolution", 64, "--strict", "--sheet", sheet)
+    strict = autotune_here(capfd, *command)
+    assert (strict.returncode, "1 cropped by more than 25%" in strict.stdout) == (2, True)
+    with Image.open(sheet) as image:
+        width, height = image.size
+        assert image.getpixel((10, 10)) != (255, 255, 255)  # the first image
+        captions = image.crop((0, height - 80, width, height)).convert("L")
+        assert captions.getextrema() == (0, 255)  # black on white
+    loose = autotune_here(capfd, *command, "--max-crop", 0.9)
+    assert loose.returncode == 0

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from autotune.data.captions import complete_caption, read_metadata
 from autotune.data.check import check_dataset
-from autotune.data.dataset import Dataset, DatasetOptions, read_dataset, scan_dataset
+from autotune.data.dataset import Dataset, read_dataset, scan_dataset
+from autotune.data.options import DatasetOptions
 from autotune.errors import InvalidInput
 from autotune.reporting.data import data_report_lines
 from autotune.schema.plan_file import RUN_PLAN_FILE
@@ -306,10 +307,14 @@ def test_of_duplicates_the_one_with_a_caption_of_its_own_stays(tmp_path: Path, o
     assert kinds(dataset) == {"-copy.png": "duplicate"}
 
 
-def test_a_video_comes_with_the_command_that_makes_frames_of_it(tmp_path: Path) -> None:
+def test_without_pyav_a_video_comes_with_the_command_that_makes_frames_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.data.files.has_video_decoder", lambda: False)
     write_pictures(tmp_path, (64, 64))
     (tmp_path / "a b.mp4").write_bytes(b"")
-    (problem,) = read_dataset(tmp_path).problems
+    (problem,) = read_dataset(tmp_path, DatasetOptions(num_frames=5)).problems
+    assert "pip install 'lora-autotune[video]'" in problem.message
     assert f"mkdir '{tmp_path}/a b' && ffmpeg -i '{tmp_path}/a b.mp4' '{tmp_path}/a b'/%05d.png" in problem.message
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from autotune.data.buckets import make_buckets
 from autotune.data.cache import Cache
-from autotune.data.dataset import DatasetOptions, read_dataset
+from autotune.data.dataset import read_dataset
 from autotune.data.encode import EncodedDataset, encode_dataset, open_pixels
 from autotune.data.encoders import Encoders
 from autotune.data.entries import EncoderIdentity, identify_encoders
+from autotune.data.options import DatasetOptions
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.families.base import Sample
 from autotune.families.qwen_image import QwenImage

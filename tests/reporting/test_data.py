@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.data.check import DataReport
-from autotune.data.dataset import Problem
+from autotune.data.items import Problem
 from autotune.reporting.data import TITLES, data_report_lines
 from autotune.reporting.text import WIDTH
 from autotune.schema.workload import Bucket
@@ -68,6 +68,6 @@ def test_no_file_name_leaves_the_columns_or_reaches_the_terminal_raw(folder: str
 def test_every_kind_of_problem_has_a_title() -> None:
     from typing import get_args
 
-    from autotune.data.dataset import ProblemKind
+    from autotune.data.items import ProblemKind
 
     assert set(TITLES) == set(get_args(ProblemKind))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.data.dataset import read_dataset
+from autotune.data.options import make_options
 from autotune.demo.folders import draw_images
 from autotune.families.registry import get_family
 from autotune.families.resolve import resolve_model
@@ -44,8 +45,12 @@ def make_plan(
     resolution_px: int = RESOLUTION_PX,
     **job: Any,
 ) -> TrainingPlan:
-    wishes = WorkloadOverrides(size_px=(resolution_px, resolution_px), rank=2, effective_batch_size=4)
-    workload = describe_workload(resolve_model(str(model)), read_dataset(images), wishes)
+    resolved, num_frames = resolve_model(str(model)), job.get("num_frames", 1)
+    wishes = WorkloadOverrides(
+        size_px=(resolution_px, resolution_px), num_frames=num_frames, rank=2, effective_batch_size=4
+    )
+    dataset = read_dataset(images, make_options(job, resolved.family, num_frames))
+    workload = describe_workload(resolved, dataset, wishes)
     frozen = FrozenPart(
         schema_version=2,
         autotune_version=__version__,

@@ -1,0 +1,250 @@
+"""From files to training items: sizes, captions, control images and clips, each file proven readable."""
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from autotune.data.captions import MetadataLine, UnreadableCaption, complete_caption, order_tags, read_captions
+from autotune.data.files import ANIMATION_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, Media, match_controls
+from autotune.data.options import DatasetOptions
+from autotune.data.pixels import open_image, read_size
+from autotune.data.video import ClipSpan, VideoFacts, choose_spans, is_animation, read_clip, read_facts
+from autotune.schema import Crop, Frozen
+
+MIN_SIDE_PX = 32
+"""Smaller images teach nothing at any resolution that these models are trained at."""
+
+MASK_TOLERANCE = 0.01
+"""By how much the aspect ratio of a mask may differ from that of its image."""
+
+ProblemKind = Literal[
+    "broken",
+    "tiny",
+    "duplicate",
+    "captionless",
+    "control",
+    "metadata",
+    "unsupported",
+    "short",
+    "run",
+    "variable",
+    "mask",
+]
+REMARKS = frozenset({"variable"})
+"""Kinds of problems for which nothing is left out."""
+PrintableStr = Annotated[str, BeforeValidator(lambda text: str(text).encode("utf-8", "backslashreplace").decode())]
+"""Text for people; a file name in it may hold bytes that are not UTF-8."""
+
+
+class Problem(Frozen):
+    """One file that is left out or needs attention."""
+
+    file: PrintableStr
+    """Path below the data folder."""
+    kind: ProblemKind
+    message: PrintableStr
+
+
+@dataclass(frozen=True)
+class Item:
+    """One training image, or one clip: of a video, or of frames that lie in a folder."""
+
+    path: Path
+    caption: str
+    width_px: int
+    height_px: int
+    control_paths: tuple[Path, ...] = ()
+    repeats: int = 1
+    """Number of times that it is seen per epoch."""
+    frame_paths: tuple[Path, ...] = ()
+    """The frames of a clip in order; empty for an image or a video."""
+    span: ClipSpan | None = None
+    """The part of a video; None for images."""
+    other_captions: tuple[str, ...] = ()
+    """Captions that it is seen with as well."""
+    mask_path: Path | None = None
+    """File whose brightness, or whose alpha if it is the image itself, weighs the loss; None to count all of it."""
+    crop: Crop = "center"
+    weight: float = 1.0
+    """Factor of its loss."""
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        return (self.caption, *self.other_captions)
+
+    @property
+    def num_frames(self) -> int:
+        return self.span.num_frames if self.span else len(self.pixel_paths)
+
+    @property
+    def pixel_paths(self) -> tuple[Path, ...]:
+        """The files that hold its pixels, in order."""
+        return self.frame_paths or (self.path,)
+
+
+class _Unusable(Exception):
+    """Why an item is left out: (kind, message)."""
+
+
+@dataclass
+class ItemReader:
+    """Turns images, videos and clips of frames into items. Used by several threads."""
+
+    options: DatasetOptions
+    metadata: Mapping[str, MetadataLine]
+    controls: Mapping[str, Path]
+    """Control images by stem."""
+    masks: Mapping[str, Path]
+    """Masks by stem."""
+    deadline: float
+    """Monotonic time after which pixels are no longer decoded."""
+    num_unverified: int = 0
+    captioned: set[str] = field(default_factory=set)
+    """Names of what has a caption of its own."""
+
+    def read(self, media: Media) -> list[Item | Problem]:
+        """The items of one image, clip or video, or why there is none."""
+        try:
+            return self._read_video(media) if self._is_video(media) else [self._read(media)]
+        except _Unusable as error:
+            kind, message = error.args
+            return [Problem(file=media.name, kind=kind, message=message)]
+
+    def _is_video(self, media: Media) -> bool:
+        suffix = media.path.suffix.lower()
+        if self.options.num_frames == 1 or media.is_clip:
+            return False
+        return suffix in VIDEO_SUFFIXES or (suffix in ANIMATION_SUFFIXES and is_animation(media.path))
+
+    def _read_video(self, media: Media) -> list[Item | Problem]:
+        options = self.options
+        try:
+            facts = read_facts(media.path)
+            spans = choose_spans(facts, options.clips, options.clip_lengths, options.frames_per_second)
+            self._verify(media.path, spans)
+        except Exception as error:  # decoders raise anything for damaged files
+            raise _Unusable("broken", f"cannot be decoded: {_reason(error, media.path)}") from error
+        _require_side(facts.width_px, facts.height_px)
+        if not spans:
+            lasts = f"lasts {facts.duration_seconds:.2f} s"
+            needed = min(options.clip_lengths) / options.frames_per_second
+            raise _Unusable("short", f"{lasts}, {needed:.2f} s are needed")
+        item = self._make_item(media, facts.width_px, facts.height_px)
+        items: list[Item | Problem] = [replace(item, span=span) for span in spans]
+        return [*items, *self._remarks(media, facts)]
+
+    def _remarks(self, media: Media, facts: VideoFacts) -> list[Problem]:
+        if not facts.is_variable:
+            return []
+        rate = f"{self.options.frames_per_second:g} a second"
+        message = f"its frames are not evenly spaced: at {rate} some are repeated or left out"
+        return [Problem(file=media.name, kind="variable", message=message)]
+
+    def _verify(self, path: Path, spans: tuple[ClipSpan, ...]) -> None:
+        """Decode the clips, as long as there is time."""
+        for span in spans:
+            if not self._has_time():
+                return
+            for _ in read_clip(path, span):
+                pass
+
+    def _has_time(self) -> bool:
+        has_time = time.monotonic() < self.deadline
+        self.num_unverified += not has_time
+        return has_time
+
+    def _read(self, media: Media) -> Item:
+        number = max((one for one in self.options.clip_lengths if one <= len(media.frame_paths)), default=0)
+        if media.is_clip and not number:
+            needed = min(self.options.clip_lengths)
+            raise _Unusable("short", f"has {len(media.frame_paths)} frames, {needed} are needed")
+        frames = media.frame_paths[:number] if media.is_clip else media.frame_paths
+        controls = match_controls(media, self.controls)
+        if self.options.control and not controls:
+            raise _Unusable("control", f"has no control image in {self.options.control}")
+        decode = self._has_time()
+        sizes = [_read_size(media, path, decode) for path in (*frames, *controls)]
+        item = self._make_item(media, *sizes[0])
+        return replace(item, control_paths=controls, frame_paths=frames if media.is_clip else ())
+
+    def _make_item(self, media: Media, width_px: int, height_px: int) -> Item:
+        line, captions = self.metadata.get(media.name), self._read_captions(media)
+        return Item(
+            path=media.path,
+            caption=captions[0],
+            width_px=width_px,
+            height_px=height_px,
+            repeats=(line and line.repeats) or media.folder_repeats,
+            other_captions=captions[1:],
+            mask_path=self._find_mask(media, width_px / height_px),
+            crop=self.options.crop,
+        )
+
+    def _find_mask(self, media: Media, aspect_ratio: float) -> Path | None:
+        if self.options.loss_mask == "alpha":
+            return media.path if media.path.suffix.lower() in IMAGE_SUFFIXES and _has_alpha(media.path) else None
+        path = self.masks.get(media.stem) if self.options.loss_mask == "files" else None
+        if path is None:
+            return None
+        width, height = _read_size(media, path, self._has_time())
+        if abs(width / height / aspect_ratio - 1) > MASK_TOLERANCE:
+            raise _Unusable("mask", f"its mask {path.name} of {width} x {height} px has another aspect ratio")
+        return path
+
+    def _read_captions(self, media: Media) -> tuple[str, ...]:
+        options = self.options
+        try:
+            own = read_captions(media, self.metadata)
+        except UnreadableCaption as error:
+            raise _Unusable("broken", str(error)) from error
+        if any(own):
+            self.captioned.add(media.name)
+        orders = (
+            order
+            for text in dict.fromkeys(own)
+            for order in order_tags(text, options.shuffle_tags, options.keep_tags, options.seed)
+        )
+        return tuple(complete_caption(one, caption=options.caption, trigger=options.trigger) for one in orders)
+
+
+def _read_size(media: Media, path: Path, decode: bool) -> tuple[int, int]:
+    subject = "" if path == media.path else f"{path.name} "
+    try:
+        width, height = read_size(path, decode=decode)
+    except Exception as error:  # decoders raise anything for damaged files
+        raise _Unusable("broken", f"{subject}cannot be decoded: {_reason(error, path)}") from error
+    _require_side(width, height, subject)
+    return width, height
+
+
+def _has_alpha(path: Path) -> bool:
+    with open_image(path) as image:
+        return image.has_transparency_data
+
+
+def _require_side(width: int, height: int, subject: str = "") -> None:
+    if min(width, height) < MIN_SIDE_PX:
+        raise _Unusable("tiny", f"{subject}is {width} x {height} px, under {MIN_SIDE_PX} px")
+
+
+def _reason(error: Exception, path: Path) -> str:
+    return getattr(error, "strerror", None) or str(error).replace(f" '{path}'", "")
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex.
+
+    Raises:
+        OSError: it cannot be read or is not a regular file, such as a pipe that might be waited for without end.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,95 @@
+"""Where a job's data lies: one folder, or a YAML file that lists several, each with its own options."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from autotune.data.options import DatasetOptions
+from autotune.errors import InvalidInput
+from autotune.runtime import read_bounded
+from autotune.schema import BoundedLoader, Frozen
+
+MAX_FILE_BYTES = 1 << 20
+SUFFIXES = (".yaml", ".yml")
+
+
+class DataFolder(Frozen):
+    """One folder of a job's data."""
+
+    path: str
+    """The folder; a relative one is relative to the file that lists it."""
+    repeats: int = Field(default=1, ge=1, le=1000)
+    """Number of times that each image is seen per epoch, times what its folder's name or `metadata.jsonl` says."""
+    weight: float = Field(default=1.0, gt=0, le=100)
+    """Factor of the loss on its images."""
+    caption: str | None = None
+    """Caption of images that have none; the job's by default."""
+    trigger: str | None = None
+    """Word put in front of every caption that lacks it; the job's by default."""
+    control: str | None = None
+    """Folder of control images, by the same stems."""
+    regularization: bool = False
+    """Whether its images show what the model shall not forget (prior preservation): no trigger goes before their
+    captions."""
+
+    def options(self, job: DatasetOptions) -> DatasetOptions:
+        """How its files are read, in a job whose options are `job`."""
+        return replace(
+            job,
+            caption=self.caption or job.caption,
+            trigger=None if self.regularization else self.trigger or job.trigger,
+            control=Path(self.control) if self.control else job.control,
+        )
+
+
+class _DataFile(Frozen):
+    folders: tuple[DataFolder, ...] = Field(min_length=1, max_length=100)
+
+
+def is_list(data: str | Path) -> bool:
+    """Whether data is named by a file that lists folders."""
+    return Path(data).suffix.lower() in SUFFIXES
+
+
+def list_folders(data: Path) -> tuple[DataFolder, ...]:
+    """The folders of a job's data: of the file that lists them, or `data` itself.
+
+    Raises:
+        InvalidInput: the file cannot be read, or is no such list.
+    """
+    if not is_list(data) or data.is_dir():
+        return (DataFolder(path=str(data)),)
+    try:
+        content = yaml.load(read_bounded(data, MAX_FILE_BYTES).decode(), Loader=BoundedLoader)
+        listed = _DataFile.model_validate_json(json.dumps(content)).folders
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise InvalidInput(
+            f"{data} lists no data folders: {_reason(error)}",
+            hint="write `folders:` with an entry `- path: FOLDER` for each; see docs/training.md",
+        ) from error
+    return tuple(one.changed(**_places(one, data.parent)) for one in listed)
+
+
+def list_places(data: Path) -> tuple[str, ...]:
+    """All folders that a job's data lies in: images, and control images that a list names.
+
+    Raises:
+        InvalidInput: as `list_folders`.
+    """
+    return tuple(place for one in list_folders(data) for place in (one.path, one.control) if place is not None)
+
+
+def _places(folder: DataFolder, base: Path) -> dict[str, Any]:
+    named = {"path": folder.path, "control": folder.control}
+    return {name: str(base / place) for name, place in named.items() if place is not None}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]

@@ -1,0 +1,201 @@
+"""What one image may look like each time it is seen: other captions, mirrored, weighed by a mask or by its folder."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from autotune.data.batches import BatchOrder
+from autotune.data.buckets import make_buckets
+from autotune.data.cache import Cache, MemoryCache
+from autotune.data.captions import order_tags
+from autotune.data.dataset import read_dataset, scan_dataset
+from autotune.data.encode import EncodedDataset, encode_dataset
+from autotune.data.entries import EncoderIdentity
+from autotune.data.options import DatasetOptions
+from autotune.errors import InvalidInput
+from autotune.families.loss import denoising_loss
+from autotune.families.noise import FLOW_MATCHING
+from tests.data.pictures import CAPTIONS, picture, write_pictures
+
+TAGS = "sks, fox, snow, red, tree"
+
+
+class PlainFamily:
+    """Latents are means of 8 x 8 px, and a caption is its characters: what was encoded can be read off."""
+
+    def sample_shapes(self, config: object, bucket: Any, text_tokens: int) -> dict[str, tuple[int, ...]]:
+        return {"latents": (3, 1, bucket.height_px // 8, bucket.width_px // 8), "prompt_embeds": (text_tokens, 1)}
+
+    def encode_caption(self, pipeline: object, caption: str, controls: object) -> dict[str, Tensor]:
+        return {"prompt_embeds": torch.tensor([[float(ord(letter))] for letter in caption])}
+
+    def encode_pixels(self, pipeline: object, pixels: Tensor) -> Tensor:
+        return nn.functional.avg_pool3d(pixels[None], (1, 8, 8))[0]
+
+
+def encode(data: Path, options: DatasetOptions, *, cache: Cache | None = None, **more: Any) -> EncodedDataset:
+    encoders: Any = SimpleNamespace(
+        model=SimpleNamespace(family=PlainFamily(), config={}),
+        identity=EncoderIdentity(text_encoder="text", vae="vae"),
+        load_pipeline=lambda with_text: SimpleNamespace(vae=SimpleNamespace(device="cpu")),
+        release_text=lambda: None,
+    )
+    dataset = read_dataset(data, options)
+    return encode_dataset(encoders, dataset, make_buckets(dataset, 64, 16, 512), cache or MemoryCache(data), **more)
+
+
+def text(sample: dict[str, Tensor]) -> str:
+    return "".join(chr(int(code)) for code in sample["prompt_embeds"][:, 0])
+
+
+def test_tags_are_seen_in_several_orders_behind_those_that_are_kept() -> None:
+    orders = order_tags(TAGS, 8, 1, seed=0)
+    assert (orders[0], len(orders), orders) == (TAGS, 8, order_tags(TAGS, 8, 1, seed=0))
+    assert all(order.startswith("sks, ") and sorted(order.split(", ")) == sorted(TAGS.split(", ")) for order in orders)
+    assert orders != order_tags(TAGS, 8, 1, seed=1)
+    assert order_tags("a, b", 9, 1, seed=0) == ("a, b",)
+
+
+def test_each_time_one_of_the_captions_is_drawn(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        picture(ord(name[0])).save(tmp_path / name)
+    lines = [{"file_name": "a.png", "text": ["a fox", "an animal", "a fox"]}, {"file_name": "b.png", "text": TAGS}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    encoded = encode(tmp_path, DatasetOptions(trigger="sks", shuffle_tags=3, keep_tags=1))
+    assert encoded.num_captions == (2, 3)
+    order = BatchOrder((0, 0), (1, 1), 2, seed=4, num_captions=encoded.num_captions)
+    draws = [draw for step in range(200) for draw in order.images(step)]
+    seen = {text(encoded.sample(*draw)) for draw in draws}
+    assert {"sks, a fox", "sks, an animal", TAGS} < seen
+    assert len(seen) == 5
+    assert sum(draw.caption == 0 for draw in draws if draw.item == 0) == pytest.approx(100, abs=25)
+
+
+def test_images_are_mirrored_half_of_the_time_and_the_rest_of_the_order_stays(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 64))
+    encoded = encode(tmp_path, DatasetOptions(flip=True), flip=True)
+    plain, flipped = encoded.sample(0), encoded.sample(0, flipped=True)
+    assert torch.allclose(flipped["latents"], plain["latents"].flip(-1))
+    orders = [BatchOrder((0,) * 9, (1,) * 9, 4, seed=1, caption_dropout=0.3, flip=flip) for flip in (False, True)]
+    without, with_flips = ([draw for step in range(100) for draw in order.images(step)] for order in orders)
+    assert [draw[:3] for draw in without] == [draw[:3] for draw in with_flips]
+    assert sum(draw.flipped for draw in with_flips) == pytest.approx(200, abs=40)
+
+
+@pytest.mark.parametrize("kind", ["files", "alpha"])
+def test_a_mask_weighs_the_loss_where_it_lies(tmp_path: Path, kind: Any) -> None:
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (0, 0, 16, 64))  # the left quarter
+    image = picture(1)
+    if kind == "alpha":
+        image.putalpha(mask)
+    else:
+        mask.save(tmp_path / "a.mask.png")
+    image.save(tmp_path / "a.png")
+    picture(2).save(tmp_path / "b.png")
+    options = DatasetOptions(caption="x", loss_mask=kind, flip=True)
+    encoded = encode(tmp_path, options, cache=Cache(tmp_path / "cache"), flip=True, mask_floor=0.25)
+    masked, flipped, whole = encoded.sample(0), encoded.sample(0, flipped=True), encoded.sample(1)
+    row = torch.tensor([1.0] * 2 + [0.25] * 6)
+    assert torch.equal(masked["loss_weights"], row.expand(1, 1, 8, 8))
+    assert torch.equal(flipped["loss_weights"], row.flip(0).expand(1, 1, 8, 8))
+    assert torch.equal(whole["loss_weights"], torch.ones(1, 1, 8, 8))
+    assert encode(tmp_path, options, flip=True).entries[0].keys == encoded.entries[0].keys
+    mask.point(lambda value: 255 - value).save(tmp_path / "a.mask.png")
+    again = encode(tmp_path, options, flip=True)
+    assert (again.entries[0].keys != encoded.entries[0].keys) == (kind == "files")
+
+
+def test_the_loss_counts_what_its_weights_say() -> None:
+    noise, clean = torch.ones(2, 1, 1, 2, 2), torch.zeros(2, 1, 1, 2, 2)
+    family: Any = SimpleNamespace(noise=FLOW_MATCHING, predict=lambda *_: torch.zeros(2, 1, 1, 2, 2))
+    weights = torch.tensor([[[[[1.0, 0.0], [0.0, 0.0]]]], [[[[2.0, 2.0], [2.0, 2.0]]]]])
+    args = (torch.tensor([0.5, 0.5]), FLOW_MATCHING)
+    whole = denoising_loss(family, nn.Identity(), {"latents": clean}, noise, *args)
+    for weighting in ("none", "sigma_sqrt"):
+        plain = denoising_loss(family, nn.Identity(), {"latents": clean}, noise, *args, weighting)  # type: ignore[arg-type]
+        weighed = denoising_loss(
+            family,
+            nn.Identity(),
+            {"latents": clean, "loss_weights": weights},
+            noise,
+            *args,
+            weighting,  # type: ignore[arg-type]
+        )
+        assert float(weighed / plain) == pytest.approx((1 / 4 + 2) / 2)
+    assert float(whole) == 1
+
+
+def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    write_pictures(tmp_path, (64, 64))
+    picture(5, 64, 32).save(tmp_path / "000.mask.png")
+    picture(6).save(tmp_path / "gone.mask.png")
+    unused = scan_dataset(tmp_path)
+    assert len(unused.items) == 1
+    assert {(problem.file, problem.kind) for problem in unused.problems} == {
+        ("000.mask.png", "mask"), ("gone.mask.png", "mask"),
+    }  # fmt: skip
+    used = scan_dataset(tmp_path, DatasetOptions(loss_mask="files"))
+    assert {problem.file: problem.message for problem in used.problems} == {
+        "000.png": "its mask 000.mask.png of 64 x 32 px has another aspect ratio",
+        "gone.mask.png": "there is no image of this name",
+    }
+
+
+def test_a_file_lists_folders_with_repeats_weights_and_captions_of_their_own(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "dogs", (64, 64))
+    write_pictures(tmp_path / "class", (64, 64), first=1)
+    (tmp_path / "data.yaml").write_text(
+        "folders:\n- path: dogs\n  repeats: 3\n- path: class\n  weight: 0.5\n  regularization: true\n"
+    )
+    options = DatasetOptions(trigger="sks")
+    dataset = read_dataset(tmp_path / "data.yaml", options)
+    assert [(item.caption, item.repeats, item.weight) for item in dataset.items] == [
+        (f"sks, {CAPTIONS[0]}", 3, 1.0), (CAPTIONS[1], 1, 0.5),
+    ]  # fmt: skip
+    encoded = encode(tmp_path / "data.yaml", options)
+    assert [float(encoded.sample(index)["loss_weights"].mean()) for index in (0, 1)] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("folders: []", "folders"),
+        ("- dogs", "lists no data folders"),
+        ("folders:\n- path: dogs\n  repeats: 0", "folders.0.repeats"),
+        ("folders:\n- path: none", "no data folder"),
+        ("folders: &a [*a]", "lists no data folders"),
+        ("\x00", "lists no data folders"),
+    ],
+)
+def test_a_wrong_list_of_folders_is_refused_with_the_reason(tmp_path: Path, content: str, told: str) -> None:
+    (tmp_path / "data.yaml").write_text(content)
+    with pytest.raises(InvalidInput, match=told):
+        read_dataset(tmp_path / "data.yaml")
+
+
+def test_cropping_at_the_top_keeps_the_top(tmp_path: Path) -> None:
+    image = Image.new("RGB", (64, 512), "black")
+    image.paste("white", (0, 0, 64, 256))
+    image.save(tmp_path / "a.png")
+    top, center = (
+        encode(tmp_path, DatasetOptions(caption="x", crop=crop)).sample(0)["latents"]
+        for crop in ("top", "center")  # type: ignore[arg-type]
+    )
+    assert float(top.mean()) > float(center.mean()) + 0.1
+    with pytest.raises(InvalidInput, match="neither flipped nor cropped"):
+        read_dataset(tmp_path, DatasetOptions(crop="top", control=write_pictures(tmp_path / "control", (64, 64))))
+
+
+def test_a_memory_cache_writes_no_file(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data", (64, 64), (48, 64))
+    cache = MemoryCache(tmp_path / "cache")
+    encoded = encode(data, DatasetOptions(), cache=cache)
+    assert text(encoded.sample(1)) == CAPTIONS[1]
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,135 @@
+"""Videos become clips at the model's rate, decoded one frame at a time, and what is wrong with one is named."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from autotune.data.check import check_dataset
+from autotune.data.dataset import read_dataset, scan_dataset
+from autotune.data.encode import open_pixels
+from autotune.data.options import DatasetOptions, make_options
+from autotune.data.video import ClipSpan, choose_spans, read_clip, read_facts
+from autotune.families.registry import get_family
+from autotune.reporting.data import data_report_lines
+from tests.data.pictures import STEP, picture, write_pictures, write_video
+
+FIVE = DatasetOptions(num_frames=5, caption="x", frames_per_second=16)
+
+
+def shown(path: Path, span: ClipSpan) -> list[float]:
+    """Numbers of the frames that a clip shows, by their brightness."""
+    return [image.convert("L").resize((1, 1)).getpixel((0, 0)) / STEP for image in read_clip(path, span)]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [("a.mp4", "libx264"), ("a.webm", "libvpx-vp9"), ("a.mov", "mpeg4"), ("a.avi", "mpeg4"), ("a.mkv", "libx264")],
+)
+def test_every_format_is_resampled_to_the_rate_of_the_model(tmp_path: Path, name: str, codec: str) -> None:
+    path = write_video(tmp_path / name, 30, fps=24, codec=codec)
+    (item,) = read_dataset(tmp_path, FIVE).items
+    assert item.span is not None
+    assert shown(path, item.span) == pytest.approx([0, 2, 3, 5, 6], abs=1.1)  # each for the middle of its time
+    later = ClipSpan(item.span.start_seconds + 0.5, 5, 16)
+    assert shown(path, later) == pytest.approx([12, 14, 15, 17, 18], abs=1.1)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.webp"])
+def test_animations_are_clips_and_still_webp_images_are_not(tmp_path: Path, name: str) -> None:
+    frames = [Image.new("RGB", (64, 48), (STEP * number,) * 3) for number in range(12)]
+    options = {"lossless": True} if name.endswith("webp") else {}
+    frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], duration=50, **options)
+    picture(1).save(tmp_path / "still.webp")
+    clip, still = read_dataset(tmp_path, FIVE).items
+    assert (clip.num_frames, still.num_frames, still.span) == (5, 1, None)
+    assert clip.span is not None
+    assert shown(clip.path, clip.span) == [0, 1, 3, 4, 5]
+
+
+def test_clips_are_the_head_or_all_or_evenly_spread(tmp_path: Path) -> None:
+    facts = read_facts(write_video(tmp_path / "a.mp4", 48, fps=24))
+    starts = {
+        choice: [round(span.start_seconds * 16) for span in choose_spans(facts, choice, (9, 5), 16)]
+        for choice in ("head", "all", 1, 3)
+    }
+    assert starts == {"head": [0], "all": [0, 9, 18], 1: [11], 3: [0, 11, 23]}
+
+
+def test_a_shorter_video_is_a_clip_of_fewer_frames_and_images_are_mixed_in(tmp_path: Path) -> None:
+    write_video(tmp_path / "long.mp4", 40)
+    write_video(tmp_path / "brief.mp4", 20)
+    write_video(tmp_path / "tiny.mp4", 4)
+    picture(3).save(tmp_path / "still.png")
+    options = make_options({"caption": "x"}, get_family("wan-2.1"), 17)
+    assert options.clip_lengths == (17, 13, 9, 5)
+    report = check_dataset(tmp_path, options, resolution_px=64, multiple_px=16, max_side_px=512)
+    assert sorted(bucket.num_frames for bucket in report.buckets) == [1, 13, 17]
+    assert [(problem.file, problem.kind) for problem in report.problems] == [("tiny.mp4", "short")]
+    assert "lasts 0.17 s, 0.31 s are needed" in "\n".join(data_report_lines(report))
+
+
+def test_what_is_wrong_with_a_video_is_named(tmp_path: Path) -> None:
+    whole = write_video(tmp_path / "whole.mp4", 20).read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.webm").write_bytes(b"")
+    (tmp_path / "list.mp4").write_text(f"#EXTM3U\n#EXTINF:10,\nfile://{tmp_path}/whole.mp4\n#EXT-X-ENDLIST\n")
+    write_video(tmp_path / "rough.mkv", 9, times_ms=[0, 40, 80, 120, 400, 440, 480, 900, 940])
+    write_video(tmp_path / "thin.mp4", 20, size=(64, 16))
+    dataset = scan_dataset(tmp_path, FIVE)
+    assert {problem.file: problem.kind for problem in dataset.problems} == {
+        "cut.mp4": "broken", "empty.webm": "broken", "list.mp4": "broken", "rough.mkv": "variable", "thin.mp4": "tiny",
+    }  # fmt: skip
+    assert [item.path.name for item in dataset.items] == ["rough.mkv", "whole.mp4"]
+    assert "1 variable" not in " ".join(dataset.problem_summary)  # it is not left out
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_damage_to_a_video_crashes_the_reader(tmp_path: Path, data: st.DataObject) -> None:
+    source = tmp_path / "whole.mkv"
+    if not source.exists():
+        write_video(source, 12)
+    content = bytearray(source.read_bytes())
+    for place, value in data.draw(st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)))):
+        content[place] = value
+    folder = tmp_path / "damaged"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.mkv").write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    dataset = scan_dataset(folder, FIVE)
+    assert len(dataset.items) + sum(problem.kind != "variable" for problem in dataset.problems) == 1
+
+
+def test_a_video_is_upright_and_in_the_shape_of_its_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_video(tmp_path / "a.mp4", 20, size=(64, 48))
+    monkeypatch.setattr("autotune.data.video._rotation", lambda frame: 90)
+    (item,) = read_dataset(tmp_path, FIVE).items
+    assert (item.width_px, item.height_px) == (48, 64)
+    assert open_pixels([path], 32, 64, item.span).shape == (3, 5, 64, 32)
+
+
+def test_frames_with_too_many_pixels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_video(tmp_path / "a.mp4", 20)
+    monkeypatch.setattr("autotune.data.video.MAX_PIXELS", 1000)
+    (problem,) = scan_dataset(tmp_path, FIVE).problems
+    assert problem.kind == "broken"
+
+
+def test_an_animation_with_too_many_pixels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [picture(number) for number in range(12)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=50)
+    monkeypatch.setattr("autotune.data.video.MAX_ANIMATION_PIXELS", 12 * 64 * 64 - 1)
+    (problem,) = scan_dataset(tmp_path, FIVE).problems
+    assert (problem.kind, "too many: make it a video" in problem.message) == ("broken", True)
+
+
+def test_several_clips_of_a_file_are_several_items_and_a_copy_is_a_duplicate(tmp_path: Path) -> None:
+    content = write_video(tmp_path / "a.mp4", 48).read_bytes()
+    (tmp_path / "b.mp4").write_bytes(content)
+    write_pictures(tmp_path, (64, 64))
+    options = DatasetOptions(num_frames=5, caption="x", frames_per_second=16, clips=3)
+    dataset = read_dataset(tmp_path, options)
+    assert [item.path.name for item in dataset.items] == ["000.png", "a.mp4", "a.mp4", "a.mp4"]
+    assert {problem.kind for problem in dataset.problems} == {"duplicate"}
