@@ -100,7 +100,7 @@ def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, 
     options = {name: said[name] for name in ("model", "base", "data", "control") if name in said}
     if model != job.model:
         options["model"] = model
-    read = [name for name in (job.data, job.control) if name]
+    read = [name for name in (job.data, job.control, job.validation_folder) if name]
     if job.data and is_list(job.data) and Path(job.data).is_file():
         read += list_places(Path(job.data))
     if is_single_file(model) or not is_on_hub(model) or model.startswith(("/", "./", "../")):

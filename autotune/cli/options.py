@@ -36,7 +36,9 @@ Resolution = Annotated[str | None, typer.Option(help="Side of a square in pixels
 Frames = Annotated[int | None, typer.Option("--frames", min=1, help="Frames of a clip, for video models.")]
 HostMemory = Annotated[str | None, typer.Option(help="Memory of that GPU's host; 64GiB by default.")]
 Rank = Annotated[int | None, typer.Option(min=1, max=4096, help="Rank of the adapter.")]
-Targets = Annotated[str | None, typer.Option(help="attention (default), attention+mlp or all-linear.")]
+Targets = Annotated[
+    str | None, typer.Option(help="attention (default), attention+mlp, all-linear; of SDXL attention+mlp+proj, too.")
+]
 Batch = Annotated[
     int | None, typer.Option("--batch", min=1, max=65536, help="Images per optimizer step (effective batch).")
 ]
@@ -119,6 +121,15 @@ class JobOptions(DataOptions):
     ] = None
     preview_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between previews (default 250); 0: only at the end.")
+    ] = None
+    validation: Annotated[
+        str | None, typer.Option(help="Images to hold out for the loss: a share or a folder.", metavar="10%|FOLDER")
+    ] = None
+    validation_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between its measurements (default 250); 0: only at the end.")
+    ] = None
+    keep_best: Annotated[
+        bool | None, typer.Option("--keep-best", help="Keep the adapter that was best on held-out images.")
     ] = None
     checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints; default 250.")] = (
         None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autotune.data.encoders import Encoders, move_tensors
     from autotune.data.entries import EncoderIdentity, make_prompt_entry
     from autotune.data.files import has_video_decoder
+    from autotune.data.held_out import SplitDataset, read_split
     from autotune.data.items import Item
     from autotune.data.loader import BatchLoader
     from autotune.data.options import DatasetOptions, make_options

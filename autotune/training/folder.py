@@ -22,10 +22,11 @@ LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
     {"model", "base", "revision", "data", "control", "caption", "trigger", "output", "cache", "save_dtype", "report_to"}
-    | {"preview_prompts", "preview_steps", "preview_every"}
+    | {"preview_prompts", "preview_steps", "preview_every", "validation", "validation_every", "keep_best"}
     | {"checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
-"""Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
+"""Fields of a job that may differ when a run is resumed: paths, whose content other digests cover (and
+which images train), and outputs."""
 
 LATER_FIELDS = frozenset(
     {"clips", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor", "from_adapter"}
@@ -98,9 +99,10 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
 
 
 def require_separate_output(job: Job) -> None:
-    """Raise InvalidInput if the output folder lies in the folder of the data, the control images or the model."""
+    """Raise InvalidInput if the output folder lies in a folder of data, control or held-out images, or the model's."""
     folder = Path(job.output)
-    sources = [(source, path) for source in ("control", "model") if (path := getattr(job, source))]
+    named = {"control": job.control, "validation": job.validation_folder, "model": job.model}
+    sources = [(source, path) for source, path in named.items() if path]
     sources += [("data", place) for place in (list_places(Path(job.data)) if job.data else ())]
     for source, path in sources:
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):

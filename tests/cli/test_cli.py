@@ -167,6 +167,8 @@ WRONG = {
     "timestep_shift": "-1",
     "guidance_scale": "nan",
     "preview_every": "-1",
+    "validation": "100%",
+    "validation_every": "-1",
     "checkpointing_steps": "-1",
     "seed": "-1",
     "save_dtype": "fp8",
@@ -179,7 +181,7 @@ WRONG = {
     "cache": "tape",
 }
 ANY_TEXT = {"control", "caption", "trigger", "preview_prompts", "base", "from_adapter"}
-FLAGS = {"flip"}
+FLAGS = {"flip", "keep_best"}
 
 
 def test_every_option_of_a_job_has_a_wrong_value_here_or_takes_any_text() -> None:
