@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 from autotune.api.plan_files import load_plan, load_variants
+from autotune.data import is_list, list_places
 from autotune.errors import InvalidInput, suggest_nearest
 from autotune.families import is_on_hub, is_single_file
 from autotune.jobs import JobFile, JobNeeds, docker_script, kubernetes_manifest, slurm_script
@@ -99,7 +100,9 @@ def _job_file(plan: TrainingPlan, file: Path, said: dict[str, str], image: str, 
     options = {name: said[name] for name in ("model", "base", "data", "control") if name in said}
     if model != job.model:
         options["model"] = model
-    read = [name for name in (job.data, job.control) if name]
+    read = [name for name in (job.data, job.control, job.validation_folder) if name]
+    if job.data and is_list(job.data) and Path(job.data).is_file():
+        read += list_places(Path(job.data))
     if is_single_file(model) or not is_on_hub(model) or model.startswith(("/", "./", "../")):
         read.append(model)
     if job.base and not is_on_hub(job.base):

@@ -1,10 +1,12 @@
 """`train` and `sample`: run a plan, and look at what came of it."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from autotune.api.metrics_server import MetricsServer
 from autotune.api.options import require_known
 from autotune.api.places import Place, find_place
 from autotune.api.plan_files import load_plan
@@ -54,6 +56,7 @@ def train(
     nodes: int | None = None,
     node_rank: int | None = None,
     rdzv_endpoint: str | None = None,
+    metrics_port: int | None = None,
     on_event: OnEvent = ignore_event,
     **job: Unpack[JobOverrides],
 ) -> RunReport:
@@ -73,6 +76,7 @@ def train(
         nodes: number of machines that share the plan's processes; call this on each of them.
         node_rank: number of this machine among them; by default 0 where `rdzv_endpoint` is, and 1 on the other of two.
         rdzv_endpoint: `HOST:PORT` at which the machines meet; HOST is the first one, which writes the output.
+        metrics_port: port of this machine alone at which Prometheus finds the run's numbers meanwhile.
         on_event: listener to progress.
         job: fields of the plan's job to replace, e.g. `output="other"`.
 
@@ -99,6 +103,16 @@ def train(
     chosen = with_job(given, **changes)
     place = find_place(chosen.frozen.hardware.num_processes, nodes, node_rank, rdzv_endpoint)
     on_event = on_event if place.is_first else ignore_event
+    with contextlib.ExitStack() as stack:
+        if metrics_port is not None and place.is_first:
+            on_event = stack.enter_context(MetricsServer(metrics_port, on_event))
+        return _train_here(chosen, file, place, on_event, resume=resume, trace=trace)
+
+
+def _train_here(
+    chosen: TrainingPlan, file: Path | None, place: Place, on_event: OnEvent, *, resume: bool, trace: bool
+) -> RunReport:
+    """Everything after the arguments are understood; `file` as `_ready` takes it."""
     on_event(StatusChanged(text="reading the machine"))
     silence_progress_bars()
     hardware = place.read_machine()

@@ -122,6 +122,15 @@ class JobOptions(DataOptions):
     preview_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between previews (default 250); 0: only at the end.")
     ] = None
+    validation: Annotated[
+        str | None, typer.Option(help="Images to hold out for the loss: a share or a folder.", metavar="10%|FOLDER")
+    ] = None
+    validation_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between its measurements (default 250); 0: only at the end.")
+    ] = None
+    keep_best: Annotated[
+        bool | None, typer.Option("--keep-best", help="Keep the adapter that was best on held-out images.")
+    ] = None
     checkpointing_steps: Annotated[int | None, typer.Option(min=0, help="Steps between checkpoints; default 250.")] = (
         None
     )

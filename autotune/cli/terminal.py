@@ -40,6 +40,7 @@ from autotune.reporting import (
     smooth,
     step_text,
     trial_row,
+    validation_text,
     workload_lines,
     wrapped,
 )
@@ -160,6 +161,8 @@ class EventDisplay:
         self.smoothed_loss = smooth(self.smoothed_loss, event.loss, self.num_steps)
         note = step_text(event, self.smoothed_loss, self.promised_bytes)
         self._update("training", event.step, event.num_steps, note)
+        if held_out := validation_text(event):
+            self._print(held_out)
         every = max(1, event.num_steps // 10)
         is_silent = time.monotonic() > self.last_line_at + QUIET_SECONDS
         is_due = event.step % every == 0 or event.step == event.num_steps or is_silent or self.every_step

@@ -32,6 +32,9 @@ class TrainOptions:
         str | None, typer.Option(help="Where they meet: a port of the first.", metavar="HOST:PORT")
     ] = None
     node_rank: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port of localhost.")
+    ] = None
     gate: Annotated[
         bool, typer.Option("--gate", help="Exit with 1 if the adapter never moved or lowers no loss: for schedulers.")
     ] = False
@@ -64,9 +67,8 @@ def train(options: TrainOptions, job: JobOptions) -> None:
 
 def _require_success(report: "autotune.RunReport") -> None:
     """Exit with 1 if the verdict on the adapter speaks against it, or if there is none; the answer is printed."""
-    failures = report.verdict.failures if report.verdict else ("there is no verdict on the adapter",)
-    if failures:
-        for failure in failures:
+    if report.failures:
+        for failure in report.failures:
             print_remark(f"error: {failure}")
         print_remark("hint: look at the run's report.html; a lower --learning-rate or more --steps often help")
         raise typer.Exit(1)

@@ -4,7 +4,7 @@ from autotune.cost.arguments import require_sound
 from autotune.cost.predict import CostModel
 from autotune.cost.timing import Rates, host_flops_per_second
 from autotune.knobs import startup_seconds
-from autotune.schema import Candidate, Estimate, JobTime, Prediction, mean_text_tokens, num_previews
+from autotune.schema import VALIDATION_DRAWS, Candidate, Estimate, JobTime, Prediction, mean_text_tokens, num_previews
 
 DISK_BYTES_PER_SECOND = 1e9
 """A cold read from a plain NVMe disk, where no loader was measured."""
@@ -52,8 +52,16 @@ def estimate(
     )
 
 
-def job_time(cost: CostModel, prediction: Prediction, *, num_steps: int, num_images: int, num_previews: int) -> JobTime:
-    """Wall time of a whole job: load, caches, steps, previews and checkpoints."""
+def job_time(
+    cost: CostModel,
+    prediction: Prediction,
+    *,
+    num_steps: int,
+    num_images: int,
+    num_previews: int,
+    num_validations: int = 0,
+) -> JobTime:
+    """Wall time of a whole job: load, caches, steps, previews, validations and checkpoints."""
     candidate = prediction.candidate
     rates = cost.tables.rates_of(candidate)
     storage = cost.model.storage(candidate.precision, "none")
@@ -72,6 +80,7 @@ def job_time(cost: CostModel, prediction: Prediction, *, num_steps: int, num_ima
         "compile_seconds": startup_seconds(candidate, cost.family, cost.workload),
         "step_seconds": num_steps * prediction.step_seconds,
         "preview_seconds": num_previews * preview,
+        "validation_seconds": num_validations * VALIDATION_DRAWS * forward,
         "save_seconds": CHECKPOINTS_PER_JOB * CHECKPOINT_SECONDS,
     }
     return JobTime(total_seconds=sum(parts.values()), **parts)

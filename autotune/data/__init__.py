@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from autotune.data.encoders import Encoders, move_tensors
     from autotune.data.entries import EncoderIdentity, make_prompt_entry
     from autotune.data.files import has_video_decoder
+    from autotune.data.held_out import SplitDataset, read_split
     from autotune.data.items import Item
     from autotune.data.loader import BatchLoader
     from autotune.data.options import DatasetOptions, make_options
     from autotune.data.pixels import open_image, to_rgb
     from autotune.data.sheet import make_contact_sheet
-    from autotune.data.sources import is_list, list_folders
+    from autotune.data.sources import is_list, list_places
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

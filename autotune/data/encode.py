@@ -4,7 +4,7 @@ Entries are found by content, so a changed image alone is encoded again, and the
 missing. Samples of a small dataset come from memory, those of a large one from the cache.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -66,6 +66,16 @@ class EncodedDataset:
         ]
         numbers = {shape: number for number, shape in enumerate(sorted(set(shapes)))}
         return tuple(numbers[shape] for shape in shapes)
+
+    def select(self, is_wanted: Callable[[Item], bool]) -> "EncodedDataset":
+        """The same with some of its items alone."""
+        indices = [index for index, item in enumerate(self.items) if is_wanted(item)]
+        return replace(
+            self,
+            items=tuple(self.items[index] for index in indices),
+            bucket_indices=tuple(self.bucket_indices[index] for index in indices),
+            entries=tuple(self.entries[index] for index in indices),
+        )
 
     def sample(self, index: int, dropped: bool = False, caption: int = 0, flipped: bool = False) -> Sample:
         """One sample as a `Draw` names it; with `dropped`, conditioned on the empty caption instead of its own.

@@ -74,6 +74,15 @@ def list_folders(data: Path) -> tuple[DataFolder, ...]:
     return tuple(one.changed(**_places(one, data.parent)) for one in listed)
 
 
+def list_places(data: Path) -> tuple[str, ...]:
+    """All folders that a job's data lies in: images, and control images that a list names.
+
+    Raises:
+        InvalidInput: as `list_folders`.
+    """
+    return tuple(place for one in list_folders(data) for place in (one.path, one.control) if place is not None)
+
+
 def _places(folder: DataFolder, base: Path) -> dict[str, Any]:
     named = {"path": folder.path, "control": folder.control}
     return {name: str(base / place) for name, place in named.items() if place is not None}

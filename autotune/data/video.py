@@ -24,6 +24,8 @@ DEMUXERS = "mov,matroska,avi"
 """ffmpeg's readers of the formats that are offered; some of its others follow addresses that a file names."""
 MAX_SOURCE_FRAMES = 1 << 20
 """Frames of a file: five hours at 60 a second."""
+MAX_ANIMATION_PIXELS = 1 << 32
+"""Of all frames: 2,000 of 1080p. Pillow decodes them all for their times."""
 MAX_SOURCE_FPS = 1000.0
 MIN_SOURCE_FPS = 0.5
 MAX_CLIPS = 64
@@ -167,7 +169,7 @@ def _frames(path: Path, start_seconds: float | None = None) -> Generator[_Frame]
 def _list_times(path: Path) -> list[float]:
     """When each frame is shown, in order and in seconds."""
     if path.suffix.lower() in ANIMATION_SUFFIXES:
-        return [frame.seconds for frame in _animation_frames(path)]
+        return [frame.seconds for frame in _animation_frames(path, renders=False)]
     times = []
     with _open_video(path) as (container, stream):
         for packet in container.demux(stream):
@@ -179,18 +181,18 @@ def _list_times(path: Path) -> list[float]:
     return sorted(times)
 
 
-def _animation_frames(path: Path) -> Generator[_Frame]:
+def _animation_frames(path: Path, *, renders: bool = True) -> Generator[_Frame]:
     seconds = 0.0
     with open_image(path, animated=True) as image:
         count = getattr(image, "n_frames", 1)
-        if count > MAX_SOURCE_FRAMES:
-            raise OSError(f"it has over {MAX_SOURCE_FRAMES} frames")
+        if count * image.width * image.height > MAX_ANIMATION_PIXELS:
+            raise OSError(f"its {count} frames of {image.width} x {image.height} px are too many: make it a video")
         for number in range(count):
             image.seek(number)
             image.load()
             duration = float(image.info.get("duration") or 0) / 1000
             duration = DEFAULT_DELAY_SECONDS if duration <= 0.01 else duration
-            yield _Frame(seconds, duration, to_rgb(image))
+            yield _Frame(seconds, duration, to_rgb(image) if renders else None)
             seconds += duration
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from autotune.families.base import Batch, Family, Sample, unwrap_model
     from autotune.families.fetching import FetchedModel, fetch_whole
     from autotune.families.levers import LEVERS, missing_levers
-    from autotune.families.loss import denoising_loss
+    from autotune.families.loss import denoising_loss, image_losses
     from autotune.families.modulation import ModulationLayers
     from autotune.families.noise import FLOW_MATCHING, MIN_SNR_GAMMA, DiscreteDiffusion, NoiseProcess
     from autotune.families.packing import PATCH

@@ -29,13 +29,28 @@ def denoising_loss(
         weighting: how images weigh by their noise; one of the process's.
     """
     process, clean = process or family.noise, batch["latents"]
+    if weighting != "none" or "loss_weights" in batch:
+        return image_losses(family, transformer, batch, noise, levels, process, weighting).mean()
     noisy = process.add_noise(clean, noise, levels)
     predicted = family.predict(transformer, noisy, levels, batch)
-    target = process.target(clean, noise, levels).float()
-    if weighting == "none" and "loss_weights" not in batch:
-        return nn.functional.mse_loss(predicted.float(), target)
-    errors = (predicted.float() - target).square()
+    return nn.functional.mse_loss(predicted.float(), process.target(clean, noise, levels).float())
+
+
+def image_losses(
+    family: Family,
+    transformer: nn.Module,
+    batch: Batch,
+    noise: Tensor,
+    levels: Tensor,
+    process: NoiseProcess,
+    weighting: Weighting,
+) -> Tensor:
+    """The loss of each image of the micro-batch, (batch,): their mean is `denoising_loss`, up to rounding."""
+    clean = batch["latents"]
+    noisy = process.add_noise(clean, noise, levels)
+    predicted = family.predict(transformer, noisy, levels, batch)
+    errors = (predicted.float() - process.target(clean, noise, levels).float()).square()
     if "loss_weights" in batch:
         errors = errors * batch["loss_weights"].float()
     errors = errors.flatten(1).mean(dim=1)
-    return errors.mean() if weighting == "none" else (process.weights(levels, weighting) * errors).mean()
+    return errors if weighting == "none" else process.weights(levels, weighting) * errors

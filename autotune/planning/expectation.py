@@ -66,7 +66,14 @@ def build_expectation(
         alone = cost.single_process().predict(best.candidate)
         overhead += prediction.allocated_memory_bytes - alone.allocated_memory_bytes
     num_images = sum(bucket.num_items for bucket in workload.buckets)
-    around = job_time(cost, prediction, num_steps=0, num_images=num_images, num_previews=job.num_previews)
+    around = job_time(
+        cost,
+        prediction,
+        num_steps=0,
+        num_images=num_images,
+        num_previews=job.num_previews,
+        num_validations=job.num_validations,
+    )
     return Expected(
         evidence="measured" if trials else "predicted",
         step_seconds=best.step_seconds,

@@ -128,7 +128,8 @@ def list_choices(request: PlanRequest, hardware: HardwareProfile) -> SearchSpace
     """What a search for the request could choose on this machine, and what it could not and why."""
     model, _ = resolve_request_model(request)
     data, drops_captions = read_data(request, model), request.drops_captions
-    workload = describe_workload(model, data, request.workload_overrides, drops_captions=drops_captions)
+    dataset = data.whole if data else None
+    workload = describe_workload(model, dataset, request.workload_overrides, drops_captions=drops_captions)
     return request.space(TuningContext(hardware, model.family, workload, request.memory_budget))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from autotune.data import Dataset, make_options, read_dataset
+from autotune.data import Dataset, SplitDataset, make_options, read_split
 from autotune.families import ResolvedModel, check_weights, fetch_model, find_published, is_on_hub, resolve_model
 from autotune.knobs import PIN, TuningContext
 from autotune.schema import Job, MemoryBudget, TrainingPlan, Workload, job_from, split_reference
@@ -108,14 +108,15 @@ def request_from(plan: TrainingPlan) -> PlanRequest:
     )
 
 
-def read_data(request: PlanRequest, model: ResolvedModel) -> Dataset | None:
-    """The question's data, if it names any."""
+def read_data(request: PlanRequest, model: ResolvedModel) -> SplitDataset | None:
+    """The question's data, if it names any, and what of it is held out."""
     folder = request.path("data")
     if folder is None:
         return None
     frames = request.workload_overrides.num_frames or model.family.defaults.num_frames
     job = {**dict(request.job or {}), **request.job_overrides}
-    return read_dataset(folder, make_options(job, model.family, frames))
+    options = make_options(job, model.family, frames)
+    return read_split(folder, options, request.text("validation"), int(request.text("seed") or 0))
 
 
 def build_job(request: PlanRequest, model: ResolvedModel, dataset: Dataset | None, effective_batch_size: int) -> Job:
@@ -176,12 +177,13 @@ class ResolvedRequest:
         model, notes = resolve_request_model(request)
         if needs_weights and model.folder is not None:
             check_weights(model)
-        dataset = read_data(request, model)
+        data = read_data(request, model)
+        dataset = data.whole if data else None
         request, rounded = _with_even_batch(request, model.family.defaults.effective_batch_size)
         overrides, drops_captions = request.workload_overrides, request.drops_captions
         workload = describe_workload(model, dataset, overrides, drops_captions=drops_captions)
         require_even_shares(workload, request.num_processes)
-        job = build_job(request, model, dataset, workload.effective_batch_size)
+        job = build_job(request, model, data.training if data else None, workload.effective_batch_size)
         require_separate_output(job)
         return cls(request, model, dataset, workload, job, (*notes, *rounded))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 
 from autotune.reporting.text import change_text, loss_text, memory_text, seconds_text, titled_command, wrapped
-from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport, StepFinished
+from autotune.schema import AdapterVerdict, PhasePeak, QuantizationError, RunReport, StepFinished, ValidationResult
 
 PAGE_FILE = "report.html"
 """The page about a run in its output folder."""
@@ -24,8 +24,24 @@ def step_text(event: StepFinished, smoothed_loss: float | None = None, promised_
     held, promise = memory_text(event.memory_bytes), memory_text(promised_bytes)
     unit = promise[-4:] if held[-4:] == promise[-4:] else ""  # 9.10/18.88 GiB
     memory = held if promised_bytes is None else f"{held.removesuffix(unit)}/{promise}"
-    text = f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}"
-    return text if event.gpu_utilization is None else f"{text}  GPU {event.gpu_utilization:.0%}"
+    busy = "" if event.gpu_utilization is None else f"  GPU {event.gpu_utilization:.0%}"
+    odd = event.gradient_spikes + event.nonfinite_gradients
+    spikes = f"  {odd} spike{'s' * (odd != 1)}" if odd else ""
+    return f"{epoch}loss {loss_text(loss)}  {event.seconds:.3f} s/step  {memory}{busy}{spikes}"
+
+
+def validation_text(event: StepFinished) -> str | None:
+    """The loss on held-out images after a step, if it was measured."""
+    if event.validation_loss is None or event.base_validation_loss is None:
+        return None
+    losses = _against_base(event.validation_loss, event.base_validation_loss)
+    losses = _against_base(event.validation_loss, event.base_validation_loss)
+    return f"loss on held-out images after step {event.step}: {losses}"
+
+
+def _against_base(loss: float, base_loss: float) -> str:
+    change = f" ({loss / base_loss - 1:+.1%})" if base_loss > 0 else ""
+    return f"{base_loss:.4f} without the adapter, {loss:.4f} with it{change}"
 
 
 def report_lines(report: RunReport) -> list[str]:
@@ -44,6 +60,8 @@ def report_lines(report: RunReport) -> list[str]:
         f"loss {loss_text(report.first_loss)} -> {loss_text(report.final_loss)}",
         *(error_lines(report.quantization_error, report.settings.quantization) if report.quantization_error else []),
         *(verdict_lines(report.verdict) if report.verdict else []),
+        *(validation_lines(report.validation) if report.validation else []),
+        *gradient_lines(report),
         *(f"warning: {warning}" for warning in report.warnings),
     ]
     return [part for line in lines for part in wrapped(line)]
@@ -85,12 +103,27 @@ def verdict_lines(verdict: AdapterVerdict) -> list[str]:
         f"from {least:.3g} ({low}) to {most:.3g} ({high})"
     ]
     if verdict.base_loss and verdict.adapter_loss is not None:
-        change = verdict.adapter_loss / verdict.base_loss - 1
-        lines.append(
-            f"loss on fresh noise: {verdict.base_loss:.4f} without the adapter, {verdict.adapter_loss:.4f} with it "
-            f"({change:+.1%})"
-        )
+        lines.append(f"loss on fresh noise: {_against_base(verdict.adapter_loss, verdict.base_loss)}")
     return lines
+
+
+def validation_lines(held_out: ValidationResult) -> list[str]:
+    """What the loss on held-out images tells."""
+    number = f"{held_out.num_images} held-out image{'s' * (held_out.num_images != 1)}"
+    lines = [f"loss on {number}: {_against_base(held_out.final_loss, held_out.base_loss)}"]
+    if held_out.lowest_loss < held_out.final_loss:
+        kept = "kept" if held_out.kept_step == held_out.lowest_step else "not kept: --keep-best would"
+        lines.append(f"  lowest {held_out.lowest_loss:.4f} after step {held_out.lowest_step}, {kept}")
+    if held_out.overfitting_from is not None:
+        lines.append(f"  overfitting began after step {held_out.overfitting_from}")
+    return lines
+
+
+def gradient_lines(report: RunReport) -> list[str]:
+    """How many gradients stood out, if any did."""
+    spikes, nonfinite = report.gradient_spikes, report.nonfinite_gradients
+    lines = [f"gradients far above those before (spikes): {spikes} of {report.num_steps}"] if spikes else []
+    return lines + ([f"gradients that were not finite, taken again: {nonfinite}"] if nonfinite else [])
 
 
 def _phase_lines(report: RunReport) -> list[str]:

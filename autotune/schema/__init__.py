@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from autotune.schema.job import (
         MAX_PREVIEW_PROMPTS,
+        VALIDATION_DRAWS,
         ClipChoice,
         Crop,
         Job,
@@ -91,7 +92,7 @@ if TYPE_CHECKING:
         write_variants,
     )
     from autotune.schema.prediction import Estimate, JobTime, MemoryBreakdown, PhaseMemory, Prediction, StepTime
-    from autotune.schema.run import AdapterVerdict, RunReport
+    from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
     from autotune.schema.trial import MAX_RESIDUAL, Outcome, PhasePeak, QuantizationError, Residual, TrialResult
     from autotune.schema.typical import (
         has_typical_shape,

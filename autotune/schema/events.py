@@ -116,6 +116,16 @@ class StepFinished(Event):
     """Number of the epoch that the step begins in, counted from 1; None in files of an older autotune."""
     gpu_utilization: float | None = None
     """Share of time that the GPU computed, in [0, 1]; None without NVML."""
+    gradient_spikes: int = 0
+    """Gradients of the run so far whose norm was far above those of the steps before."""
+    nonfinite_gradients: int = 0
+    """Gradients of the run so far that were not finite; their steps were taken again."""
+    validation_loss: float | None = None
+    """Mean loss on held-out images after the step; None if it was not measured."""
+    base_validation_loss: float | None = None
+    """The same without the adapter."""
+    overfitting_from: int | None = None
+    """After how many steps overfitting began, if the losses on held-out images tell so."""
     remaining_seconds: float | None = None
     """Time until the last step, with previews and checkpoints on the way; None after the first step of a start."""
 

@@ -1,5 +1,6 @@
 """The user's part of a plan: what is trained and for how long, never how it fits the machine."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import parse_qsl, urlencode
@@ -28,10 +29,23 @@ def _in_utf8(text: str) -> str:
 Words = Annotated[str, AfterValidator(_in_utf8)]
 Place = Annotated[Words, Field(pattern=r"^[^\x00]*$")]
 """A path or a name: no file system takes a NUL."""
+
+
+def _share_or_folder(text: str) -> str:
+    if text.endswith("%") and not (SHARE.fullmatch(text) and 0 < float(text[:-1]) < 100):
+        raise ValueError("a share of the images is written like 10%, above 0% and below 100%")
+    return text
+
+
+SHARE = re.compile(r"\d{1,2}(\.\d{1,6})?%")
+HeldOut = Annotated[Place, AfterValidator(_share_or_folder)]
 MAX_PREVIEW_PROMPTS = 4
 """More would take longer than they tell."""
 PREVIEW_EVERY = 250
-"""Training steps between previews, by default."""
+"""Training steps between previews, by default, and between validations."""
+
+VALIDATION_DRAWS = 32
+"""About how many draws of an image, a noise level and noise the loss on held-out images is the mean of."""
 
 
 SINGLE_FILE = ".safetensors"
@@ -131,8 +145,26 @@ class Job(Frozen):
     """Denoising steps of a preview; models know 1,000 noise levels."""
     preview_every: int = Field(default=PREVIEW_EVERY, ge=0)
     """Training steps between previews; 0 samples only at the end."""
+    validation: HeldOut | None = None
+    """Images that never train, to measure the loss on: a share of the data such as `10%`, or a folder of others."""
+    validation_every: int = Field(default=PREVIEW_EVERY, ge=0)
+    """Training steps between validations; 0 validates only at the end."""
+    keep_best: bool = False
+    """Whether the adapter is kept as it was when the loss on held-out images was lowest."""
     report_to: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """Tracker that gets the curves besides `metrics.jsonl`."""
+
+    @property
+    def validation_folder(self) -> str | None:
+        """The folder of held-out images; None if there are none, or if they are a share of the data."""
+        return None if self.validation is None or self.validation.endswith("%") else self.validation
+
+    @property
+    def num_validations(self) -> int:
+        """How often the loss on held-out images is measured: without the adapter, at intervals, and at the end."""
+        if self.validation is None:
+            return 0
+        return 1 + (-(-self.num_steps // self.validation_every) if self.validation_every else 1)
 
     @property
     def pinned_model(self) -> str:
@@ -199,4 +231,7 @@ class JobOverrides(TypedDict, total=False):
     preview_prompts: tuple[str, ...]
     preview_steps: int
     preview_every: int
+    validation: str
+    validation_every: int
+    keep_best: bool
     report_to: Literal["tensorboard", "wandb", "none"]

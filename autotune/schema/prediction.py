@@ -91,6 +91,7 @@ class JobTime(Frozen):
     step_seconds: float = Field(ge=0)
     """Time of all steps together."""
     preview_seconds: float = Field(ge=0)
+    validation_seconds: float = Field(default=0.0, ge=0)
     save_seconds: float = Field(ge=0)
 
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from autotune.schema.base import Frozen, NaturalInt
+from autotune.schema.base import Frozen, NaturalInt, PositiveInt
 from autotune.schema.candidate import Candidate
 from autotune.schema.trial import PhasePeak, QuantizationError
 
@@ -23,19 +23,36 @@ class AdapterVerdict(Frozen):
     """Mean loss with the adapter, on the same images and noise."""
 
     @property
-    def failures(self) -> tuple[str, ...]:
-        """Why nobody should use the adapter, one sentence each; empty if nothing speaks against it."""
+    def layer_failures(self) -> tuple[str, ...]:
+        """What is wrong with its layers, one sentence each."""
         found = []
         if self.num_not_finite:
             found.append(f"{self.num_not_finite} of the adapter's {self.num_layers} layers are not finite")
         if not any(self.layer_norms.values()):
             found.append("the adapter never moved: no gradient reached any of its layers")
-        if self.base_loss is None or self.adapter_loss is None:
-            found.append("the loss with the adapter could not be compared with the model's own")
-        elif self.adapter_loss >= self.base_loss:
-            losses = f"{self.adapter_loss:.4f} with the adapter, {self.base_loss:.4f} without it"
-            found.append(f"the adapter does not lower the loss on noise that it was not trained on: {losses}")
         return tuple(found)
+
+
+class ValidationResult(Frozen):
+    """The loss on images that were held out of training, always at the same noise levels and noise."""
+
+    num_images: int = PositiveInt
+    base_loss: float
+    """Without the adapter."""
+    final_loss: float
+    """After the last step."""
+    lowest_loss: float
+    lowest_step: int = PositiveInt
+    """After how many steps it was lowest."""
+    overfitting_from: int | None = Field(default=None, ge=0)
+    """After how many steps it began to rise for good, 0 if it never fell; None if it did not."""
+    kept_step: int = PositiveInt
+    """After how many steps the adapter is as it was kept."""
+
+    @property
+    def kept_loss(self) -> float:
+        """With the adapter that was kept."""
+        return self.lowest_loss if self.kept_step == self.lowest_step else self.final_loss
 
 
 class RunReport(Frozen):
@@ -65,7 +82,32 @@ class RunReport(Frozen):
     warnings: tuple[str, ...] = ()
     settings: Candidate
     """Settings that the run ended with: the plan's, or a fallback, which a warning then names."""
+    gradient_spikes: int = 0
+    """Gradients whose norm was far above those of the steps before."""
+    nonfinite_gradients: int = 0
+    """Gradients that were not finite; their steps were taken again."""
     quantization_error: QuantizationError | None = None
+    validation: ValidationResult | None = None
+    """None if no images were held out."""
     verdict: AdapterVerdict | None = None
     adapter: str
     """File name of the adapter inside the output folder."""
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why nobody should use the adapter, one sentence each; empty if nothing speaks against it.
+
+        Its loss is compared on held-out images if there are any, else on fresh noise.
+        """
+        if (verdict := self.verdict) is None:
+            return ("there is no verdict on the adapter",)
+        held_out = self.validation
+        what = "images that it was not trained on" if held_out else "noise that it was not trained on"
+        loss = held_out.kept_loss if held_out else verdict.adapter_loss
+        base = held_out.base_loss if held_out else verdict.base_loss
+        if loss is None or base is None:
+            return (*verdict.layer_failures, "the loss with the adapter could not be compared with the model's own")
+        if loss < base:
+            return verdict.layer_failures
+        losses = f"{loss:.4f} with the adapter, {base:.4f} without it"
+        return (*verdict.layer_failures, f"the adapter does not lower the loss on {what}: {losses}")

@@ -16,7 +16,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.runtime import ESCAPE_CHARACTERS, data_path, is_clear_url, quote_error
-from autotune.search.study import take_snapshot
+from autotune.search.study import OBJECTIVE, take_snapshot
 
 IDENTITY = "question"
 """Study attribute: what is searched for, and on what. Its name is that of studies which exist."""
@@ -68,6 +68,9 @@ def open_study(location: StudyLocation | None, identity: Mapping[str, str | None
             try:
                 study = optuna.create_study(storage=storage, study_name=name)
                 study.set_user_attr(IDENTITY, dict(identity))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", ExperimentalWarning)
+                    study.set_metric_names([OBJECTIVE])
             except DuplicatedStudyError:
                 study = optuna.load_study(storage=storage, study_name=name)
                 _require_identity(study, location, identity)

@@ -51,6 +51,8 @@ STOPPED = "stopped"
 """Trial attribute: its worker ended it, and was not taken down by it."""
 OWNER = "owner"
 """Trial attribute: the process that runs it, as `place/process id/start time`."""
+OBJECTIVE = "seconds per step"
+CONSTRAINT = "failed (0 if it ran)"
 MAX_DEATHS = 2
 """Workers that a candidate may take down before it counts as a crash."""
 TICKET_SECONDS = 30.0
@@ -275,9 +277,26 @@ def _objective(
         trial.set_user_attr(STOPPED, True)
         raise
     trial.set_user_attr(RESULT, result.model_dump_json())
-    trial.set_constraint("runs", 0.0 if result.outcome == "ok" else 1.0)
+    for name, value in describe_result(result).items():
+        trial.set_user_attr(name, value)
+    failed = 0.0 if result.outcome == "ok" else 1.0
+    trial.set_constraint(CONSTRAINT, failed)
+    # optuna-dashboard 0.21 looks for constraints only where Optuna 4 stored them, which Optuna 5 reads, too.
+    trial.storage.set_trial_system_attr(trial._trial_id, "constraints", [failed])
     on_trial(result)
     return result.median_step_seconds or math.inf
+
+
+def describe_result(result: TrialResult) -> dict[str, str | float]:
+    """What a person who opens the study in a dashboard reads of a trial."""
+    told: dict[str, str | float | None] = {
+        "settings": result.candidate.label(),
+        "outcome": result.outcome,
+        "why": result.message or None,
+        "step memory GiB": result.peak_memory_bytes and round(result.peak_memory_bytes / 2**30, 3),
+        "seconds of trial": result.wall_seconds and round(result.wall_seconds, 1),
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _is_over(search: ResidualSearch, limits: SearchLimits, predicted_seconds: float, snapshot: StudySnapshot) -> bool:

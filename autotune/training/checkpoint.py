@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ CHECKPOINTS = "checkpoints"
 """The folder inside a run's output folder that holds them."""
 
 FILE_NAME = "checkpoint-{:06}.safetensors"
+BEST_FILE = "best.safetensors"
+"""The adapter as it was when the loss on held-out images was lowest."""
 FILE_PATTERN = re.compile(r"checkpoint-(\d{6,})\.safetensors")
 
 
@@ -112,21 +114,45 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
+    def save_best(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write what was best so far, at once, in place of the last such.
+
+        Raises:
+            AutotuneError: it could not be written.
+        """
+        copies = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        self._write_file(self.folder / BEST_FILE, copies, {"step": step})
+
+    def read_best(self) -> Checkpoint | None:
+        """What `save_best` wrote; None if it is lost or damaged.
+
+        Raises:
+            InvalidInput: it belongs to another plan, job or data.
+        """
+        try:
+            best = self._read(self.folder / BEST_FILE, 0)
+        except (BadWeights, OSError, ValueError, KeyError):
+            return None
+        return replace(best, step=best.state["step"])
+
     def _write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        self._write_file(self.folder / FILE_NAME.format(step), tensors, state)
+        for old, path in list(list_checkpoints(self.folder).items())[: -self.keep_last]:
+            if not (self.keep_every and old % self.keep_every == 0):
+                path.unlink(missing_ok=True)
+
+    def _write_file(self, path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         metadata = {"run": self.run_key, "state": json.dumps(state)}
         if self.weights:
             metadata["weights"] = self.weights
         metadata["digest"] = _digest(metadata, tensors)
         try:
-            save_file(self.folder / FILE_NAME.format(step), tensors, metadata)
+            save_file(path, tensors, metadata)
         except Exception as error:  # safetensors has errors of its own
             raise AutotuneError(
                 f"cannot write a checkpoint in {self.folder}: {error}",
                 hint="free some space, then go on from the last one with --resume",
             ) from error
-        for old, path in list(list_checkpoints(self.folder).items())[: -self.keep_last]:
-            if not (self.keep_every and old % self.keep_every == 0):
-                path.unlink(missing_ok=True)
 
     def newest(self, on_damaged: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
         """The newest undamaged checkpoint, or None if there are no checkpoints at all.

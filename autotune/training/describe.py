@@ -56,7 +56,7 @@ def require_even_shares(workload: Workload, num_processes: int) -> None:
 
 
 def check_job(job: Job, family: Family) -> None:
-    """Raise InvalidInput if the job uses an option that the model's family does not have."""
+    """Raise InvalidInput if the job lacks what an option needs, or its model's family lacks the option."""
     if job.timestep_shift == "by_resolution" and family.defaults.shift_by_tokens is None:
         raise InvalidInput(
             f"{family.name} has no timestep shift by resolution",
@@ -64,6 +64,10 @@ def check_job(job: Job, family: Family) -> None:
         )
     if job.guidance_scale is not None and family.defaults.training_guidance is None:
         raise InvalidInput(f"{family.name} takes no guidance while it trains", hint="leave --guidance out")
+    if job.keep_best and job.validation is None:
+        raise InvalidInput(
+            "without held-out images nothing tells which adapter is best", hint="hold some out: --validation 10%"
+        )
     family.noise.check_weighting(job.weighting_scheme, family.name)
     family.check_num_frames(job.num_frames)
 

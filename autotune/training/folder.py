@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from autotune.data import Dataset, EncodedDataset, list_folders
+from autotune.data import Dataset, EncodedDataset, list_places
 from autotune.errors import InvalidInput, InvalidPlan
 from autotune.runtime import PART_FILES, require_free_disk
 from autotune.schema import RUN_PLAN_FILE, Job, RunReport, TrainingPlan, digest_of, read_plan, write_plan
@@ -22,10 +22,11 @@ LOCK_FILE = ".lock"
 
 CHANGEABLE_FIELDS = frozenset(
     {"model", "base", "revision", "data", "control", "caption", "trigger", "output", "cache", "save_dtype", "report_to"}
-    | {"preview_prompts", "preview_steps", "preview_every"}
+    | {"preview_prompts", "preview_steps", "preview_every", "validation", "validation_every", "keep_best"}
     | {"checkpointing_steps", "checkpoints_total_limit", "checkpoints_keep_every"}
 )
-"""Fields of a job that may differ when a run is resumed: paths, whose content other digests cover, and outputs."""
+"""Fields of a job that may differ when a run is resumed: paths, whose content other digests cover (and
+which images train), and outputs."""
 
 LATER_FIELDS = frozenset(
     {"clips", "shuffle_tags", "keep_tags", "flip", "crop", "loss_mask", "mask_floor", "from_adapter"}
@@ -98,10 +99,11 @@ def claim_folder(plan: TrainingPlan, *, resume: bool, needed_bytes: int, lock: b
 
 
 def require_separate_output(job: Job) -> None:
-    """Raise InvalidInput if the output folder lies in the folder of the data, the control images or the model."""
+    """Raise InvalidInput if the output folder lies in a folder of data, control or held-out images, or the model's."""
     folder = Path(job.output)
-    sources = [(source, path) for source in ("control", "model") if (path := getattr(job, source))]
-    sources += [("data", one.path) for one in (list_folders(Path(job.data)) if job.data else ())]
+    named = {"control": job.control, "validation": job.validation_folder, "model": job.model}
+    sources = [(source, path) for source, path in named.items() if path]
+    sources += [("data", place) for place in (list_places(Path(job.data)) if job.data else ())]
     for source, path in sources:
         if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
             raise InvalidInput(

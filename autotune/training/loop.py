@@ -4,19 +4,17 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from autotune.backends import ATTENTION_BACKENDS
-from autotune.data import BatchLoader, BatchOrder, Draw, EncodedDataset
+from autotune.data import BatchLoader, BatchOrder, EncodedDataset
 from autotune.errors import AutotuneError, Preempted
 from autotune.families import Batch
-from autotune.knobs import find_modulation_ahead, reload_key
+from autotune.knobs import reload_key
 from autotune.runtime import (
     allocated_bytes,
     catch_stop_signals,
@@ -25,25 +23,21 @@ from autotune.runtime import (
     measure_peak_memory,
     release_memory,
 )
-from autotune.schema import Candidate, Notice, OnEvent, StepFinished, TrainingPlan
-from autotune.training.checkpoint import Checkpoint, Checkpoints
-from autotune.training.metrics import Metrics
+from autotune.schema import Candidate, Notice, StepFinished, TrainingPlan
+from autotune.training.checkpoint import Checkpoint
+from autotune.training.context import RunContext
 from autotune.training.model import TrainingModel, apply_settings, eager_eval
-from autotune.training.modulation import ConditionedImage, ModulationWindows, pick_inputs
-from autotune.training.monitor import GpuUtilization, MemoryWatch
-from autotune.training.processes import Processes
+from autotune.training.modulation import make_windows
+from autotune.training.monitor import GpuUtilization, GradientWatch, MemoryWatch, profile_steps
 from autotune.training.schedule import LearningRate
 from autotune.training.step import AdapterOptimizer, Noising, StepOutcome, live_tensors, optimizer_step, to_device
+from autotune.training.validation import HeldOutLoss, Validation
 
 EVALUATION_STEPS = 4
 """Effective batches on which the losses with and without the adapter are compared at the end."""
 
 LOWER_LEARNING_RATE = "lower the rate: autotune train PLAN --learning-rate X"
 CHECK_WEIGHTS = "no rate has had an effect yet: `autotune weights inspect FILE` counts weights that are not finite"
-
-TRACED_STEPS = range(3, 6)
-"""Steps of this start that a trace covers: the ones before them allocate and warm up."""
-
 
 SURE_ATTENTION = ("_native_efficient", "_native_math")
 """Backends that a step is taken again with when a gradient is not finite, the first that the machine has. Both take any
@@ -52,24 +46,6 @@ mask; what they make not finite, no other would."""
 
 class _NotFinite(AutotuneError):
     """A gradient is not finite although the loss is. The adapter is as it was before the step."""
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What the loop works with besides the model and the data."""
-
-    processes: Processes
-    checkpoints: Checkpoints
-    metrics: Metrics | None
-    """None on all processes but the first."""
-    on_event: OnEvent
-    preview: Callable[[int], None]
-    """Called on processes that sample, with the number of steps taken."""
-    budget_bytes: int
-    stop_reason: Callable[[], str | None] = lambda: None
-    """Why no further step may be taken, besides a signal; None while any may."""
-    trace: Path | None = None
-    """File to write a torch.profiler trace to; None for no trace."""
 
 
 class TrainingLoop:
@@ -82,6 +58,7 @@ class TrainingLoop:
         encoded: EncodedDataset,
         checkpoint: Checkpoint | None,
         context: RunContext,
+        held_out: EncodedDataset | None = None,
     ) -> None:
         self.plan, self.model, self.encoded, self.context = plan, model, encoded, context
         self.settings = plan.frozen.settings
@@ -108,9 +85,15 @@ class TrainingLoop:
         self.rate = LearningRate(self.optimizer.adamw, job, self.num_steps, order.epoch_steps)
         shift = model.family.shift_at if job.timestep_shift == "by_resolution" else job.timestep_shift
         self.noising = Noising(job.seed, shift, job.timestep_sampling, job.weighting_scheme, model.noise)
-        self.windows = self._make_windows()
+        self.windows = make_windows(model, encoded, order, self.noising, context.processes, self._to_device)
         """Of modulations that are computed ahead; None if their layers are resident."""
         self.first_step = self._resume(checkpoint) if checkpoint else 0
+        known = checkpoint.state if checkpoint else {}
+        self.gradients = GradientWatch(known.get("gradients"))
+        meter = HeldOutLoss(model, held_out, self.noising, self._to_device) if held_out else None
+        self.validation = Validation(
+            meter, job, self.num_steps, self.optimizer, context, self._warn, known.get("validation")
+        )
         self.done = self.first_step
         """Steps that this run has taken, in all its starts."""
         expected = plan.frozen.expected  # on a CPU, memory is that of the whole process
@@ -143,9 +126,10 @@ class TrainingLoop:
         is_single = processes.world_size == 1
         if not is_single:
             self._replicate()
+        self.validation.start(self.settings.micro_batch_size)
         if 0 < self.first_step < self.num_steps:  # what stopped the run may have stopped this preview
             self._preview_if_due()
-        with catch_stop_signals(second_ends=is_single) as signal_name, _profiler(self.context.trace) as trace:
+        with catch_stop_signals(second_ends=is_single) as signal_name, profile_steps(self.context.trace) as trace:
             while self.done < self.num_steps:
                 try:
                     self._take_steps(signal_name, trace)
@@ -164,7 +148,7 @@ class TrainingLoop:
             for step in range(self.done, self.num_steps):
                 event = self._timed_step(step, batches, loader)
                 self.done = event.step
-                self._report(event)
+                self._report(self.validation.measure_after(event, self.settings.micro_batch_size))
                 if trace:
                     trace.step()
                 reason = signal_name() or self.context.stop_reason()
@@ -222,6 +206,7 @@ class TrainingLoop:
         sure = next(name for name, kinds in needs.items() if not kinds or kind in kinds)
         if attention in SURE_ATTENTION:
             raise error
+        self.gradients.num_nonfinite += 1
         self._change_settings(self.settings.changed(attention=sure), "a gradient was not finite")
 
     def _change_settings(self, settings: Candidate, why: str) -> None:
@@ -236,12 +221,17 @@ class TrainingLoop:
         ending = stopping or done == self.num_steps
         is_due = ending or (job.checkpointing_steps and done % job.checkpointing_steps == 0)
         if is_due and context.processes.is_first:
-            context.checkpoints.save(done, self.optimizer.state(), {"rate": self.rate.state()})
+            context.checkpoints.save(done, self.optimizer.state(), self._state())
         if ending:
             context.checkpoints.finish()
             context.processes.wait()
         else:
             self._preview_if_due()
+
+    def _state(self) -> dict[str, Any]:
+        """What goes on with the run besides tensors, as JSON."""
+        own = {"gradients": self.gradients.state(), "validation": self.validation.state()}
+        return {"rate": self.rate.state(), **own}
 
     def _preview_if_due(self) -> None:
         every, context = self.job.preview_every, self.context
@@ -266,6 +256,7 @@ class TrainingLoop:
                 kind = AutotuneError if name == "loss" else _NotFinite
                 raise kind(f"the {name} is {value} at step {step + 1}", hint=hint)
         self.rate.step(outcome.loss)
+        self.gradients.add(outcome.gradient_norm)
         self.seconds.append(seconds)
         self.data_seconds.append(waited)
         return StepFinished(
@@ -280,6 +271,8 @@ class TrainingLoop:
             images_per_second=self.order.effective_batch_size / seconds,
             memory_bytes=allocated_bytes(self.model.device),
             gpu_utilization=self.utilization.read(),
+            gradient_spikes=self.gradients.num_spikes,
+            nonfinite_gradients=self.gradients.num_nonfinite,
             remaining_seconds=self._remaining_seconds(step + 1),
         )
 
@@ -291,26 +284,6 @@ class TrainingLoop:
             return None
         started, first = self._first_finish
         return (now - started) / (done - first) * (self.num_steps - done)
-
-    def _make_windows(self) -> ModulationWindows | None:
-        ahead = find_modulation_ahead(self.model.transformer)
-        if ahead is None:
-            return None
-        processes, known = self.context.processes, dict[Draw, ConditionedImage]()
-        share = self.order.effective_batch_size // processes.world_size
-        rank, world_size = processes.rank, processes.world_size
-
-        def condition(draw: Draw) -> ConditionedImage:
-            if draw not in known:  # so that each is read once in a run, and its prompt not kept
-                sample = self.encoded.sample(*draw)
-                known[draw] = ConditionedImage(tuple(sample["latents"].shape), pick_inputs(self.model, sample))
-            return known[draw]
-
-        def images(step: int) -> list[ConditionedImage]:
-            planned = self.order.micro_batches(step, share, rank=rank, world_size=world_size)
-            return [condition(draw) for part in planned for draw in part.draws]
-
-        return ModulationWindows(self.model, ahead, self.noising, images, share, rank * share, self._to_device)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> StepOutcome:
         processes = self.context.processes
@@ -382,14 +355,3 @@ class TrainingLoop:
                 total += float(self.noising.loss(family, transformer, batch, step, position)) * planned.weight
                 position += len(planned.indices)
         return total / EVALUATION_STEPS
-
-
-def _profiler(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
-    """A profiler whose `step` is called after each step of this start; it writes `TRACED_STEPS` to `path`."""
-    if path is None:
-        return contextlib.nullcontext()
-    return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=TRACED_STEPS.start - 1, warmup=1, active=len(TRACED_STEPS), repeat=1),
-        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
-        record_shapes=True,
-    )

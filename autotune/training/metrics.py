@@ -5,8 +5,9 @@ down, so TensorBoard's own writer is used.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -20,15 +21,27 @@ from autotune.schema import StepFinished, from_schema_1
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_FOLDER = "tensorboard"
-CURVES = ("loss", "learning_rate", "gradient_norm", "seconds", "data_seconds", "images_per_second", "memory_bytes")
+CURVES = (
+    *("loss", "validation_loss", "base_validation_loss", "learning_rate", "gradient_norm", "gradient_spikes"),
+    *("seconds", "data_seconds", "images_per_second", "memory_bytes", "gpu_utilization"),
+)
+"""Fields of a step that trackers draw; what a step does not know has no point."""
 
 MAX_LINE_BYTES = 1 << 16
 MAX_NUMBER = 1e100
 """Far beyond any measurement; sums of smaller numbers are finite."""
 NUMBERS = attrgetter(*CURVES)
 
-Log = Callable[[dict[str, float], int], None]
-NO_TRACKER: tuple[Log, Callable[[], None]] = (lambda values, step: None, lambda: None)
+
+@dataclass(frozen=True)
+class Tracker:
+    """Where curves and previews go."""
+
+    log: Callable[[dict[str, float], int], None] = lambda values, step: None
+    """Takes a step's numbers by name."""
+    show: Callable[[dict[str, Path], int], None] = lambda files, step: None
+    """Takes PNG files by name."""
+    finish: Callable[[], None] = lambda: None
 
 
 class Metrics:
@@ -44,9 +57,9 @@ class Metrics:
         self.seconds = [event.seconds for event in earlier]
         self._file = path.open("a", encoding="utf-8")
         self._on_warning = on_warning
-        self._log, self._finish = NO_TRACKER
+        self._tracker = Tracker()
         with self._without_failing_tracker():
-            self._log, self._finish = _tracker(report_to, folder, resumed_at)
+            self._tracker = TRACKERS[report_to](folder, resumed_at)
 
     @contextmanager
     def _without_failing_tracker(self) -> Iterator[None]:
@@ -54,13 +67,18 @@ class Metrics:
         try:
             yield
         except Exception as error:  # trackers raise what their threads and their servers do
-            self._log, self._finish = NO_TRACKER
+            self._tracker = Tracker()
             self._on_warning(f"no more curves: {first_line(error)}; {METRICS_FILE} has all numbers")
 
     def close(self) -> None:
         self._file.close()
         with self._without_failing_tracker():
-            self._finish()
+            self._tracker.finish()
+
+    def add_previews(self, step: int, files: Sequence[Path]) -> None:
+        """Show the previews after a step beside the curves, one of each prompt."""
+        with self._without_failing_tracker():
+            self._tracker.show({f"preview {number}": file for number, file in enumerate(files, start=1)}, step)
 
     def add(self, event: StepFinished) -> None:
         self.losses.append(event.loss)
@@ -68,7 +86,8 @@ class Metrics:
         self._file.write(_line(event))
         self._file.flush()
         with self._without_failing_tracker():
-            self._log({name: getattr(event, name) for name in CURVES}, event.step)
+            values = zip(CURVES, NUMBERS(event), strict=True)
+            self._tracker.log({name: value for name, value in values if value is not None}, event.step)
 
 
 def read_metrics(path: Path, on_damage: Callable[[str], None] = lambda text: None) -> list[StepFinished]:
@@ -101,7 +120,7 @@ def _step_in(line: bytes) -> StepFinished | None:
         event = _validated(json.loads(line))
     except (ValueError, RecursionError, InvalidInput):
         return None
-    return event if all(abs(number) <= MAX_NUMBER for number in NUMBERS(event)) else None
+    return event if all(number is None or abs(number) <= MAX_NUMBER for number in NUMBERS(event)) else None
 
 
 def _validated(data: Any) -> StepFinished:
@@ -113,7 +132,7 @@ def _validated(data: Any) -> StepFinished:
 
 
 def _line(event: StepFinished) -> str:
-    return event.model_dump_json() + "\n"
+    return event.model_dump_json(exclude_none=True) + "\n"
 
 
 def require_tracker(report_to: str) -> None:
@@ -125,18 +144,27 @@ def require_tracker(report_to: str) -> None:
         )
 
 
-def _tracker(report_to: str, folder: Path, resumed_at: int) -> tuple[Log, Callable[[], None]]:
-    """A function that logs a step's numbers, and one that closes the tracker."""
-    if report_to == "none":
-        return NO_TRACKER
-    if report_to == "wandb":
-        from accelerate import PartialState
-        from accelerate.tracking import WandBTracker
+def _no_tracker(folder: Path, resumed_at: int) -> Tracker:
+    return Tracker()
 
-        PartialState()  # tells the tracker which process is the first
-        tracker: Any = WandBTracker("autotune", dir=str(folder))
-        tracker.start()
-        return lambda values, step: tracker.log(values, step=step), tracker.finish
+
+def _wandb(folder: Path, resumed_at: int) -> Tracker:
+    from accelerate import PartialState
+    from accelerate.tracking import WandBTracker
+    from PIL import Image
+
+    PartialState()  # tells the tracker which process is the first
+    tracker: Any = WandBTracker("autotune", dir=str(folder))
+    tracker.start()
+
+    def show(files: dict[str, Path], step: int) -> None:
+        tracker.log_images({name: [Image.open(file)] for name, file in files.items()}, step=step)
+
+    return Tracker(lambda values, step: tracker.log(values, step=step), show, tracker.finish)
+
+
+def _tensorboard(folder: Path, resumed_at: int) -> Tracker:
+    from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
     from torch.utils.tensorboard import SummaryWriter
 
@@ -148,4 +176,22 @@ def _tracker(report_to: str, folder: Path, resumed_at: int) -> tuple[Log, Callab
         points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         writer.file_writer.add_summary(Summary(value=points), step)
 
-    return log, writer.close
+    def show(files: dict[str, Path], step: int) -> None:
+        pictures = []
+        for name, file in files.items():
+            with Image.open(file) as opened:
+                size = {"width": opened.width, "height": opened.height, "colorspace": 3}
+            pictures.append(
+                Summary.Value(tag=name, image=Summary.Image(encoded_image_string=file.read_bytes(), **size))
+            )
+        writer.file_writer.add_summary(Summary(value=pictures), step)
+
+    return Tracker(log, show, writer.close)
+
+
+TRACKERS: dict[str, Callable[[Path, int], Tracker]] = {
+    "none": _no_tracker,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}
+"""What makes each tracker for an output folder, of whose steps so many are taken."""

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autotune.data import BatchOrder, Draw, EncodedDataset
 from autotune.families import Batch, unwrap_model
-from autotune.knobs import ModulationAhead, window_steps
+from autotune.knobs import ModulationAhead, find_modulation_ahead, window_steps
 from autotune.schema import Bucket
 from autotune.training.model import TrainingModel
+from autotune.training.processes import Processes
 from autotune.training.step import Noising
 
 
@@ -76,17 +78,62 @@ class ModulationWindows:
         self._held, self.share_seconds = window, (time.perf_counter() - started) / self.num_steps
 
     def _compute(self, images: Sequence[ConditionedImage], levels: Sequence[float]) -> None:
-        """From calls of the transformer without its blocks, for the smallest image and one token of text each."""
-        family, transformer, device = self.model.family, self.model.transformer, self.model.device
-        side = family.size_multiple_px
-        smallest = Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)
-        shapes = family.sample_shapes(unwrap_model(transformer).config, smallest, 1, 0)
-        blank = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        batch = self.place(family.collate([{**blank, **image.inputs} for image in images]))
-        noise_levels = torch.tensor(levels, device=device)
-        with self.ahead.collecting(family, transformer) as collected:
-            family.predict(transformer, torch.zeros_like(batch["latents"]), noise_levels, batch)
+        collected = collect_conditionings(
+            self.model, self.ahead, [image.inputs for image in images], levels, self.place
+        )
         self.ahead.hold(collected, self.capacity)
+
+
+def make_windows(
+    model: TrainingModel,
+    encoded: EncodedDataset,
+    order: BatchOrder,
+    noising: Noising,
+    processes: Processes,
+    place: Callable[[Batch], Batch],
+) -> ModulationWindows | None:
+    """The windows of what this process sees in a run; None if the modulation layers are resident."""
+    ahead = find_modulation_ahead(model.transformer)
+    if ahead is None:
+        return None
+    known: dict[Draw, ConditionedImage] = {}
+    rank, world_size = processes.rank, processes.world_size
+    share = order.effective_batch_size // world_size
+
+    def condition(draw: Draw) -> ConditionedImage:
+        if draw not in known:  # so that each is read once in a run, and its prompt not kept
+            sample = encoded.sample(*draw)
+            known[draw] = ConditionedImage(tuple(sample["latents"].shape), pick_inputs(model, sample))
+        return known[draw]
+
+    def images(step: int) -> list[ConditionedImage]:
+        planned = order.micro_batches(step, share, rank=rank, world_size=world_size)
+        return [condition(draw) for part in planned for draw in part.draws]
+
+    return ModulationWindows(model, ahead, noising, images, share, rank * share, place)
+
+
+def collect_conditionings(
+    model: TrainingModel,
+    ahead: ModulationAhead,
+    inputs: Sequence[Batch],
+    levels: Sequence[float],
+    place: Callable[[Batch], Batch],
+) -> dict[bytes, Tensor]:
+    """What the transformer is conditioned on for images with these `ConditionedImage.inputs` at these noise levels.
+
+    From calls of the transformer without its blocks, for the smallest image and one token of text each.
+    """
+    family, transformer, device = model.family, model.transformer, model.device
+    side = family.size_multiple_px
+    smallest = Bucket(width_px=side, height_px=side, num_frames=1, num_items=1)
+    shapes = family.sample_shapes(unwrap_model(transformer).config, smallest, 1, 0)
+    blank = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    batch = place(family.collate([{**blank, **each} for each in inputs]))
+    noise_levels = torch.tensor(levels, device=device)
+    with ahead.collecting(family, transformer) as collected:
+        family.predict(transformer, torch.zeros_like(batch["latents"]), noise_levels, batch)
+    return collected
 
 
 def pick_inputs(model: TrainingModel, sample: Batch) -> dict[str, Tensor]:

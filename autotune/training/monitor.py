@@ -1,11 +1,15 @@
-"""Watches a run: memory of each phase, how near it is to the budget, whether it grows, and utilization of the GPU."""
+"""Watches a run: memory of each phase, how near it is to the budget, whether it grows, gradients that stand
+out, and utilization of the GPU."""
 
 import contextlib
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +26,15 @@ WINDOW_STEPS = 50
 NUM_WINDOWS = 6
 LEAK_SHARE = 0.02
 """Growth over `NUM_WINDOWS` windows, each higher than the last, that counts as a leak: caches fill unevenly."""
+
+SPIKE_FACTOR = 10.0
+"""How many times the median of the steps before a gradient's norm must be to count as a spike."""
+SPIKE_WINDOW = 100
+MIN_SPIKE_STEPS = 20
+"""Steps that the median is taken of, at most and at least."""
+
+TRACED_STEPS = range(3, 6)
+"""Steps of this start that a trace covers: the ones before them allocate and warm up."""
 
 
 class PhaseWatch:
@@ -108,6 +121,26 @@ def leak_bytes_per_step(floors: list[int]) -> float:
     return median / WINDOW_STEPS if median * len(growth) >= floors[0] * LEAK_SHARE else 0.0
 
 
+class GradientWatch:
+    """Counts gradients of a run that stand out: a few are clipped and forgotten, many mean too high a learning rate."""
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        known = state or {"norms": [], "num_spikes": 0, "num_nonfinite": 0}
+        self.norms: deque[float] = deque(known["norms"], maxlen=SPIKE_WINDOW)
+        self.num_spikes: int = known["num_spikes"]
+        self.num_nonfinite: int = known["num_nonfinite"]
+
+    def add(self, norm: float) -> None:
+        """Count the norm of a step's gradient, before clipping."""
+        if len(self.norms) >= MIN_SPIKE_STEPS and norm > SPIKE_FACTOR * statistics.median(self.norms):
+            self.num_spikes += 1
+        self.norms.append(norm)
+
+    def state(self) -> dict[str, Any]:
+        """All that the constructor needs to go on, as JSON."""
+        return {"norms": list(self.norms), "num_spikes": self.num_spikes, "num_nonfinite": self.num_nonfinite}
+
+
 class GpuUtilization:
     """Reads the GPU's utilization once a second: NVML averages over about as long, and a query takes milliseconds."""
 
@@ -123,3 +156,14 @@ class GpuUtilization:
             with contextlib.suppress(Exception):  # no NVML, or a GPU that does not support it
                 self.readings.append(torch.cuda.utilization(self.device) / 100)
         return self.readings[-1] if self.readings else None
+
+
+def profile_steps(path: Path | None) -> contextlib.AbstractContextManager[torch.profiler.profile | None]:
+    """A profiler whose `step` is called after each step of this start; it writes `TRACED_STEPS` to `path`."""
+    if path is None:
+        return contextlib.nullcontext()
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=TRACED_STEPS.start - 1, warmup=1, active=len(TRACED_STEPS), repeat=1),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+        record_shapes=True,
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from autotune.data import Dataset, make_options, read_dataset
+from autotune.data import SplitDataset, make_options, read_split
 from autotune.errors import InvalidInput
 from autotune.families import (
     ResolvedModel,
@@ -37,7 +37,7 @@ class PreparedRun:
     """The checked inputs and the output folder of a run."""
 
     model: ResolvedModel
-    dataset: Dataset
+    data: SplitDataset
     workload: Workload
     output: Path
     lock: FileLock
@@ -57,22 +57,22 @@ def prepare(
         DoesNotFit, InvalidInput, AutotuneError: as in `train`.
     """
     _require_machine(plan, hardware, hardware_misfits, nodes)
-    dataset = _read_data(plan)
+    data = _read_data(plan)
     job, planned = plan.job, plan.frozen.workload
     model = resolve_model(job.pinned_model)
     require_fit(model_misfits(plan, model.spec))
     check_job(job, model.family)
     check_weights(model)
-    workload = describe_workload(model, dataset, overrides_from(planned), drops_captions=job.caption_dropout > 0)
+    workload = describe_workload(model, data.whole, overrides_from(planned), drops_captions=job.caption_dropout > 0)
     require_fit(data_misfits(plan, TuningContext(hardware, model.family, workload)))
     weights = weights_digest(open_weights(model.transformer_file))
     if resume:
         require_same_weights(Path(job.output), weights)
-    needed_bytes = _output_bytes(plan, model, dataset)
+    needed_bytes = _output_bytes(plan, model, data.training.epoch_size)
     launch = current_launch()
     is_first = nodes.is_first if launch is None else launch.rank == 0  # which locks it for all processes
     lock = claim_folder(plan, resume=resume, needed_bytes=needed_bytes, lock=is_first)
-    return PreparedRun(model, dataset, workload, Path(job.output), lock, weights)
+    return PreparedRun(model, data, workload, Path(job.output), lock, weights)
 
 
 def check_inputs(plan: TrainingPlan, *, resume: bool) -> None:
@@ -86,7 +86,7 @@ def check_inputs(plan: TrainingPlan, *, resume: bool) -> None:
     check_folder(plan, resume=resume)
 
 
-def _read_data(plan: TrainingPlan) -> Dataset:
+def _read_data(plan: TrainingPlan) -> SplitDataset:
     """The data, if the rest of the job can be run with it."""
     job = plan.job
     if job.data is None:
@@ -94,7 +94,7 @@ def _read_data(plan: TrainingPlan) -> Dataset:
     require_even_shares(plan.frozen.workload, plan.frozen.hardware.num_processes)
     require_tracker(job.report_to)
     family = get_family(plan.frozen.workload.model.family)
-    return read_dataset(Path(job.data), make_options(dict(job), family, job.num_frames))
+    return read_split(Path(job.data), make_options(dict(job), family, job.num_frames), job.validation, job.seed)
 
 
 def _require_machine(
@@ -137,16 +137,17 @@ def _kind_misfits(plan: TrainingPlan, hardware: HardwareProfile, num_processes: 
     return key_misfits(plan, hardware)
 
 
-def _output_bytes(plan: TrainingPlan, model: ResolvedModel, dataset: Dataset) -> int:
-    """Size of the adapter and all checkpoints: fp32 weights, in a checkpoint with two moments for each."""
+def _output_bytes(plan: TrainingPlan, model: ResolvedModel, epoch_size: int) -> int:
+    """Size of the adapter, also where it was best, and all checkpoints: fp32 weights, in a checkpoint with two moments
+    for each."""
     workload, job = plan.frozen.workload, plan.job
     transformer = build_on_meta(model.family, model.config)
     adapter = add_adapter(model.family, transformer, workload, torch.float32)
     if job.from_adapter is not None:  # before any long work
         starting_values(Path(job.from_adapter), transformer)
     adapter_bytes = sum(parameter.numel() for parameter in adapter) * 4
-    num_steps = job.steps_on(dataset.epoch_size, workload.effective_batch_size)
+    num_steps = job.steps_on(epoch_size, workload.effective_batch_size)
     num_permanent = job.checkpoints_keep_every and num_steps // max(
         1, job.checkpointing_steps * job.checkpoints_keep_every
     )
-    return adapter_bytes * (1 + 3 * (job.checkpoints_total_limit + 1 + num_permanent))
+    return adapter_bytes * (1 + job.keep_best + 3 * (job.checkpoints_total_limit + 1 + num_permanent))

@@ -29,10 +29,11 @@ from autotune.schema import (
 )
 from autotune.training.adapter_file import ADAPTER_FILE, SAVE_DTYPES, judge_adapter, save_trained
 from autotune.training.checkpoint import CHECKPOINTS, Checkpoints
+from autotune.training.context import RunContext
 from autotune.training.files import REPORT_FILE, comparison_file, preview_file
 from autotune.training.folder import compute_run_key, finished_report, list_fixed_fields
 from autotune.training.guard import MemoryGuard
-from autotune.training.loop import RunContext, TrainingLoop
+from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, eager_eval, load_model
 from autotune.training.monitor import PhaseWatch
@@ -75,7 +76,7 @@ def train(
             with explain_lost_peer(), MemoryGuard(hardware.device.memory_kind) as guard:
                 on_event = on_event if processes.is_first else ignore_event
                 processes.require_same("the plan, its job or the model", _common_digest(plan, prepared, resume=resume))
-                if resume and (report := processes.share(lambda: finished_report(plan, prepared.dataset))):
+                if resume and (report := processes.share(lambda: finished_report(plan, prepared.data.training))):
                     text = f"this run has taken all of its {report.num_steps} steps: nothing is left to do"
                     on_event(Notice(text=text))
                     return report
@@ -109,6 +110,8 @@ class _Run:
         self.processes, self.on_event, self.guard = processes, on_event, guard
         self.watch = PhaseWatch(self.processes.device)
         self.warnings: list[str] = []
+        self.metrics: Metrics | None = None
+        """None on all processes but the first, and before training."""
         frozen = plan.frozen
         self.encoders = Encoders(prepared.model, frozen.caching, frozen.settings, self.processes.device)
         self.sampler = PreviewSampler(self.encoders, self._warn)
@@ -118,7 +121,7 @@ class _Run:
         """All phases; `started` is the run's start in monotonic seconds."""
         plan, job, processes = self.plan, self.plan.job, self.processes
         with self.watch.phase("caching"):
-            encoded = self._encode()
+            encoded, held_out = self._encode()
         run_key = compute_run_key(plan, encoded)
         processes.require_same("the data, images or captions,", run_key)
         with Checkpoints(
@@ -136,9 +139,11 @@ class _Run:
                 trained = self._load()
                 processes.wait()
             self._start_phase(f"training from step {first_step}" if checkpoint else "training")
-            metrics = None
             if processes.is_first:
-                metrics = Metrics(self.output, resumed_at=first_step, report_to=job.report_to, on_warning=self._warn)
+                self.metrics = Metrics(
+                    self.output, resumed_at=first_step, report_to=job.report_to, on_warning=self._warn
+                )
+            metrics = self.metrics
             context = RunContext(
                 processes=processes,
                 checkpoints=checkpoints,
@@ -147,10 +152,11 @@ class _Run:
                 preview=self._sample_previews,
                 budget_bytes=self.budget_bytes,
                 stop_reason=lambda: self.guard.stop_reason,
+                phase=self.watch.phase,
                 trace=self.output / TRACE_FILE if trace and processes.is_first else None,
             )
             with contextlib.closing(metrics) if metrics else contextlib.nullcontext(), self.watch.phase("training"):
-                loop = TrainingLoop(plan, trained, encoded, checkpoint, context)
+                loop = TrainingLoop(plan, trained, encoded, checkpoint, context, held_out)
                 with self.guard.finishing_steps():
                     loop.run()
         with eager_eval(trained.transformer), preempt_on_signal(second_ends=processes.world_size == 1):
@@ -180,26 +186,29 @@ class _Run:
 
     def _list_previews(self) -> list[Preview]:
         """One per prompt, with the control images of the item whose caption is the prompt, or of the first item."""
-        job, items, bucket = self.plan.job, self.prepared.dataset.items, self.prepared.workload.largest_bucket
+        job, items, bucket = self.plan.job, self.prepared.data.training.items, self.prepared.workload.largest_bucket
         controls = {item.caption: item.control_paths for item in reversed(items)}
         return [
             Preview(prompt, bucket, job.preview_steps, job.seed + number, controls.get(prompt, items[0].control_paths))
             for number, prompt in enumerate(job.preview_prompts[:MAX_PREVIEW_PROMPTS])
         ]
 
-    def _encode(self) -> EncodedDataset:
-        """Encode on the first process of each node while the others wait; then they find all in the cache."""
+    def _encode(self) -> tuple[EncodedDataset, EncodedDataset | None]:
+        """Encode on the first process of each node while the others wait; then they find all in the cache.
+
+        Returns what is trained on and what is held out, None if that is nothing.
+        """
         if not self.processes.is_first_of_node:
             self.processes.wait()
         if self.previews:
             self._start_phase("encoding the prompts of previews")
             self.sampler.encode_prompts(self.previews, self.cache)
-        for line in self.prepared.dataset.problem_summary:
+        for line in self.prepared.data.training.problem_summary:
             self._notify(line)
         self._start_phase("encoding captions and images")
         encoded = encode_dataset(
             self.encoders,
-            self.prepared.dataset,
+            self.prepared.data.whole,
             self.prepared.workload.buckets,
             self.cache,
             caption_dropout=self.plan.job.caption_dropout,
@@ -212,9 +221,17 @@ class _Run:
         if self.processes.is_first_of_node:
             self.processes.wait()
         self.encoders.release()
-        return encoded
+        held_out = frozenset(self.prepared.data.held_out)
+        if not held_out:
+            return encoded, None
+        validation = encoded.select(held_out.__contains__)
+        if not validation.items:
+            self._warn("none of the held-out images could be read: there is no validation")
+        training = encoded.select(frozenset(encoded.items).difference(held_out).__contains__)
+        return training, validation if validation.items else None
 
     def _sample_previews(self, step: int) -> None:
+        written = []
         with self._drop_failing_previews():
             for number, preview in enumerate(self.previews):
                 with self.watch.phase("previews"), eager_eval(self.sampler.transformer):
@@ -222,6 +239,9 @@ class _Run:
                 if self.processes.is_first:
                     path = self.output / preview_file(step, number)
                     self._save_frames(frames, path, preview, f"after step {step}")
+                    written.append(path)
+        if self.metrics and written:
+            self.metrics.add_previews(step, written)
         if self.previews:
             self.on_event(PreviewsWritten(step=step))
 
@@ -257,11 +277,12 @@ class _Run:
 
     def _finish(self, loop: TrainingLoop, started: float) -> RunReport:
         transformer, adapter = loop.model.transformer, self.output / ADAPTER_FILE
+        kept_step = loop.validation.keep_best()
         if self.processes.is_first:  # before anything that may still fail
             with self.watch.phase("saving"):
                 workload = self.plan.frozen.workload
                 dtype = SAVE_DTYPES[self.plan.job.save_dtype]
-                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, loop.num_steps, dtype)
+                save_trained(adapter, loop.model, loop.optimizer, workload, self.plan.digest, kept_step, dtype)
         adapter_loss = loop.evaluate()
         transformer.disable_adapters()  # type: ignore[operator]
         base_loss = loop.evaluate()
@@ -273,7 +294,7 @@ class _Run:
         if self.processes.is_first:
             last_block = loop.model.family.last_block(transformer)
             verdict = judge_adapter(adapter, last_block=last_block, base_loss=base_loss, adapter_loss=adapter_loss)
-        report = self._report(loop, verdict, time.monotonic() - started)
+        report = self._report(loop, verdict, kept_step, time.monotonic() - started)
         if self.processes.is_first:
             write_text_atomic(self.output / REPORT_FILE, report.model_dump_json(indent=1) + "\n")
         return report
@@ -290,7 +311,9 @@ class _Run:
         ]
         save_image(make_sheet(rows), self.output / "samples.png", self.previews[0].facts(self.plan, adapter="both"))
 
-    def _report(self, loop: TrainingLoop, verdict: AdapterVerdict | None, total_seconds: float) -> RunReport:
+    def _report(
+        self, loop: TrainingLoop, verdict: AdapterVerdict | None, kept_step: int, total_seconds: float
+    ) -> RunReport:
         metrics = loop.context.metrics
         losses, earlier = (metrics.losses, metrics.seconds) if metrics else ([], [])
         steady = sorted(loop.seconds[2:] or loop.seconds or earlier) or [0.0]
@@ -318,7 +341,10 @@ class _Run:
             final_loss=sum(tail) / max(1, len(tail)),
             warnings=(*loop.warnings, *self.warnings),
             settings=loop.settings,
+            gradient_spikes=loop.gradients.num_spikes,
+            nonfinite_gradients=loop.gradients.num_nonfinite,
             quantization_error=loop.model.quantization_error,
+            validation=loop.validation.result(kept_step),
             adapter=ADAPTER_FILE,
             verdict=verdict,
         )

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +45,15 @@ class Noising:
 
     def _level(self, generator: torch.Generator, shape: Sequence[int]) -> float:
         if self.sampling == "uniform":
-            level = float(torch.rand((), generator=generator))
-        else:
-            level = 1 / (1 + math.exp(-float(torch.randn((), generator=generator))))
+            return self._shifted(float(torch.rand((), generator=generator)), shape)
+        return self._shifted(1 / (1 + math.exp(-float(torch.randn((), generator=generator)))), shape)
+
+    def level_of_quantile(self, quantile: float, shape: Sequence[int]) -> float:
+        """The level that this share of all draws, in (0, 1), is below."""
+        is_uniform = self.sampling == "uniform"
+        return self._shifted(quantile if is_uniform else 1 / (1 + math.exp(-NormalDist().inv_cdf(quantile))), shape)
+
+    def _shifted(self, level: float, shape: Sequence[int]) -> float:
         shift = self.shift(shape) if callable(self.shift) else self.shift
         return self.process.level(shift * level / (1 + (shift - 1) * level))
 
@@ -133,11 +140,24 @@ class AdapterOptimizer:
         if self.parameters[0] is not self.masters[0]:  # one kernel launch for all, of which there may be a thousand
             torch._foreach_copy_([p.data for p in self.parameters], [master.data for master in self.masters])
 
+    def master_state(self) -> dict[str, Tensor]:
+        """Masters by name, for `load_masters`."""
+        return {f"{number:05}.master": master.detach() for number, master in enumerate(self.masters)}
+
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the masters alone, from any device.
+
+        Raises:
+            KeyError, RuntimeError: they belong to another adapter.
+        """
+        for number, master in enumerate(self.masters):
+            master.data.copy_(tensors[f"{number:05}.master"])
+        self._copy_to_parameters()
+
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name: after `load_state` a run continues as if it had never stopped."""
-        tensors = {}
+        tensors = self.master_state()
         for number, master in enumerate(self.masters):
-            tensors[f"{number:05}.master"] = master.detach()
             moments = self.adamw.state.get(master, {})
             tensors |= {f"{number:05}.{name}": moments[name] for name in MOMENTS if name in moments}
         return tensors
@@ -148,13 +168,12 @@ class AdapterOptimizer:
         Raises:
             KeyError, RuntimeError: it belongs to another adapter.
         """
+        self.load_masters(tensors)
         for number, master in enumerate(self.masters):
-            master.data.copy_(tensors[f"{number:05}.master"])
             moments = {name: tensors.get(f"{number:05}.{name}") for name in MOMENTS}
             self.adamw.state[master] = {
                 name: tensor.to(master.device, copy=True) for name, tensor in moments.items() if tensor is not None
             }
-        self._copy_to_parameters()
 
 
 def optimizer_step(

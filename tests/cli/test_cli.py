@@ -167,14 +167,25 @@ WRONG = {
     "timestep_shift": "-1",
     "guidance_scale": "nan",
     "preview_every": "-1",
+    "validation": "100%",
+    "validation_every": "-1",
     "checkpointing_steps": "-1",
     "seed": "-1",
+    "save_dtype": "fp8",
+    "clips": "0",
+    "shuffle_tags": "-1",
+    "keep_tags": "-1",
+    "crop": "left",
+    "loss_mask": "perhaps",
+    "mask_floor": "2",
+    "cache": "tape",
 }
-ANY_TEXT = {"control", "caption", "trigger", "preview_prompts"}
+ANY_TEXT = {"control", "caption", "trigger", "preview_prompts", "base", "from_adapter"}
+FLAGS = {"flip", "keep_best"}
 
 
 def test_every_option_of_a_job_has_a_wrong_value_here_or_takes_any_text() -> None:
-    assert {field.name for field in dataclasses.fields(JobOptions)} == ANY_TEXT | set(WRONG)
+    assert {field.name for field in dataclasses.fields(JobOptions)} == ANY_TEXT | FLAGS | set(WRONG)
 
 
 @pytest.mark.parametrize("field", WRONG)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import autotune
-from autotune.schema.run import AdapterVerdict, RunReport
+from autotune.schema.run import AdapterVerdict, RunReport, ValidationResult
 from tests.conftest import autotune_here
 from tests.planning.golden import FOLDER
 from tests.reporting.page.pages import golden_plan, run_report
@@ -27,14 +27,31 @@ BAD = [
 ]
 
 
+def failures(found: AdapterVerdict, held_out: ValidationResult | None = None) -> tuple[str, ...]:
+    return run_report(golden_plan()).changed(verdict=found, validation=held_out).failures
+
+
 def test_an_adapter_that_lowers_the_loss_passes() -> None:
-    assert verdict().failures == ()
+    assert failures(verdict()) == ()
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD)
 def test_an_adapter_that_is_worth_nothing_fails(changes: dict[str, object], words: str) -> None:
-    (failure,) = verdict(**changes).failures
+    (failure,) = failures(verdict(**changes))
     assert words in failure
+
+
+@pytest.mark.parametrize(("kept_step", "is_worse"), [(50, False), (100, True)])
+def test_held_out_images_decide_if_there_are_any(kept_step: int, is_worse: bool) -> None:
+    """The adapter that was kept counts, whatever fresh noise on trained images says."""
+    held_out = ValidationResult(
+        num_images=2, base_loss=0.5, final_loss=0.6, lowest_loss=0.45, lowest_step=50, overfitting_from=50,
+        kept_step=kept_step,
+    )  # fmt: skip
+    found = failures(verdict(), held_out)
+    words = "the adapter does not lower the loss on images that it was not trained on: 0.6000 with the adapter, 0.5000"
+    assert (len(found) == 1 and found[0].startswith(words)) is is_worse
+    assert failures(verdict(adapter_loss=0.6), held_out) == found
 
 
 @pytest.mark.parametrize(("gate", "status"), [((), 0), (("--gate",), 1)])

@@ -105,6 +105,19 @@ def test_training_shows_epoch_smoothed_loss_time_left_and_memory_against_the_pro
     assert f"epoch 2  loss {loss:.4f}  1.000 s/step  9.00/{promise:.2f} GiB  50 s left" in shown[4]
 
 
+def test_spikes_and_the_loss_on_held_out_images_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with show_events() as show:
+        for step in steps_of(100):
+            measured = {"validation_loss": 0.24, "base_validation_loss": 0.25} if step.step == 37 else {}
+            show(step.changed(gradient_spikes=step.step // 40, **measured))
+    lines = capfd.readouterr().err.splitlines()
+    assert "loss on held-out images after step 37: 0.2500 without the adapter, 0.2400 with it (-4.0%)" in lines
+    shown = [line for line in lines if re.match(r"\d+/100 ", line)]
+    assert [" spike" in line for line in shown] == [False] * 3 + [True] * 7
+    assert "  1 spike  " in shown[3]
+    assert "  2 spikes" in shown[9]
+
+
 def test_every_step_has_a_line_if_asked(capfd: pytest.CaptureFixture[str]) -> None:
     with show_events(every_step=True) as show:
         for step in steps_of(37):

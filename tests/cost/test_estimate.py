@@ -11,6 +11,7 @@ from autotune.families.registry import FAMILIES
 from autotune.reporting.estimate import estimate_text
 from autotune.schema.candidate import Candidate
 from autotune.schema.prediction import Estimate
+from tests.reporting.page.pages import golden_plan
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +71,18 @@ def test_captions_take_longer_where_the_encoders_do_not_stay_on_the_device():
     assert seconds(text_encoder_streamed="true") - stays > 2 * parameters / 64e9  # PCIe 5.0 with 16 lanes
     tokens = workload_of("qwen-image").max_text_tokens
     assert seconds(text_encoder_device="cpu") - stays > 0.9 * 2 * parameters * tokens / 8e11
+
+
+def test_measuring_held_out_images_takes_its_passes():
+    cost = _predictor()
+    candidate = Candidate(micro_batch_size=1, checkpointed_blocks=2)
+    prediction, one_pass = cost.predict(candidate), cost.tables.forward_seconds(candidate)
+    job = golden_plan().job.changed(num_steps=1000, validation_every=300, validation="10%")
+    assert job.num_validations == 5, "without the adapter, after 300, 600, 900 and 1,000 steps"
+    assert job.changed(validation_every=0).num_validations == 2
+    assert job.changed(validation=None).num_validations == 0
+    without, with_them = (
+        job_time(cost, prediction, num_steps=0, num_images=1, num_previews=0, num_validations=number)
+        for number in (0, job.num_validations)
+    )
+    assert with_them.total_seconds - without.total_seconds == pytest.approx(5 * 32 * one_pass)

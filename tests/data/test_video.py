@@ -117,6 +117,14 @@ def test_frames_with_too_many_pixels_are_refused(tmp_path: Path, monkeypatch: py
     assert problem.kind == "broken"
 
 
+def test_an_animation_with_too_many_pixels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [picture(number) for number in range(12)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=50)
+    monkeypatch.setattr("autotune.data.video.MAX_ANIMATION_PIXELS", 12 * 64 * 64 - 1)
+    (problem,) = scan_dataset(tmp_path, FIVE).problems
+    assert (problem.kind, "too many: make it a video" in problem.message) == ("broken", True)
+
+
 def test_several_clips_of_a_file_are_several_items_and_a_copy_is_a_duplicate(tmp_path: Path) -> None:
     content = write_video(tmp_path / "a.mp4", 48).read_bytes()
     (tmp_path / "b.mp4").write_bytes(content)

@@ -19,8 +19,9 @@ from autotune.schema.events import StepFinished
 from autotune.schema.hardware import HardwareProfile
 from autotune.schema.plan import TrainingPlan
 from autotune.training.checkpoint import Checkpoints
+from autotune.training.context import RunContext
 from autotune.training.folder import compute_run_key
-from autotune.training.loop import RunContext, TrainingLoop
+from autotune.training.loop import TrainingLoop
 from autotune.training.metrics import Metrics
 from autotune.training.model import TrainingModel, load_model
 from autotune.training.processes import Processes
@@ -59,8 +60,15 @@ class Bench:
         on_step: Callable[[StepFinished], None] = lambda event: None,
         budget_bytes: int = 2**60,
         preview: Callable[[int], None] = lambda step: None,
+        held_out: int = 0,
     ) -> TrainingLoop:
-        """Run until the end, or until the process would have been killed in the given step; resumes what is there."""
+        """Run until the end, or until the process would have been killed in the given step; resumes what is there.
+
+        So many of the images are held out if the plan's job names a validation, and else only left out.
+        """
+        items = self.encoded.items
+        training = self.encoded.select(items[held_out:].__contains__)
+        validation = self.encoded.select(items[:held_out].__contains__) if plan.job.validation else None
         for parameter, value in zip(self.trained.adapter, self.initial, strict=True):
             parameter.data.copy_(value)
 
@@ -69,7 +77,7 @@ class Bench:
             if event.step == kill_after:
                 raise Killed
 
-        key = compute_run_key(plan, self.encoded)
+        key = compute_run_key(plan, training)
         keep_every = plan.job.checkpoints_keep_every * plan.job.checkpointing_steps
         with Checkpoints(
             folder / "checkpoints", key, keep_last=plan.job.checkpoints_total_limit, keep_every=keep_every
@@ -77,7 +85,7 @@ class Bench:
             checkpoint = checkpoints.newest()
             metrics = Metrics(folder, resumed_at=checkpoint.step if checkpoint else 0, report_to="none")
             context = RunContext(Processes(0, 1, CPU), checkpoints, metrics, steps_to(step), preview, budget_bytes)
-            loop = TrainingLoop(plan, self.trained, self.encoded, checkpoint, context)
+            loop = TrainingLoop(plan, self.trained, training, checkpoint, context, validation)
             with contextlib.closing(metrics), contextlib.suppress(Killed):
                 loop.run()
         return loop

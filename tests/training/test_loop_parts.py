@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 
 from autotune.errors import AutotuneError, InvalidInput
@@ -27,7 +28,7 @@ from autotune.schema.plan_file import seal
 from autotune.training.adapter_file import update_norm
 from autotune.training.describe import check_job
 from autotune.training.loop import TrainingLoop
-from autotune.training.metrics import Metrics, read_metrics
+from autotune.training.metrics import TRACKERS, Metrics, Tracker, read_metrics
 from autotune.training.monitor import NUM_WINDOWS, WINDOW_STEPS, MemoryWatch, PhaseWatch, leak_bytes_per_step
 from autotune.training.schedule import PLATEAU_PATIENCE, LearningRate
 from autotune.training.step import AdapterOptimizer, Noising, optimizer_step
@@ -166,7 +167,7 @@ def test_a_tracker_that_fails_is_told_once_and_not_asked_again(tmp_path: Path, m
         raise FileNotFoundError("the folder is gone")
 
     warnings: list[str] = []
-    monkeypatch.setattr("autotune.training.metrics._tracker", lambda *_: (fail, fail))
+    monkeypatch.setitem(TRACKERS, "wandb", lambda *_: Tracker(fail, fail, fail))
     metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb", on_warning=warnings.append)
     for step in (1, 2):
         metrics.add(finished_step(step))
@@ -347,3 +348,59 @@ def test_other_errors_are_not_taken_for_short_memory(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, reraise_oom():
         raise error
     assert raised.value is error
+
+
+def test_trackers_draw_what_is_known_of_a_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(tmp_path, resumed_at=0, report_to="tensorboard")
+    metrics.add(finished_step(1))
+    metrics.add(finished_step(2).changed(gpu_utilization=0.9, validation_loss=0.4, base_validation_loss=0.5))
+    metrics.close()
+    curves = EventAccumulator(str(tmp_path / "tensorboard"))
+    curves.Reload()
+    assert [point.step for point in curves.Scalars("loss")] == [1, 2]
+    for name, value in (("gpu_utilization", 0.9), ("validation_loss", 0.4), ("base_validation_loss", 0.5)):
+        assert [(point.step, point.value) for point in curves.Scalars(name)] == [(2, pytest.approx(value))]
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: blocks of 32 KiB, each part with checksum, length and kind."""
+    at, record = 7, b""  # after wandb's own header
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        record += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # full, or last
+            yield record
+            record = b""
+
+
+def test_wandb_keeps_curves_and_previews_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    picture = tmp_path / "preview.png"
+    Image.new("RGB", (32, 32), "red").save(picture)
+    told: list[str] = []
+    metrics = Metrics(tmp_path, resumed_at=0, report_to="wandb", on_warning=told.append)
+    for step in (1, 2):
+        metrics.add(finished_step(step))
+    metrics.add_previews(2, [picture])
+    metrics.close()
+    assert told == []
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records = [Record.FromString(content) for content in leveldb_records(log.read_bytes())]
+    rows = [
+        {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [row["loss"] for row in rows] == ["1", "0.5"], [str(record)[:300] for record in records]
+    assert rows[0]["learning_rate"] == "0.0001"
+    assert rows[1]["preview 1/format"] == '"png"'
+    assert len(list(log.parent.glob("files/media/images/preview 1_2_*.png"))) == 1

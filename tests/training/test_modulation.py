@@ -26,7 +26,8 @@ from autotune.schema.candidate import CachingSettings, Candidate
 from autotune.schema.events import StepFinished
 from autotune.schema.plan import TrainingPlan
 from autotune.training.adapter_file import ADAPTER_FILE
-from autotune.training.loop import RunContext, TrainingLoop
+from autotune.training.context import RunContext
+from autotune.training.loop import TrainingLoop
 from autotune.training.model import TrainingModel, load_model
 from autotune.training.processes import Processes
 from autotune.training.run import train

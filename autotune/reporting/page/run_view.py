@@ -6,11 +6,11 @@ from itertools import groupby
 from xml.etree.ElementTree import Element
 
 from autotune.reporting.limits import limit_text
-from autotune.reporting.page.charts import Axis, Line, chart, thinned
+from autotune.reporting.page.charts import Axis, Line, Mark, chart, thinned
 from autotune.reporting.page.html import Child, h, image_source, table
 from autotune.reporting.page.phases import compared_phases
 from autotune.reporting.page.subjects import Comparison, Picture, PreviewPicture, RunSubject
-from autotune.reporting.run import verdict_lines
+from autotune.reporting.run import gradient_lines, validation_lines, verdict_lines
 from autotune.reporting.text import change_text, loss_text, memory_text, seconds_text, smoothed
 from autotune.schema import RunReport, StepFinished
 
@@ -47,7 +47,9 @@ def _answer(subject: RunSubject) -> Element:
         found.append(("Step time", h("b", seconds_text(measured)), words))
         found.append(("Limited by", limit_text(subject.plan, measured, statistics.fmean(_waits(steps))), ""))
     if report and report.verdict:
-        found.append(("Adapter", [h("p", line) for line in verdict_lines(report.verdict)], ""))
+        lines = [*verdict_lines(report.verdict), *gradient_lines(report)]
+        lines += validation_lines(report.validation) if report.validation else []
+        found.append(("Adapter", [h("p", line) for line in lines], ""))
     return h("dl", ((h("dt", term), h("dd", shown, words)) for term, shown, words in found), class_="answer")
 
 
@@ -74,7 +76,8 @@ def _charts(subject: RunSubject) -> list[Element]:
     if len(steps) < 2:
         return []
     x = Axis.over([step.step for step in steps], "step", "{:.0f}".format, can_log=False)
-    return [_loss(steps, x), _rate(steps, x), _times(subject, x), _memory(subject, x)]
+    held_out = _held_out(steps, x)
+    return [_loss(steps, x), *held_out, _rate(steps, x), _gradients(steps, x), _times(subject, x), _memory(subject, x)]
 
 
 def _loss(steps: Sequence[StepFinished], x: Axis) -> Element:
@@ -93,6 +96,46 @@ def _loss(steps: Sequence[StepFinished], x: Axis) -> Element:
             readings=[(a, b, f"step {a:.0f}: smoothed loss {loss_text(b)}") for a, b in shown],
         ),
     )
+
+
+def _held_out(steps: Sequence[StepFinished], x: Axis) -> list[Element]:
+    """The loss on held-out images; nothing if it was never measured."""
+    measured = [step for step in steps if step.validation_loss is not None and step.base_validation_loss is not None]
+    if not measured:
+        return []
+    points = [(float(step.step), step.validation_loss or 0.0) for step in measured]
+    base, lowest = measured[-1].base_validation_loss or 0.0, min(points, key=lambda point: point[1])
+    shown = sorted({*thinned(points, _last), lowest})
+    changes = [change_text(loss / base - 1, 1) if base > 0 else "-" for _, loss in shown]
+    marks = [
+        Mark(a, b, "chosen" if (a, b) == lowest else "measured", f"after step {a:.0f}: {loss_text(b)}, {change}")
+        for (a, b), change in zip(shown, changes, strict=True)
+    ]
+    began = measured[-1].overfitting_from
+    named = "" if began is None else f" Overfitting began after step {began}."
+    figure = chart(
+        x,
+        Axis.over([base, *(loss for _, loss in shown)], "loss", "{:.3g}".format),
+        title=f"Loss on images that never train: lowest {loss_text(lowest[1])} after step {lowest[0]:.0f}.{named}",
+        marks=marks,
+        lines=[Line(shown, "smooth")],
+        rules=[("y", base, f"without the adapter {loss_text(base)}")],
+    )
+    return [h("div", h("h3", "Held-out images"), figure)]
+
+
+def _gradients(steps: Sequence[StepFinished], x: Axis) -> Element:
+    norms = thinned([(float(step.step), step.gradient_norm) for step in steps], max)
+    spikes, nonfinite = steps[-1].gradient_spikes, steps[-1].nonfinite_gradients
+    figure = chart(
+        x,
+        Axis.over([norm for _, norm in norms], "norm", "{:.2g}".format),
+        title=f"Norm of each step's gradient before clipping, the largest of neighbors. Spikes: "
+        f"{spikes}; not finite: {nonfinite}.",
+        lines=[Line(norms, "smooth")],
+        readings=[(a, b, f"step {a:.0f}: norm {b:.3g}") for a, b in norms],
+    )
+    return h("div", h("h3", "Gradient"), figure)
 
 
 def _rate(steps: Sequence[StepFinished], x: Axis) -> Element:

@@ -17,6 +17,7 @@ from autotune.reporting.page.html import document, h
 from autotune.reporting.page.subjects import PlanSubject, Point, Subject, nearest_beyond, points_of
 from autotune.reporting.page.worth import find_worths
 from autotune.schema.plan import Reason, Rejected
+from autotune.schema.run import ValidationResult
 from autotune.schema.trial import Residual
 from tests.reporting.page.pages import HOSTILE, golden_plan, plan_subject, run_subject
 
@@ -194,6 +195,34 @@ def test_a_run_says_how_it_stands() -> None:
     assert re.search(r"Limited by (compute|memory bandwidth), \d+% of what this device reached in the probe", ended)
     assert "memory is at 9 GiB" in ended, "a warning is shown"
     assert "0.5000 without the adapter, 0.2500 with it (-50.0%)" in ended
+
+
+def test_a_run_shows_its_loss_on_held_out_images_and_names_overfitting() -> None:
+    subject = run_subject()
+    steps = [
+        step.changed(validation_loss=loss, base_validation_loss=0.5, overfitting_from=50 if step.step == 100 else None)
+        if (loss := {25: 0.45, 50: 0.4, 75: 0.41, 100: 0.42}.get(step.step))
+        else step
+        for step in subject.steps
+    ]
+    held_out = ValidationResult(
+        num_images=3, base_loss=0.5, final_loss=0.42, lowest_loss=0.4, lowest_step=50, overfitting_from=50,
+        kept_step=100,
+    )  # fmt: skip
+    assert subject.report
+    report = subject.report.changed(validation=held_out, gradient_spikes=7, nonfinite_gradients=1)
+    page = build_page([replace(subject, steps=steps, report=report)], "1")
+    for words in (
+        "Loss on images that never train: lowest 0.4000 after step 50. Overfitting began after step 50.",
+        "after step 75: 0.4100, -18.0%",
+        "without the adapter 0.5000",
+        "loss on 3 held-out images: 0.5000 without the adapter, 0.4200 with it (-16.0%)",
+        "lowest 0.4000 after step 50, not kept: --keep-best would",
+        "(spikes): 7 of 100",
+        "not finite, taken again: 1",
+    ):
+        assert words in page
+    assert "Held-out images" not in build_page([subject], "1")
 
 
 def test_previews_and_comparison_are_labeled() -> None:

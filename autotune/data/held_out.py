@@ -1,0 +1,88 @@
+"""Which images are held out of training, so that the loss on them tells learning from remembering."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autotune.data.dataset import Dataset, read_dataset
+from autotune.data.items import Item, file_digest
+from autotune.data.options import DatasetOptions
+from autotune.data.sources import list_places
+from autotune.errors import InvalidInput
+
+MAX_HELD_OUT = 32
+"""Images that are held out at most: more would tell little more, cost time and not train."""
+
+
+@dataclass(frozen=True)
+class SplitDataset:
+    """A dataset whose images are trained on, or held out."""
+
+    training: Dataset
+    held_out: tuple[Item, ...] = ()
+
+    @property
+    def whole(self) -> Dataset:
+        """All images together: what is encoded, and what decides shapes and lengths."""
+        return replace(self.training, items=(*self.training.items, *self.held_out))
+
+
+def read_split(folder: Path, options: DatasetOptions, validation: str | None, seed: int) -> SplitDataset:
+    """Read a data folder and hold some images out: a pure function of seed and file names decides which.
+
+    Args:
+        folder: the data.
+        options: of the data and of a folder of held-out images.
+        validation: a share such as `10%`, a folder of held-out images, or None for none. What lies in that folder, and
+            equal files elsewhere, are not trained on.
+        seed: another holds out other images.
+
+    Raises:
+        InvalidInput: as `read_dataset` for either folder; or nothing would be left to train on.
+    """
+    dataset = read_dataset(folder, options)
+    if validation is None:
+        return SplitDataset(dataset)
+    if validation.endswith("%"):
+        names = _draw([_name(item, folder) for item in dataset.items], float(validation[:-1]) / 100, seed)
+        held_out = [item for item in dataset.items if _name(item, folder) in names]
+    else:
+        own = read_dataset(Path(validation), options).items
+        names = _draw([_name(item, Path(validation)) for item in own], 1.0, seed)
+        held_out = [item for item in own if _name(item, Path(validation)) in names]
+        dataset = replace(dataset, items=_without_copies(dataset.items, own))
+    training = tuple(item for item in dataset.items if item not in held_out)
+    if not training:
+        raise InvalidInput(
+            f"with the images held out for validation, none of {folder} is left to train on",
+            hint="add images, hold out a smaller share, or name a folder of others: --validation FOLDER",
+        )
+    return SplitDataset(replace(dataset, items=training), tuple(held_out))
+
+
+def _name(item: Item, folder: Path) -> str:
+    """The path below the data folder, or below the folder of a list that it lies in, after that folder's name."""
+    places = [Path(place) for place in list_places(folder)]
+    place = next(place for place in places if item.path.is_relative_to(place))
+    own = item.path.relative_to(place).as_posix()
+    return own if len(places) == 1 else f"{place.name}/{own}"
+
+
+def _draw(names: Sequence[str], share: float, seed: int) -> frozenset[str]:
+    """That share of the names, at least one and at most `MAX_HELD_OUT`: an added file changes few of the others."""
+    unique = sorted(
+        set(names), key=lambda name: hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest()
+    )
+    return frozenset(unique[: min(MAX_HELD_OUT, max(1, round(share * len(unique))))])
+
+
+def _without_copies(items: Sequence[Item], held_out: Sequence[Item]) -> tuple[Item, ...]:
+    """The items whose pixels are none of the held-out ones'; only files of equal sizes are read."""
+    sizes = {path.stat().st_size for item in held_out for path in item.pixel_paths}
+    digests = {file_digest(path) for item in held_out for path in item.pixel_paths}
+    return tuple(
+        item
+        for item in items
+        if not any(path.stat().st_size in sizes and file_digest(path) in digests for path in item.pixel_paths)
+    )

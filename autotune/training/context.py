@@ -1,0 +1,31 @@
+"""What a run's loop works with besides the model and the data."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.schema import OnEvent
+from autotune.training.checkpoint import Checkpoints
+from autotune.training.metrics import Metrics
+from autotune.training.processes import Processes
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What the loop works with besides the model and the data."""
+
+    processes: Processes
+    checkpoints: Checkpoints
+    metrics: Metrics | None
+    """None on all processes but the first."""
+    on_event: OnEvent
+    preview: Callable[[int], None]
+    """Called on processes that sample, with the number of steps taken."""
+    budget_bytes: int
+    stop_reason: Callable[[], str | None] = lambda: None
+    """Why no further step may be taken, besides a signal; None while any may."""
+    phase: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
+    """Measures what a phase within training takes."""
+    trace: Path | None = None
+    """File to write a torch.profiler trace to; None for no trace."""

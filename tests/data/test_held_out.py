@@ -1,0 +1,94 @@
+"""Held-out images are a pure function of seed and names, and never train."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from autotune.data.held_out import MAX_HELD_OUT, SplitDataset, read_split
+from autotune.data.options import DatasetOptions
+from autotune.errors import InvalidInput
+from autotune.schema.job import Job
+from tests.data.pictures import write_pictures
+from tests.reporting.page.pages import golden_plan
+
+OPTIONS = DatasetOptions(caption="a picture")
+
+
+def write_images(folder: Path, number: int) -> None:
+    write_pictures(folder, *[(64, 64)] * number)
+
+
+def job(**values: object) -> Job:
+    return golden_plan().job.changed(**values)
+
+
+def names(split: SplitDataset) -> tuple[set[str], set[str]]:
+    return {item.path.name for item in split.training.items}, {item.path.name for item in split.held_out}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("held") / "images"
+    write_images(folder, 20)
+    return folder
+
+
+def test_seed_and_names_decide_which_images_are_held_out(images: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(images, elsewhere)
+    training, held_out = names(read_split(images, OPTIONS, "10%", 0))
+    assert (len(training), len(held_out)) == (18, 2)
+    assert not training & held_out
+    assert names(read_split(elsewhere, OPTIONS, "10%", 0)) == (training, held_out), "whatever the folder"
+    assert len({frozenset(names(read_split(images, OPTIONS, "10%", seed))[1]) for seed in range(5)}) > 1
+    assert held_out < names(read_split(images, OPTIONS, "30%", 0))[1], "a larger share holds out more"
+
+
+def test_nothing_is_held_out_unasked(images: Path) -> None:
+    split = read_split(images, OPTIONS, None, 0)
+    assert (len(split.training.items), split.held_out) == (20, ())
+    assert split.whole == split.training
+
+
+def test_a_folder_of_held_out_images_never_trains_nor_do_copies_of_them(images: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(images, data)
+    inside = data / "held"
+    inside.mkdir()
+    first, second, third, *_ = sorted(data.glob("*.png"))
+    first.rename(inside / first.name)  # below the data
+    shutil.copy(second, tmp_path / "copy.png")
+    (tmp_path / "other").mkdir()
+    shutil.copy(third, tmp_path / "other" / "renamed.png")  # the same bytes elsewhere
+    assert names(read_split(data, OPTIONS, str(inside), 0))[1] == {first.name}
+    training, held_out = names(read_split(data, OPTIONS, str(tmp_path / "other"), 0))
+    assert held_out == {"renamed.png"}
+    assert third.name not in training
+    assert len(training) == 19
+
+
+def test_never_more_are_held_out_than_tell_more(tmp_path: Path) -> None:
+    write_images(tmp_path / "many", 2 * MAX_HELD_OUT + 10)
+    split = read_split(tmp_path / "many", OPTIONS, "50%", 0)
+    assert (len(split.held_out), len(split.training.items)) == (MAX_HELD_OUT, MAX_HELD_OUT + 10)
+
+
+def test_something_must_be_left_to_train_on(images: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "one", 1)
+    for folder, validation in ((tmp_path / "one", "10%"), (images, str(images))):
+        with pytest.raises(InvalidInput, match="is left to train on"):
+            read_split(folder, OPTIONS, validation, 0)
+    with pytest.raises(InvalidInput, match="no data folder"):
+        read_split(images, OPTIONS, str(tmp_path / "absent"), 0)
+
+
+@pytest.mark.parametrize("share", ["0%", "100%", "-5%", "ten%", "%", "1e1%", "5.5.5%"])
+def test_a_share_that_is_none_is_refused(share: str) -> None:
+    with pytest.raises(ValidationError, match="written like 10%"):
+        job(validation=share)
+
+
+def test_a_share_is_no_folder_and_a_folder_is_no_share() -> None:
+    assert (job(validation="12.5%").validation_folder, job(validation="held").validation_folder) == (None, "held")

@@ -1,0 +1,73 @@
+"""Writes docs/compatibility.md from the tables of backends and families: python -m tests.docs.compatibility"""
+
+from pathlib import Path
+
+from autotune.backends import ATTENTION_BACKENDS, WEIGHT_FORMATS, Entry
+from autotune.families.registry import FAMILIES
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+INTRODUCTION = """# Compatibility
+
+What needs which device, capability and library, generated from the tables that the program itself goes by. On your
+machine `autotune probe` says what works, with the reason for what does not, and `autotune plan --list-knobs` what a
+search may choose. No GPU has run autotune yet: for GPUs this is what the code admits.
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    return "\n".join([INTRODUCTION, *_attention(), "", *_formats(), "", *_families()]) + "\n"
+
+
+def _devices(entry: Entry) -> str:
+    needs = entry.needs
+    names = [
+        {"cuda": "CUDA", "cpu": "CPU", "mps": "Apple"}[kind] for kind in needs.device_kinds or ("cuda", "cpu", "mps")
+    ]
+    if needs.compute_capability > (0, 0):
+        major, minor = needs.compute_capability
+        names = [f"CUDA from {major}.{minor}" if name == "CUDA" else name for name in names]
+    return ", ".join(names)
+
+
+def _library(entry: Entry) -> str:
+    needs = entry.needs
+    if needs.library is None:
+        return "-"
+    text = needs.library if needs.min_version == "0" else f"{needs.library} {needs.min_version}"
+    return f"{text} (CPU: {needs.min_version_on_cpu})" if needs.min_version_on_cpu else text
+
+
+def _attention() -> list[str]:
+    lines = ["## Attention", "", "| backend | devices | library | masks | note |", "|---|---|---|---|---|"]
+    for name, backend in ATTENTION_BACKENDS.items():
+        if backend.unusable_reason:
+            lines.append(f"| {name} | none | {_library(backend)} | - | {backend.unusable_reason} |")
+        else:
+            masks = "no" if backend.refuses_masks else "yes"
+            lines.append(f"| {name} | {_devices(backend)} | {_library(backend)} | {masks} | {backend.summary} |")
+    return lines
+
+
+def _formats() -> list[str]:
+    head = "| format | devices | library | bytes per weight | quality floor that admits it | block swap | sharded |"
+    lines = ["## Weight formats", "", head, "|---|---|---|---|---|---|---|"]
+    for name, each in WEIGHT_FORMATS.items():
+        swap, shard = ("yes" if can else "no" for can in (each.can_offload, each.can_shard))
+        size = f"{each.bytes_per_parameter:.3g}"
+        lines.append(f"| {name} | {_devices(each)} | {_library(each)} | {size} | {each.quality} | {swap} | {shard} |")
+    return lines
+
+
+def _families() -> list[str]:
+    lines = ["## Families", "", "[What each family has of the settings](levers.md).", ""]
+    lines += ["| family | pipeline | control images | clips | target sets |", "|---|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        controls = f"up to {family.max_controls}" if family.max_controls else "-"
+        clips = "yes" if family.max_frames > 1 else "-"
+        lines.append(f"| {name} | {family.pipeline_class} | {controls} | {clips} | {', '.join(family.target_sets)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    PAGE.write_text(markdown())
